@@ -1,16 +1,18 @@
 # make demo   set up, fetch the bundled model, answer sums and compare configurations: under five minutes on two cores
 # make test   set up, check style and types, run the quick tests: under five minutes
 # make test-all  the same with all tests
+# make fuzz   many rounds of each fuzz test: FUZZ=N rounds
 #
 # Packages are installed in the versions of constraints.txt; `make test CONSTRAINTS=` installs the newest ones instead.
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 VENV ?= .venv
+FUZZ ?= 3000
 BIN = $(VENV)/bin
 CHECKED = $(VENV)/checked
 INSTALLED = $(VENV)/.installed
 
-.PHONY: demo test test-all check
+.PHONY: demo test test-all fuzz check
 
 demo: $(INSTALLED)
 	$(BIN)/specbatch models pull smollm2-135m
@@ -22,6 +24,9 @@ test: check
 
 test-all: check
 	$(BIN)/pytest -q -n 2 --dist worksteal -m "slow or not slow"
+
+fuzz: $(INSTALLED)
+	$(BIN)/pytest -q -n 2 tests/fuzz --fuzz $(FUZZ)
 
 # Types and layers are checked in a copy in which kernels/, evals/ and sweeps/ lie under specbatch, as when installed.
 check: $(INSTALLED)

@@ -12,8 +12,9 @@ follows the beginning-of-text token, or else the end-of-text token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -22,6 +23,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse
+from specbatch.evals.finished import Answer, Row, Scored, hash_of
+from specbatch.jobs.partial_output import row_seed
 from specbatch.jobs.thinking import answer_of, opens_thinking
 
 if TYPE_CHECKING:
@@ -33,34 +36,6 @@ _SAMPLING = ("top_p", "top_k", "min_p")
 _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", *_SAMPLING}
 
 
-class Answer(NamedTuple):
-    """One finished request and the document of the task it answers."""
-
-    doc_id: int
-    completion: Completion
-
-    def as_row(self) -> dict[str, Any]:
-        done = self.completion
-        return {
-            "doc_id": self.doc_id,
-            "finish_reason": done.finish_reason,
-            "text": done.text,
-            "token_ids": done.token_ids,
-        }
-
-
-class Scored(NamedTuple):
-    """The log-likelihood of one text of a document. `part` counts the document's choices, or the windows of a text that
-    is longer than the model's context."""
-
-    doc_id: int
-    part: int
-    likelihood: Likelihood
-
-    def as_row(self) -> dict[str, Any]:
-        return {"doc_id": self.doc_id, "part": self.part, **self.likelihood._asdict()}
-
-
 class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     """Passes all requests of lm-eval to `engine.generate` or `engine.score` at once, so that the engine batches them.
 
@@ -69,11 +44,13 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     chat_template   whether prompts were rendered by `apply_chat_template`, so that they contain their special tokens
     thinking        `enable_thinking` of the chat template; None leaves the template's default
     concurrency     as for `Engine.generate`
-    on_answer       called with each finished Answer or Scored, and the total number of them
+    finished        rows of an earlier run that was interrupted, by index; these requests are not run again
+    on_answer       called with each new Answer or Scored, and the total number of them
 
-    After the run `answers` holds every Answer and `prompts` the input of each request (a prompt; a context and its
-    continuation; a text), in the order of the requests. `budget` is the largest limit of an answer, `cut` the number of
-    texts that lost their beginning.
+    After the run `answers` holds every Answer, `scored` every Scored, and `prompts` the input of each request (a
+    prompt; a context and its continuation; a text), in the order of the requests. `budget` is the largest limit of an
+    answer, `cut` the number of texts that lost their beginning, `earlier` the number of results that came from
+    `finished`.
     """
 
     def __init__(
@@ -85,6 +62,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         chat_template: bool = False,
         thinking: bool | None = None,
         concurrency: int | None = None,
+        finished: Mapping[int, Row] | None = None,
         on_answer: Callable[[Answer | Scored, int], None] | None = None,
     ) -> None:
         super().__init__()
@@ -94,13 +72,16 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         self._chat_template = chat_template
         self._switch = {} if thinking is None else {"enable_thinking": thinking}
         self._concurrency = concurrency
+        self._finished = finished or {}
         self._on_answer = on_answer
         self._token_ids: dict[str, int] | None = None
-        self._scored: list[Instance] = []  # the requests whose tokens reach `_loglikelihood_tokens`
+        self._requests: list[Instance] = []  # whose tokens reach `_loglikelihood_tokens`
         self.answers: list[Answer] = []
+        self.scored: list[Scored] = []
         self.prompts: list[str | list[str]] = []
         self.budget = 0
         self.cut = 0
+        self.earlier = 0
 
     @property
     def tokenizer_name(self) -> str:
@@ -116,23 +97,38 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The texts of the answers in the order of `requests`, each ending before its first stop string, without
         reasoning."""
-        params = [self._params(request.args[1]) for request in requests]
+        first = len(self.answers)  # of an earlier call
+        params = [self._params(item.args[1], first + place) for place, item in enumerate(requests)]
         encode = self._engine.tokenizer.encode
         tokens = [encode(item.args[0], add_special_tokens=not self._chat_template) for item in requests]
         for request, prompt, wanted in zip(requests, tokens, params, strict=True):
             self._refuse_too_long(request, len(prompt), wanted.max_new_tokens)
+        hashes = [hash_of(item.args) for item in requests]
+        rows = [self._row(first + place, digest) for place, digest in enumerate(hashes)]
+        done = {place: Answer.from_row(row, tokens[place]) for place, row in enumerate(rows) if row is not None}
+        missing = [place for place in range(len(requests)) if place not in done]
+
+        def answer_of_place(place: int, completion: Completion) -> Answer:
+            return Answer(requests[place].doc_id, hashes[place], replace(completion, index=first + place))
 
         def finished(completion: Completion) -> None:
             if self._on_answer is not None:
-                self._on_answer(Answer(requests[completion.index].doc_id, completion), len(requests))
+                self._on_answer(answer_of_place(missing[completion.index], completion), len(requests))
 
-        completions = self._engine.generate(tokens, params, concurrency=self._concurrency, on_completion=finished)
+        completions = self._engine.generate(
+            [tokens[place] for place in missing],
+            [params[place] for place in missing],
+            concurrency=self._concurrency,
+            on_completion=finished,
+        )
+        done |= {place: answer_of_place(place, one) for place, one in zip(missing, completions, strict=True)}
+        answers = [done[place] for place in range(len(requests))]
         texts = [
-            answer_of(completion.text, opened=opens_thinking(request.args[0]))
-            for request, completion in zip(requests, completions, strict=True)
+            answer_of(answer.completion.text, opened=opens_thinking(request.args[0]))
+            for request, answer in zip(requests, answers, strict=True)
         ]
-        for request, completion, text in zip(requests, completions, texts, strict=True):
-            self.answers.append(Answer(request.doc_id, completion))
+        self.answers += answers
+        for request, text in zip(requests, texts, strict=True):
             self.prompts.append(request.args[0])
             self.cache_hook.add_partial("generate_until", request.args, text)
         self.budget = max([self.budget, *(item.max_new_tokens for item in params)])
@@ -163,7 +159,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """The log-probability of each continuation given its context, and whether greedy decoding would generate it."""
-        self._scored = requests
+        self._requests = requests
         self.prompts += [list(request.args) for request in requests]
         for request in requests:
             if not request.args[1]:
@@ -176,7 +172,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
         texts = [
             (request, request.idx, *self._fitted(request, context, continuation))
-            for request, (_, context, continuation) in zip(self._scored, requests, strict=True)
+            for request, (_, context, continuation) in zip(self._requests, requests, strict=True)
         ]
         return [(logprob, is_greedy) for logprob, is_greedy in self._score(texts)]
 
@@ -204,13 +200,38 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
 
     def _score(self, texts: list[tuple[Instance, int, list[int], list[int]]]) -> list[Likelihood]:
         """Scores of (request, part, context, continuation)."""
+        first = len(self.scored)  # of an earlier call
+        hashes = [hash_of([context, continuation]) for *_, context, continuation in texts]
+        rows = [self._row(first + place, digest) for place, digest in enumerate(hashes)]
+        done = {place: Scored.from_row(row) for place, row in enumerate(rows) if row is not None}
+        missing = [place for place in range(len(texts)) if place not in done]
+
+        def scored_place(place: int, likelihood: Likelihood) -> Scored:
+            request, part, context, continuation = texts[place]
+            counts = len(context), len(continuation)
+            return Scored(first + place, request.doc_id, part, hashes[place], *counts, likelihood)
 
         def scored(index: int, likelihood: Likelihood) -> None:
             if self._on_answer is not None:
-                request, part, *_ = texts[index]
-                self._on_answer(Scored(request.doc_id, part, likelihood), len(texts))
+                self._on_answer(scored_place(missing[index], likelihood), len(texts))
 
-        return self._engine.score([(context, continuation) for *_, context, continuation in texts], on_score=scored)
+        pairs = [(texts[place][2], texts[place][3]) for place in missing]
+        found = self._engine.score(pairs, on_score=scored) if pairs else []
+        done |= {place: scored_place(place, one) for place, one in zip(missing, found, strict=True)}
+        every = [done[place] for place in range(len(texts))]
+        self.scored += every
+        return [one.likelihood for one in every]
+
+    def _row(self, index: int, request: str) -> Row | None:
+        """The finished row of a request; None if it has none. Refused: the row of another request."""
+        row = self._finished.get(index)
+        if row is None:
+            return None
+        if row["request"] != request:
+            works = "its prompts are not those of the run that was interrupted; pass --overwrite to start over"
+            raise refuse("task", self._task, works)
+        self.earlier += 1
+        return row
 
     def _fitted(self, request: Instance, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
         """Drop the beginning of a context that is too long for the model."""
@@ -227,8 +248,11 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         works = f"question {request.doc_id} has {what} and cannot be scored; fix that row, or use another task"
         return refuse("task", self._task, works)
 
-    def _params(self, wanted: dict[str, Any]) -> SamplingParams:
-        """Sampling parameters from lm-eval's generation arguments; do_sample without a temperature means 1."""
+    def _params(self, wanted: dict[str, Any], index: int) -> SamplingParams:
+        """Sampling parameters from lm-eval's generation arguments; do_sample without a temperature means 1.
+
+        The seed depends on the index of the request and not on which requests an earlier run had finished.
+        """
         temperature = 1.0 if wanted.get("do_sample") else 0.0
         kwargs = normalize_gen_kwargs({"temperature": temperature, **wanted}, default_max_gen_toks=MAX_NEW_TOKENS)
         unknown = sorted(set(kwargs) - _KNOWN)
@@ -241,6 +265,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
             max_new_tokens=self._max_new_tokens or kwargs["max_gen_toks"],
             stop=stops,
             stop_token_ids=self._stop_tokens(stops),
+            seed=row_seed(self._engine.config.seed, index),
             **{name: kwargs[name] for name in _SAMPLING if kwargs.get(name) is not None},
         )
 

@@ -21,7 +21,8 @@ class EvalOptions:
     thinking      reasoning is never scored
     concurrency   most requests that are submitted and unfinished at a time; None: all
     seed          draws the few-shot examples; with lm-eval's default of 1234 the prompts equal lm-eval's
-    output        folder for the results, new or empty
+    output        folder for the results: new, empty, or of an interrupted evaluation, which continues
+    overwrite     drop the answers of an interrupted evaluation
     """
 
     task: str
@@ -39,6 +40,7 @@ class EvalOptions:
     concurrency: int | None = setting(None, "", whole(1))
     seed: int = 1234
     output: Path | None = None
+    overwrite: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from specbatch.errors import refuse
+from specbatch.extras import missing
 
 SEED = 0
 SCORED = 100
@@ -15,12 +16,11 @@ EXAMPLES = 20
 def config(task: str) -> dict[str, Any]:
     """The configuration of lm-eval task `reasoning_gym:NAME`: 100 scored items, and 20 others for few-shot examples."""
     name = task.partition(":")[2]
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        works = "needs reasoning-gym: pip install 'specbatch[reasoning]'"
-        raise refuse("task", task, works) from error
+    if reason := missing("reasoning"):
+        raise refuse("task", task, reason)
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
     if name not in DATASETS:
         near = get_close_matches(name, DATASETS, n=4) or sorted(DATASETS)[:4]
         raise refuse("task", task, f"no such generator; use for example {', '.join(near)}")

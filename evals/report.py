@@ -24,6 +24,7 @@ from specbatch.records.answers import QUESTIONS, EvalAnswers
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
+from specbatch.records.store import EARLIER
 
 # The metrics of the speed table, of tasks that generate answers and of tasks that score given texts.
 GENERATING = ("accept_length", "accept_rate", "mean_ttft_s", "mean_queue_s", "mean_tpot_s", "output_throughput")
@@ -120,6 +121,10 @@ class EvalReport(EvalAnswers):
         if metrics.get("cached_tokens"):
             cached = f"{metrics['cached_tokens']:.0f} of {metrics['input_tokens']:.0f}"
             yield f"{cached} prompt tokens came from the prefix cache."
+        if earlier := self.record.workload.get(EARLIER):
+            texts = "answers" if self.generates else "texts"
+            total = len(self.record.requests)
+            yield f"{earlier} of {total} {texts} come from an interrupted run: throughput and times are unknown."
         if self.generates and (incomplete := sum(self.finish_reasons.get(reason, 0) for reason in INCOMPLETE)):
             yield f"{incomplete} answers are incomplete and are scored as they are."
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -26,21 +26,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.algorithms import NO_SPECULATION
-from specbatch.errors import refuse
+from specbatch.atomic_file import writing
+from specbatch.errors import refuse, reporting
+from specbatch.evals.finished import PARTIAL, Answer, Row, Scored, finished_rows, with_earlier
 from specbatch.evals.likelihoods import likelihood_fields
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
 from specbatch.evals.task import ROLLING, EvalTask, load_task, quiet, seed_globals
+from specbatch.jobs.partial_output import PartialRows
 from specbatch.records.answers import Score
 from specbatch.records.metrics import Better
 
 if TYPE_CHECKING:
     from specbatch.config import EngineConfig
     from specbatch.engine.engine import Engine
-    from specbatch.evals.lm import Answer, Scored
 
 Progress = Callable[[int, int], None]  # answers finished, answers wanted
-PARTIAL = "answers.partial.jsonl"
 RESAMPLES = 1000  # bootstrap, for metrics that are not a mean (perplexity); the error of a mean has a closed form
 _LONG = ("itl_s", "emitted_histogram", "acceptance")  # details that are only in requests.jsonl, at the same index
 
@@ -66,11 +67,23 @@ class PreparedEval:
             raise refuse("algorithm", algorithm, f"{works}; use 'none' (--spec off), or a task that generates")
         return replace(config, graphs=replace(config.graphs, decode="off"))
 
-    def run(self, engine: Engine, progress: Progress | None = None) -> EvalReport:
-        """Answer all questions and score the answers.
+    def finished(self, config: EngineConfig) -> PartialRows | None:
+        """The answers of an interrupted run with engine `config`; None without an output folder.
 
-        Finished answers are kept in `answers.partial.jsonl` in the output folder until the report is written, so that
-        an interrupted run loses none: its KeyboardInterrupt reports how many were kept.
+        Refused: answers that were made with other settings.
+        """
+        if self.options.output is None:
+            return None
+        return finished_rows(self.options, self.task.num_fewshot, config, generates=self.task.generates)
+
+    def run(self, engine: Engine, progress: Progress | None = None, kept: PartialRows | None = None) -> EvalReport:
+        """Answer the questions that have no answer yet, and score all answers.
+
+        Answers are kept in `answers.partial.jsonl` in the output folder as they finish, until the report is written.
+        After KeyboardInterrupt, an error or a crash the same evaluation continues from there.
+
+        kept: what `finished` returned; default: for the configuration of `engine`, in which a draft's default length is
+        resolved
         """
         from specbatch.evals.lm import SpecBatchLM
 
@@ -78,15 +91,16 @@ class PreparedEval:
         self.engine_config(engine.config)
         if options.chat_template and not engine.tokenizer.has_chat_template:
             raise refuse("chat_template", True, "the model's tokenizer has no chat template; leave it out")
-        with _kept(options.output) as keep:
-            finished = 0
+        with _claimed(kept or self.finished(engine.config), options.overwrite) as (rows, keep):
+            done = len(rows)
 
             def on_answer(answer: Answer | Scored, wanted: int) -> None:
-                nonlocal finished
-                finished += 1
-                keep(answer)
+                nonlocal done
+                done += 1
+                if not (isinstance(answer, Answer) and not answer.completion.is_complete):  # else it runs again
+                    keep(answer.as_row())
                 if progress is not None:
-                    progress(finished, wanted)
+                    progress(done, wanted)
 
             model = SpecBatchLM(
                 engine,
@@ -95,6 +109,7 @@ class PreparedEval:
                 chat_template=options.chat_template,
                 thinking=options.thinking,
                 concurrency=options.concurrency,
+                finished=dict(rows),
                 on_answer=on_answer,
             )
             engine.reset_record()
@@ -128,6 +143,9 @@ class PreparedEval:
         samples = results["samples"][task.name]
         rows = _verdicts(task, samples)
         better = results["higher_is_better"][task.name]
+        record = engine.record(concurrency=options.concurrency)
+        if model.earlier:
+            with_earlier(record, model.earlier, model.answers if task.generates else model.scored)
         report = EvalReport(
             task=task.name,
             task_version=str(results["versions"][task.name]),
@@ -145,14 +163,17 @@ class PreparedEval:
             prompts_sha256=hashlib.sha256(json.dumps(model.prompts).encode()).hexdigest(),
             scores=_scores(results["results"][task.name], samples, fallbacks, better),
             questions=_answer_rows(rows, model.answers) if task.generates else _scored_rows(task, rows, samples),
-            record=engine.record(concurrency=options.concurrency),
+            record=record,
         )
         report.record.workload.update({"command": "eval", **report.settings()})
         return report
 
 
 def prepare(options: EvalOptions) -> PreparedEval:
-    """Create the output folder and load the task. Raises SpecbatchError for any mistake that needs no model to show."""
+    """Create the output folder, which may hold an interrupted evaluation, and load the task.
+
+    Raises SpecbatchError for any mistake that needs no model to show.
+    """
     if options.output is not None:
         _open_folder(options.output)
     task = load_task(
@@ -183,38 +204,31 @@ def _refuse_unused(options: EvalOptions, task: EvalTask) -> None:
 
 
 def _open_folder(folder: Path) -> None:
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
+        if any(folder.iterdir()) and not (folder / PARTIAL).exists():
             raise refuse("output", str(folder), "exists and is not empty; name a new folder")
         tempfile.TemporaryFile(dir=folder).close()  # fail now if the folder is not writable
-    except OSError as error:
-        raise refuse("output", str(folder), f"cannot be written ({error.strerror}); name another folder") from error
 
 
 @contextmanager
-def _kept(folder: Path | None) -> Iterator[Callable[[Answer | Scored], None]]:
-    """Yield a function that appends an answer to the partial file, which is deleted if the block succeeds; an
-    interruption reports how many answers it keeps."""
-    if folder is None:
-        yield lambda answer: None
+def _claimed(kept: PartialRows | None, overwrite: bool) -> Iterator[tuple[Mapping[int, Row], Callable[[Row], None]]]:
+    """Lock the partial file, and yield its rows and a function that appends one. It is deleted if the block succeeds.
+    An interruption reports how many answers are kept."""
+    if kept is None:
+        yield {}, lambda row: None
         return
-    path, kept = folder / PARTIAL, 0
-    with path.open("w", encoding="utf-8", buffering=1) as file:
-
-        def keep(answer: Answer | Scored) -> None:
-            nonlocal kept
-            print(json.dumps(answer.as_row(), ensure_ascii=False), file=file)
-            kept += 1
-
+    works = "the same command with this --out continues"
+    with kept.claim(starts_over=overwrite) as keep:
         try:
-            yield keep
+            with reporting(lambda: f"kept the finished answers ({len(kept.rows)}) in {kept.path}; {works}"):
+                yield kept.rows, keep
         except KeyboardInterrupt:
-            if kept:
-                raise KeyboardInterrupt(f"kept {kept} finished answers in {path}") from None
-            path.unlink()
-            raise
-    path.unlink()
+            if kept.rows:
+                raise
+            kept.path.unlink()
+            raise KeyboardInterrupt from None
+        kept.path.unlink()
 
 
 def _scores(
@@ -263,7 +277,7 @@ def _answer_rows(verdicts: dict[int, dict[str, Any]], answers: list[Answer]) -> 
     """One row per answer, in the order of the questions: lm-eval's results and the metrics of the request."""
     rows = []
     repeats: dict[int, int] = {}
-    for doc_id, completion in answers:
+    for doc_id, _, completion in answers:
         repeat = repeats[doc_id] = repeats.get(doc_id, -1) + 1
         answer = {"text": completion.text, "token_ids": completion.token_ids}
         numbers = {name: value for name, value in completion.as_row().items() if name not in _LONG}

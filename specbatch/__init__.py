@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from specbatch.core.embedded_prompt import EmbeddedPrompt
     from specbatch.core.request import Completion, SamplingParams
     from specbatch.engine.engine import Engine
+    from specbatch.engine.open_requests import StreamEvent
     from specbatch.engine.scoring import Likelihood
     from specbatch.errors import SpecbatchError
 
@@ -31,6 +32,7 @@ _HOME = {
     "SamplingParams": "specbatch.core.request",
     "SpecbatchError": "specbatch.errors",
     "Speculation": "specbatch.config",
+    "StreamEvent": "specbatch.engine.open_requests",
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "SamplingParams",
     "SpecbatchError",
     "Speculation",
+    "StreamEvent",
     "__version__",
 ]
 
@@ -51,3 +54,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'specbatch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

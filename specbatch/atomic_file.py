@@ -1,24 +1,180 @@
-"""Atomic writes of small files."""
+"""Atomic replacement of files and folders: readers see the old contents or the complete new ones."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+_PART = "part"  # FILE.part1234 is being written by process 1234
+_OLD = "old"  # FOLDER.old1234 is being replaced by it
+_SCRATCH = ".part-"
+_LEFTOVER = re.compile(rf"(?P<name>.+)\.(?P<kind>{_PART}|{_OLD})\d+")
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace the contents of a file atomically: readers see the old file or the complete new one."""
-    part = path.with_name(f"{path.name}.part{os.getpid()}")
+
+class UnwritableError(OSError):
+    """A file or folder cannot be written. `filename` is its path, `strerror` the reason."""
+
+    def __str__(self) -> str:
+        return f"{self.filename} cannot be written ({self.strerror})"
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise UnwritableError for `path` in place of another OSError, and for a path that no file can have."""
     try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
+        yield
+    except UnwritableError:
         raise
+    except OSError as error:
+        raise UnwritableError(error.errno, error.strerror or str(error), str(path)) from error
+    except ValueError as error:
+        if "null byte" not in str(error) and not isinstance(error, UnicodeEncodeError):
+            raise
+        raise UnwritableError(0, "not a valid path", str(path)) from error
+
+
+@contextmanager
+def replacing(path: Path, *, folder: bool = False) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, an empty file or folder, which replaces `path` if the block succeeds.
+
+    What killed processes left of the same path is removed first: the temporary file is locked while its writer lives.
+    Raises UnwritableError; `path` is then as before.
+    """
+    with writing(path):
+        remove_leftovers(path)
+        part = _beside(path, _PART)
+        if folder:
+            part.mkdir()
+        locked = _locked(part, os.O_RDONLY if folder else os.O_RDONLY | os.O_CREAT)
+        try:
+            yield part
+            if not folder:
+                _sync(part)
+            _replace(part, path)
+        finally:
+            os.close(locked)
+            _remove(part)
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace the contents of a file. Raises UnwritableError."""
+    with replacing(path) as part:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: Path, value: Any) -> None:
     """`write_atomic` of a value as indented JSON."""
     write_atomic(path, json.dumps(value, indent=2) + "\n")
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove temporary files and folders of `path` whose process was killed. A folder that it had moved away to replace
+    it is moved back if the new one is missing."""
+    if not path.parent.is_dir():
+        return
+    for left in path.parent.iterdir():
+        found = _LEFTOVER.fullmatch(left.name)
+        if found and found["name"] == path.name and not _is_locked(left):
+            if found["kind"] == _OLD and not path.exists():
+                os.replace(left, path)
+            else:
+                _remove(left)
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether the name is that of a temporary file or folder."""
+    return _LEFTOVER.fullmatch(path.name) is not None
+
+
+def remove_all_leftovers(folder: Path) -> None:
+    """`remove_leftovers` of everything below a folder of results."""
+    for left in [path for path in folder.rglob("*") if is_leftover(path)]:
+        if found := _LEFTOVER.fullmatch(left.name):
+            remove_leftovers(left.with_name(found["name"]))
+
+
+@contextmanager
+def scratch_folder(root: Path) -> Iterator[Path]:
+    """A temporary folder in `root`, an existing folder, that is removed at the end. Those of killed processes are
+    removed first. Raises UnwritableError."""
+    with writing(root):
+        guard = _locked(root, os.O_RDONLY)
+        try:
+            for left in root.glob(f"{_SCRATCH}*"):
+                if not _is_locked(left):
+                    _remove(left)
+            made = tempfile.TemporaryDirectory(dir=root, prefix=_SCRATCH, ignore_cleanup_errors=True)
+            locked = _locked(Path(made.name), os.O_RDONLY)
+        finally:
+            os.close(guard)
+    try:
+        with made as name:
+            yield Path(name)
+    finally:
+        os.close(locked)
+
+
+def _replace(part: Path, path: Path) -> None:
+    if not (part.is_dir() and path.is_dir() and any(path.iterdir())):
+        os.replace(part, path)
+        return
+    old = _beside(path, _OLD)  # a folder cannot replace a non-empty one in one step
+    os.replace(path, old)
+    try:
+        os.replace(part, path)
+    except BaseException:
+        os.replace(old, path)
+        raise
+    _remove(old)
+
+
+def _beside(path: Path, kind: str) -> Path:
+    return path.with_name(f"{path.name}.{kind}{os.getpid()}")
+
+
+def _locked(path: Path, flags: int) -> int:
+    """A locked descriptor of `path`, which `remove_leftovers` of another process may remove before it is locked."""
+    while True:
+        found = os.open(path, flags, 0o666)
+        try:
+            fcntl.flock(found, fcntl.LOCK_EX)
+            if path.exists() and os.path.samestat(os.fstat(found), path.stat()):
+                return found
+        except BaseException:
+            os.close(found)
+            raise
+        os.close(found)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        found = os.open(path, os.O_RDONLY)
+    except OSError:  # it has just been removed, or is someone else's
+        return True
+    try:
+        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(found)
+    return False
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

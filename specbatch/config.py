@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from specbatch.algorithms import ALGORITHMS, NO_SPECULATION, Algorithm, algorithms_with
 from specbatch.draft_shape import AUTO, DraftShape, lengths_of, shape_of
-from specbatch.errors import at_least, refuse
-from specbatch.settings import FLAG, check_fields, number, setting, whole
+from specbatch.errors import MOST_SEED, at_least, refuse
+from specbatch.settings import FLAG, check_fields, foreign_names, number, setting, whole
 
 SCHEDULES = ("v1", "v2")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -204,6 +204,23 @@ class Graphs:
         return (self.decode, self.prefill) != ("off", "off")
 
 
+# Parameters of vLLM and SGLang that users try, and what works here.
+_FOREIGN_NAMES = {
+    "tensor_parallel_size": "use tensor_parallel",
+    "tp_size": "use tensor_parallel",
+    "gpu_memory_utilization": "use memory_fraction",
+    "mem_fraction_static": "use memory_fraction",
+    "max_num_seqs": "use max_running",
+    "block_size": "use page_size",
+    "enable_prefix_caching": "use prefix_cache",
+    "kv_cache_dtype": "use kv_dtype",
+    "speculative_config": "use speculation=Speculation(algorithm, draft=...)",
+    "enforce_eager": "leave it out; graphs=Graphs() runs eagerly",
+    "trust_remote_code": "leave it out; code of a checkpoint never runs",
+}
+
+
+@foreign_names(_FOREIGN_NAMES)
 @dataclass(frozen=True)
 class EngineConfig:
     """Everything an `Engine` is built from.
@@ -217,6 +234,7 @@ class EngineConfig:
         "Known name, hub id, folder or .gguf file; for dummy weights, a named shape or a config.json.",
     )
     device: str = setting("auto", "auto (CUDA if there is a GPU), cpu, cuda or cuda:N.")
+    tensor_parallel: int = setting(1, "Divide the model over N devices of this machine.", whole(1))
     dtype: str = setting(
         "auto", "Data type of the computation. auto: float32 on a CPU, the checkpoint's dtype on a GPU.", choices=DTYPES
     )
@@ -260,7 +278,9 @@ class EngineConfig:
     draft_attention_backend: str = setting(
         "auto", "Attention backend for the prompts of a draft model.", choices=ATTENTION_BACKENDS
     )
-    seed: int = setting(0, "Seed for requests that have none, for random prompts and for dummy weights.", whole(0))
+    seed: int = setting(
+        0, "Seed for requests that have none, for random prompts and for dummy weights.", whole(0, MOST_SEED)
+    )
     speculation: Speculation = field(default_factory=Speculation)
     graphs: Graphs = field(default_factory=Graphs)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+
+MOST = 2**31 - 1  # the largest count, length or number of a setting: what an int32 holds
+MOST_SEED = 2**63 - 1
+_LONGEST_ADVICE = 1_000  # characters
 
 
 class SpecbatchError(ValueError):
@@ -25,14 +29,28 @@ class SpecbatchError(ValueError):
 
 
 def refuse(setting: str, value: object, works: str) -> SpecbatchError:
-    """The error for `setting` having `value`; `works` says what would be accepted, and why."""
-    return SpecbatchError(f"{setting}={value!r}: {works}", setting=setting, value=value, works=works)
+    """The error for `setting` having `value`; `works` says what would be accepted, and why. The message is one line, in
+    which long values are shortened."""
+    line = f"{_shortened(setting)}={shown(value)}: {_shortened(works, _LONGEST_ADVICE)}"
+    return SpecbatchError(" ".join(line.splitlines()), setting=setting, value=value, works=works)
+
+
+def shown(value: object) -> str:
+    """The `repr` of a value, shortened if it is long."""
+    try:
+        return _shortened(repr(value))
+    except (ValueError, RecursionError):  # a number with thousands of digits; lists in lists
+        return f"<{type(value).__name__}>"
+
+
+def _shortened(text: str, longest: int = 400) -> str:
+    return text if len(text) <= longest else f"{text[: longest // 2]}...{text[-longest // 2 :]}"
 
 
 def at_least(setting: str, value: object, least: int) -> None:
-    """Refuse a `setting` that is not an integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise refuse(setting, value, f"use a whole number of at least {least}")
+    """Refuse a `setting` that is not an integer of at least `least` and at most `MOST`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+        raise refuse(setting, value, f"use a whole number of at least {least} and at most {MOST}")
 
 
 def each_once(setting: str, values: Sequence[object]) -> None:
@@ -55,3 +73,15 @@ def of_draft(draft: str) -> Iterator[None]:
         if error.setting == "model" and error.works is not None:
             raise refuse("draft", error.value, error.works) from error.__cause__
         raise refuse("draft", draft, str(error)) from None  # about a key of its config
+
+
+@contextmanager
+def reporting(kept: Callable[[], str]) -> Iterator[None]:
+    """Add what is kept, and how to continue, to an interruption of the block and to an error of reading or writing."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(*stop.args or (kept(),)) from None
+    except OSError as error:
+        error.add_note(kept())
+        raise

@@ -69,17 +69,25 @@ class Speed:
 
     def add(self, index: int, tokens: int, *, ended: bool) -> None:
         """Count new tokens of request `index`."""
-        self._recent.append((self._clock(), tokens))
+        now = self._clock()
+        if self._recent and now - self._recent[-1][0] < SECONDS_OF_SPEED / 100:
+            self._recent[-1] = (self._recent[-1][0], self._recent[-1][1] + tokens)
+        else:
+            self._recent.append((now, tokens))
+            self._forget(now)
         self._tokens += tokens
         (self._running.discard if ended else self._running.add)(index)
 
     def __str__(self) -> str:
         now = self._clock()
         since = max(self._start, now - SECONDS_OF_SPEED)
-        while self._recent and self._recent[0][0] < since:
-            self._tokens -= self._recent.popleft()[1]
+        self._forget(now)
         rate = self._tokens / (now - since) if now > since else 0.0
         return f"{rate:.0f} tok/s, {len(self._running)} running"
+
+    def _forget(self, now: float) -> None:
+        while self._recent and self._recent[0][0] < now - SECONDS_OF_SPEED:
+            self._tokens -= self._recent.popleft()[1]
 
 
 def _lines(label: str, before: int) -> NotedReport:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, field, fields
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from specbatch.errors import refuse
+from specbatch.errors import MOST, refuse
+
+T = TypeVar("T", bound=Callable[..., Any])
 
 
 class Rule(NamedTuple):
@@ -42,12 +45,15 @@ def is_whole(value: Any) -> bool:
 
 def is_number(value: Any) -> bool:
     """Whether it is finite and no boolean."""
-    return type(value) is not bool and isinstance(value, Real) and math.isfinite(value)
+    try:
+        return type(value) is not bool and isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # a whole number with hundreds of digits
+        return False
 
 
-def whole(least: int, most: float = math.inf, works: str = "") -> Rule:
+def whole(least: int, most: int = MOST, works: str = "") -> Rule:
     """Whole numbers from `least` to `most`."""
-    usual = f"use a whole number of at least {least}" if most == math.inf else f"use {least} to {most}"
+    usual = f"use {least} to {most}" if most < MOST else f"use a whole number of at least {least} and at most {most}"
     return Rule(lambda value: is_whole(value) and least <= value <= most, works or usual)
 
 
@@ -57,3 +63,24 @@ def number(fits: Callable[[float], bool], works: str) -> Rule:
 
 
 FLAG = Rule(lambda value: isinstance(value, bool), "use True or False")
+
+
+def foreign_names(works: Mapping[str, str]) -> Callable[[T], T]:
+    """Decorate a function or a class: refuse keyword arguments that other libraries have, each with what works here."""
+
+    def decorate(made: Any) -> Any:
+        call: Callable[..., Any] = vars(made)["__init__"] if isinstance(made, type) else made
+
+        @functools.wraps(call)
+        def checked(*arguments: Any, **named: Any) -> Any:
+            for name, value in named.items():
+                if name in works:
+                    raise refuse(name, value, works[name])
+            return call(*arguments, **named)
+
+        if not isinstance(made, type):
+            return checked
+        setattr(made, "__init__", checked)  # noqa: B010
+        return made
+
+    return decorate

@@ -7,20 +7,19 @@ without `tokenizer.json`.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from specbatch.config_values import table_of, token_ids
+from specbatch.chat_template import ChatTemplate
+from specbatch.config_values import flag_of, table_of, token_ids
 from specbatch.errors import refuse
-
-if TYPE_CHECKING:
-    import jinja2
+from specbatch.text_files import read_json, read_text
 
 BYTE_EOS = 256
+_MOST_IDS = 1 << 24
+_USUAL_CHARACTERS = 8  # of a token, at most
 _PADDING = re.compile(r"|\[PAD\d+\]")  # names of padding ids
 
 
@@ -51,7 +50,7 @@ class Tokenizer:
         self.bos_id = bos_id
         self._backend = backend
         self._add_bos = add_bos
-        self._chat_template = chat_template
+        self._chat_template = None if chat_template is None else ChatTemplate(chat_template, name)
         self._special_tokens = special_tokens or {}
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
@@ -59,12 +58,12 @@ class Tokenizer:
     def from_folder(cls, folder: Path, *, name: str | None = None) -> Tokenizer:
         """Read the folder of a model or tokenizer. Raises SpecbatchError if that fails."""
         backend = _read_backend(folder)
-        described = _read_json(folder / "tokenizer_config.json")
+        described = _read_table(folder / "tokenizer_config.json")
         special = {key: _text(described.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
         tokens = {key: text for key, text in special.items() if text is not None}
-        config = _read_json(folder / "config.json")
+        config = _read_table(folder / "config.json")
         ends = token_ids(config, "eos_token_id") + token_ids(table_of(config, "text_config"), "eos_token_id")
-        ends += token_ids(_read_json(folder / "generation_config.json"), "eos_token_id")
+        ends += token_ids(_read_table(folder / "generation_config.json"), "eos_token_id")
         end = backend.token_to_id(tokens["eos_token"]) if "eos_token" in tokens else None
         bos_id = backend.token_to_id(tokens["bos_token"]) if "bos_token" in tokens else None
         return cls(
@@ -72,7 +71,7 @@ class Tokenizer:
             name=name or folder.name,
             eos_ids=ends if end is None else (*ends, end),
             bos_id=bos_id,
-            add_bos=described.get("add_bos_token"),
+            add_bos=None if described.get("add_bos_token") is None else flag_of(described, "add_bos_token"),
             chat_template=_read_chat_template(folder, described),
             special_tokens=tokens,
         )
@@ -109,20 +108,15 @@ class Tokenizer:
         `enable_thinking` is the template's variable; None leaves its default. Raises SpecbatchError if the model has no
         template, or the template rejects the messages or has no such variable.
         """
-        import jinja2
-
         if self._chat_template is None:
             raise refuse("chat_template", None, f"{self.name} has none; use --no-chat-template, or plain prompts")
         switch = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        if switch and "enable_thinking" not in self._chat_template:
+        if switch and "enable_thinking" not in self._chat_template.source:
             works = f"the chat template of {self.name} has no enable_thinking; leave it out"
             raise refuse("thinking", enable_thinking, works)
-        try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **switch, **self._special_tokens
-            )
-        except jinja2.TemplateError as error:
-            raise refuse("chat_template", self.name, f"it does not accept these messages ({error})") from None
+        return self._chat_template.render(
+            messages=messages, add_generation_prompt=add_generation_prompt, **switch, **self._special_tokens
+        )
 
     def vocabulary(self) -> list[str]:
         """Token strings by id; "" for unused ids."""
@@ -130,24 +124,6 @@ class Tokenizer:
         for token, index in self._backend.get_vocab(with_added_tokens=True).items():
             strings[index] = token
         return strings
-
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        """The chat template, compiled in a sandbox."""
-        import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = _now
-        assert self._chat_template is not None
-        try:
-            return environment.from_string(self._chat_template)
-        except jinja2.TemplateError as error:
-            raise refuse("chat_template", self.name, f"it cannot be read ({error})") from None
 
 
 class ByteTokenizer(Tokenizer):
@@ -183,6 +159,19 @@ class ByteTokenizer(Tokenizer):
         return "<eos>" if index == BYTE_EOS else chr(index) if index < BYTE_EOS else f"<{index}>"
 
 
+def refuse_longer(tokenizer: Tokenizer, text: str, most: int) -> None:
+    """Refuse a text that has far more than `most` tokens, at a cost that depends on `most` and not on the text.
+
+    A word of 30 MB takes minutes and gigabytes to encode, so prefixes of rising length are encoded first.
+    """
+    end = _USUAL_CHARACTERS * most
+    while end < len(text):
+        if len(tokenizer.encode(text[:end])) > 2 * most:  # the end of the cut text may have other tokens
+            works = f"its first {end} characters have more than max_model_len={most} tokens; shorten it"
+            raise refuse("prompt", f"{len(text)} characters", works)
+        end *= 4
+
+
 def vocabulary_difference(a: Tokenizer, b: Tokenizer) -> str | None:
     """A phrase for the first difference between two vocabularies; None if the ids mean the same tokens.
 
@@ -213,23 +202,32 @@ def _read_backend(folder: Path) -> Any:
         if path.is_file():
             from tokenizers import Tokenizer as Backend
 
-            return Backend.from_file(str(path))
-        from transformers import AutoTokenizer
+            found = Backend.from_file(str(path))
+        else:
+            from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
+            # Without these, transformers offers to run code that tokenizer_config.json names, and looks for files on
+            # the hub.
+            found = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            ).backend_tokenizer
+        most = max(found.get_vocab(with_added_tokens=True).values(), default=0)
     except Exception as error:  # for a malformed file both libraries raise plain Exception, among others
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise refuse("tokenizer", str(folder), f"it cannot be read ({lines[0]}); {works}") from None
+    if most >= _MOST_IDS:
+        raise refuse("tokenizer", str(folder), f"it has a token with id {most}; ids are below {_MOST_IDS}")
+    return found
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_table(path: Path) -> dict[str, Any]:
+    """The object of a JSON file; empty without the file."""
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise refuse("tokenizer", str(path), f"it is not valid JSON ({error})") from None
-    return found if isinstance(found, dict) else {}
+    found = read_json("tokenizer", path, "download it again")
+    if not isinstance(found, dict):
+        raise refuse("tokenizer", str(path), "it must hold a JSON object; download it again")
+    return found
 
 
 def _text(token: Any) -> str | None:
@@ -239,21 +237,14 @@ def _text(token: Any) -> str | None:
 
 
 def _read_chat_template(folder: Path, described: dict[str, Any]) -> str | None:
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    own = folder / "chat_template.jinja"
+    if own.is_file():
+        return read_text("chat_template", own, "download it again")
     found = described.get("chat_template")
     if isinstance(found, list):  # several named templates; "default" is for conversations
-        found = {item["name"]: item["template"] for item in found}.get("default")
+        named = [item for item in found if isinstance(item, dict) and item.get("name") == "default"]
+        found = named[0].get("template") if named else None
+    if found is not None and not isinstance(found, str):
+        works = "it must be a text, or a list of named ones; download tokenizer_config.json again"
+        raise refuse("chat_template", found, works)
     return found
-
-
-def _raise(message: str) -> None:
-    import jinja2
-
-    raise jinja2.TemplateError(message)
-
-
-def _now(form: str) -> str:
-    from datetime import datetime
-
-    return datetime.now().strftime(form)

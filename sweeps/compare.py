@@ -1,4 +1,4 @@
-"""`specbatch compare A B`: the difference of every metric between two runs, with an interval and a verdict.
+"""`specbatch compare BEFORE AFTER`: the difference of every metric between two runs, with an interval and a verdict.
 
 * The change (`delta`) is after - before; the relative change (`gain`) is delta / before, in percent. The verdict is
   "regression" if the interval of delta excludes zero on the worse side, "no difference shown" if it contains zero, "not
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.errors import SpecbatchError
-from specbatch.jobs.batch_job import read_output
+from specbatch.jobs.output_files import read_output
 from specbatch.records.answers import load_answers
 from specbatch.records.intervals import CONFIDENCE, Interval, interval
 from specbatch.records.markdown import markdown_table

@@ -43,6 +43,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fuzz")
+    group.addoption("--fuzz", type=int, metavar="N", help="rounds of each fuzz test, in place of a few")
+    group.addoption("--fuzz-seed", type=int, metavar="SEED", help="only the round with this seed")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What is imported for the tests stays: the garbage collector need not look through it while it grows."""
@@ -156,21 +162,29 @@ def random_tensors(config: ModelConfig, generator: torch.Generator) -> dict[str,
 
 
 class Toy:
-    """The toy model and its naive decoding in float64: the whole text is computed again for every token, no cache."""
+    """The toy model and its naive decoding in float64: the whole text is computed again for every token, no cache.
+    Of "toy-nan" it computes with 0 in place of NaN."""
 
     eos = EOS
     pieces = _PIECES
     block, block_config = ToyBlock, TOY_BLOCK
 
-    def __init__(self) -> None:
-        self.checkpoint = ToyCheckpoint()
+    def __init__(self, name: str = "toy") -> None:
+        self.checkpoint = ToyCheckpoint(name)
         self.tokenizer = ToyTokenizer()
-        self._weights = {key: value.double() for key, value in self.checkpoint.tensors.items()}
+        self._weights = {key: value.double().nan_to_num() for key, value in self.checkpoint.tensors.items()}
+        self._head = self._weights.get("lm_head.weight", self._weights["model.embed_tokens.weight"])
         self._decoded: dict[tuple[tuple[int, ...], int], tuple[int, ...] | None] = {}
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """float64 [len(tokens), V]."""
         return self._forward(torch.tensor([tokens]))[0]
+
+    def logits_of(self, texts: list[list[int]]) -> list[torch.Tensor]:
+        """float64 [len(text), V] of each text, in one batch."""
+        longest = max(map(len, texts))
+        padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+        return [logits[: len(text)] for logits, text in zip(self._forward(padded), texts, strict=True)]
 
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens: int64 [texts, n]. Returns float64 [texts, n, V]."""
@@ -200,7 +214,7 @@ class Toy:
             y = norm(x, f"{layer}.post_attention_layernorm.weight")
             gate, up = (y @ weights[f"{layer}.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
             x = x + (F.silu(gate) * up) @ weights[f"{layer}.mlp.down_proj.weight"].T
-        return norm(x, "model.norm.weight") @ weights["model.embed_tokens.weight"].T
+        return norm(x, "model.norm.weight") @ self._head.T
 
     def greedy(self, prompt: tuple[int, ...], count: int = 40) -> tuple[int, ...] | None:
         """The likeliest continuation; None where two tokens are so near that rounding could decide."""

@@ -95,3 +95,8 @@ def test_configuration_is_frozen_and_serialisable() -> None:
     assert {item.name for item in dataclasses.fields(EngineConfig)} == set(found)
     assert config == dataclasses.replace(config)
     assert hash(config) == hash(dataclasses.replace(config))
+
+
+def test_names_of_other_engines_are_refused_with_ours() -> None:
+    with pytest.raises(SpecbatchError, match=r"^gpu_memory_utilization=0\.9: use memory_fraction$"):
+        EngineConfig(gpu_memory_utilization=0.9)  # type: ignore[call-arg]

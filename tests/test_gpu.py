@@ -14,6 +14,7 @@ import lossless
 import pytest
 import torch
 from crossed import crossed
+from plain_decoding import check_end, check_logprobs, check_tokens
 from targets import HYBRIDS, Targets
 
 from specbatch import Engine
@@ -138,6 +139,53 @@ def test_bfloat16_tokens_are_the_same_from_graphs(toy: Any, toy_engine: Callable
         for graphs in (Graphs(), Graphs(decode="whole"))
     ]
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "graphs"), crossed(["none", "eagle3", "ngram-tree", "self", "self-tree"], ["v1", "v2"], GRAPHS)
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_samples_min_tokens_and_top_logprobs(
+    toy: Any, toy_engine: Callable[..., Any], name: str, schedule: str, graphs: str, temperature: float
+) -> None:
+    """Against the naive model where seeds are the baseline's; masks, logprobs and shared prompts in any case."""
+    speculation = with_schedule(SPECULATIONS[name], schedule)
+    engine = toy_engine(device="cuda", dtype="float32", speculation=speculation, graphs=GRAPHS[graphs], seed=3)
+    prompts = [list(prompt) for prompt in toy.prompts()[:12]]
+    params = [
+        SamplingParams(
+            temperature=temperature, max_new_tokens=10, stop_token_ids=tuple(range(3, 3 + 5 * (index % 5))),
+            min_tokens=index % 4 * 3, n=1 + index % 3, top_logprobs=(0, 1, 5, 20)[index % 4], logprobs=index % 2 == 1,
+        )
+        for index in range(12)
+    ]  # fmt: skip
+    engine.generate(prompts, params)  # compiles kernels and records graphs
+    torch.cuda.set_sync_debug_mode("error" if schedule == "v2" else "default")
+    try:
+        done = engine.generate(prompts, params)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [(item.index, item.sample) for item in done] == [(i, n) for i in range(12) for n in range(1 + i % 3)]
+    ends, wrong = engine.tokenizer.eos_ids, 0
+    texts = [item.prompt_token_ids + item.token_ids for item in done]
+    for item, logits in zip(done, toy.logits_of(texts), strict=True):
+        own = params[item.index]
+        check_end(item, own, ends, toy.tokenizer.decode)
+        check_logprobs(item, own, logits)
+        if not temperature or "tree" in name or name in ("none", "ngram"):
+            wrong += not check_tokens(item, own, ends, logits, engine_seed=3)
+    assert wrong <= (1 if temperature else 0)  # one random number may fall on the other side of a boundary
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_samples_share_their_prompt(toy_engine: Callable[..., Any], prefix_cache: bool) -> None:
+    engine = toy_engine(
+        device="cuda", dtype="float32", max_model_len=500, page_size=16, prefill_chunk=128, prefix_cache=prefix_cache
+    )
+    prompt = [3 + (index * index) % 31 for index in range(400)]
+    done = engine.generate([prompt], SamplingParams(temperature=1.0, max_new_tokens=8, ignore_eos=True, n=8))
+    assert [item.metrics.cached_tokens for item in done] == [0] + [384] * 7
+    assert engine.record().counters["prefill_tokens"] == 400 + 7 * 16
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)

@@ -41,6 +41,15 @@ def test_speed_covers_the_last_seconds(clock):
     assert str(speed).endswith("0 running")
 
 
+def test_speed_of_a_long_run_needs_little_memory(clock):
+    speed = Speed(clock)
+    for step in range(100_000):
+        clock.now += 0.01
+        speed.add(step, 4, ended=True)
+    assert len(speed._recent) < 200
+    assert 390 < float(str(speed).split()[0]) < 410
+
+
 def test_without_a_terminal_there_is_one_line_per_minute(clock, capsys):
     with progress("work", 40) as report:
         report(41, 100, "5 tok/s")

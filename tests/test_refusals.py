@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from limits import limited
 
 from specbatch import Engine, EngineConfig, Graphs, SamplingParams, SpecbatchError, Speculation
+from specbatch.errors import refuse
 from specbatch.training.recipe import Recipe
 
 LONG = [3] * 117  # the toy engine takes 120 tokens
@@ -114,7 +116,7 @@ ENGINES: list[tuple[dict[str, Any], str, str]] = [
     ({"max_model_len": 600}, "max_model_len=600", "at most 512"),
     ({"kv_pages": 2, "page_size": 1, "max_model_len": None}, "kv_pages=2", "at least 4"),
     ({"kv_pages": 20, "max_model_len": 79}, "max_model_len=79", "use at most that, or kv_pages=21"),
-    ({"kv_pages": 10**12}, "kv_pages=1000000000000", "use at most"),
+    ({"kv_pages": 10**9}, "kv_pages=1000000000", "use at most"),
     ({"memory_fraction": 1e-9}, "memory_fraction=1e-09", "a higher memory_fraction"),
     ({"device": "cuda:7777"}, "device='cuda:7777'", "count from 0" if torch.cuda.is_available() else "cpu or auto"),
     ({"graphs": Graphs(decode="whole")}, "decode_graph='whole'", "needs a CUDA device"),
@@ -142,8 +144,8 @@ CALLS: list[tuple[Any, Any, dict[str, Any], str, str]] = [
     ("hello", SHORT, {}, "prompts='hello'", "[prompt]"),
     (["a", ""], SHORT, {}, "prompt 1=''", "at least one"),
     ([[]], SHORT, {}, "prompt 0=''", "at least one"),
-    ([[3], [4, 37]], SamplingParams(max_new_tokens=1), {}, "prompt 1='token 37'", "from 0 to 36"),
-    ([[30, -1]], SamplingParams(max_new_tokens=1), {}, "prompt 0='token -1'", "from 0 to 36"),
+    ([[3], [4, 37]], SamplingParams(max_new_tokens=1), {}, "prompt 1=[37]", "from 0 to 36"),
+    ([[30, -1]], SamplingParams(max_new_tokens=1), {}, "prompt 0=[-1]", "from 0 to 36"),
     ([[3, 4.5]], SHORT, {}, "prompt 0='[3, 4.5]'", "text or a list of token ids"),
     ([[3, "a"]], SHORT, {}, "prompt 0=", "text or a list of token ids"),
     ([None], SHORT, {}, "prompt 0='None'", "text or a list of token ids"),
@@ -227,3 +229,28 @@ def test_numpy_token_ids_are_accepted(engine: Engine) -> None:
     params = SamplingParams(max_new_tokens=2, temperature=1.0, seed=np.int64(7))  # type: ignore[arg-type]
     found = engine.generate([np.array([3, 4])], params)  # type: ignore[list-item]
     assert found[0].prompt_token_ids == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "value", ["a" * 10**6, 10**5_000, list(range(10**5)), "line\nline"], ids=("long", "digits", "list", "lines")
+)
+def test_refusals_are_one_line_of_bounded_length(value: object) -> None:
+    message = str(refuse("model", value, "two\nlines " + "b" * 10**6))
+    assert "\n" not in message
+    assert len(message) < 2_000
+    assert message.startswith("model=")
+    assert "two lines" in message
+
+
+def test_a_value_nested_too_deeply_is_not_shown() -> None:
+    value: list[object] = []
+    for _ in range(10**5):
+        value = [value]
+    assert str(refuse("model", value, "use another")) == "model=<list>: use another"
+
+
+def test_prompts_of_30_mb_are_refused_at_once() -> None:
+    with Engine(EngineConfig(model="toy", load_format="dummy", device="cpu", kv_pages=16, max_running=2)) as engine:
+        with limited(5, 1 << 28), pytest.raises(SpecbatchError, match="prompt='30000000 characters': its first"):
+            engine.generate(["a" * 30_000_000], SHORT)
+        assert engine.generate(["a"], SHORT)[0].token_ids

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import limited
 from tokenizers import AddedToken, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from specbatch.errors import SpecbatchError
-from specbatch.tokenizer import ByteTokenizer, Tokenizer, vocabulary_difference
+from specbatch.tokenizer import ByteTokenizer, Tokenizer, refuse_longer, vocabulary_difference
 from specbatch.weights import gguf_tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -140,7 +142,7 @@ def test_folders_without_a_readable_tokenizer(tmp_path: Path, backend: Backend) 
         Tokenizer.from_folder(tmp_path)
     write(tmp_path, backend)
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(SpecbatchError, match=r"generation_config.json.*not valid JSON"):
+    with pytest.raises(SpecbatchError, match=r"generation_config.json.*not JSON"):
         Tokenizer.from_folder(tmp_path)
 
 
@@ -231,3 +233,50 @@ def test_templates_with_enable_thinking(tmp_path: Path, backend: Backend) -> Non
     assert plain.apply_chat_template(messages) == "x"
     with pytest.raises(SpecbatchError, match=r"thinking=False: the chat template of .* has no enable_thinking"):
         plain.apply_chat_template(messages, enable_thinking=False)
+
+
+@pytest.mark.parametrize("text", ["a" * 30_000_000, "ab c" * 7_500_000], ids=["word", "words"])
+def test_a_text_of_30_mb_is_refused_before_it_is_encoded(text: str, tmp_path: Path, backend: Backend) -> None:
+    tokenizer = Tokenizer.from_folder(write(tmp_path, backend))
+    with limited(5, 1 << 28), pytest.raises(SpecbatchError) as caught:
+        refuse_longer(tokenizer, text, 512)
+    assert str(caught.value).startswith("prompt='30000000 characters': its first 4096 characters have more than")
+    assert "max_model_len=512" in str(caught.value)
+
+
+def test_a_long_text_of_few_tokens_is_not_refused(backend: Backend) -> None:
+    changed = clone(backend)
+    changed.add_tokens([" " * 64])
+    refuse_longer(Tokenizer(changed, name="spaces"), " " * 64 * 100, 100)
+    refuse_longer(ByteTokenizer(300), "a" * 100, 100)
+
+
+def test_tokenizers_with_absurd_ids_are_refused(tmp_path: Path, backend: Backend) -> None:
+    described = json.loads(backend.to_str())
+    described["model"]["vocab"]["zzz"] = 2**32 - 1
+    write(tmp_path, backend)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    with limited(5, 1 << 28), pytest.raises(SpecbatchError, match="it has a token with id 4294967295; ids are below"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"tokenizer_config": {"chat_template": 5}}, "chat_template=5: it must be a text"),
+        ({"tokenizer_config": {"chat_template": [{"name": "default", "template": 5}]}}, "chat_template=5"),
+        ({"tokenizer_config": {"add_bos_token": "yes"}}, "add_bos_token='yes': use true or false"),
+        ({"tokenizer_config": [1]}, "tokenizer_config.json': it must hold a JSON object"),
+        ({"generation_config": {"eos_token_id": [1, "a"]}}, "eos_token_id"),
+        ({"config": {"text_config": 5}}, "text_config=5"),
+    ],
+)
+def test_files_with_values_of_a_wrong_type(files: Any, reason: str, tmp_path: Path, backend: Backend) -> None:
+    with pytest.raises(SpecbatchError, match=re.escape(reason)):
+        Tokenizer.from_folder(write(tmp_path, backend, **files))
+
+
+def test_chat_templates_without_a_default_are_left_out(tmp_path: Path, backend: Backend) -> None:
+    for templates in ([], [5], [{"name": "tool_use", "template": "x"}], None):
+        folder = write(tmp_path, backend, tokenizer_config={"chat_template": templates})
+        assert not Tokenizer.from_folder(folder).has_chat_template

@@ -14,7 +14,7 @@ from typing import Any
 
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.evals.gate.policy import Accuracy, Bound, Policy, load_policy
-from specbatch.jobs.batch_job import read_output
+from specbatch.jobs.output_files import read_output
 from specbatch.records.answers import EvalAnswers, load_answers
 from specbatch.records.mcnemar import Changes, changes, detectable_drop, pick_score
 from specbatch.records.metrics import METRICS
@@ -109,7 +109,7 @@ def run_gate(policy_file: Path, run: Path, baseline: Path | None = None) -> Gate
     pairs: Pairs | None = None
     if policy.needs_baseline:
         if baseline is None:
-            raise refuse("baseline", None, "the policy compares with a baseline; name its run with --baseline")
+            raise _needs_baseline(policy_file, policy)
         before = load_run("baseline", baseline, read_output)
         pairs = match(before, after)
         if pairs.only_after:
@@ -141,6 +141,17 @@ def run_gate(policy_file: Path, run: Path, baseline: Path | None = None) -> Gate
     for place in [] if pairs is None else pairs.only_before:
         checks.append(Check("measured", str(place), False, "missing", "a number", "there"))
     return GateResult(policy_file, run, baseline, checks, tests)
+
+
+def _needs_baseline(path: Path, policy: Policy) -> SpecbatchError:
+    """The error for a policy that compares with a baseline, where none is given."""
+    relative = [name for name, bound in policy.bounds.items() if bound.worsens_at_most is not None]
+    rules = [f"worsens_at_most of {', '.join(relative)}"] if relative else []
+    if policy.accuracy is not None and not policy.accuracy.may_fall:
+        rules.insert(0, "may_fall = false in [accuracy], the default,")
+    verb = "compare" if len(rules) > 1 else "compares"
+    works = "name its run with --baseline, or leave the rule out (may_fall = true)"
+    return refuse("policy", str(path), f"{' and '.join(rules)} {verb} with a baseline; {works}")
 
 
 def _refuse_other_device(policy: Policy, pairs: Pairs) -> None:

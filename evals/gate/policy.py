@@ -20,7 +20,6 @@ worsens_at_most is a share of the baseline's number, in the direction that is wo
 
 from __future__ import annotations
 
-import tomllib
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
@@ -29,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.metrics import METRICS
+from specbatch.text_files import read_toml
 
 BOUNDED = [key for key, metric in METRICS.items() if metric.better is not None]
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -108,13 +108,9 @@ _LEVELS: tuple[type[_Rules], ...] = (Policy, Accuracy, Bound)  # by depth in the
 def load_policy(path: Path) -> Policy:
     """Read the rules. Refused in one line: a missing file, invalid TOML, an unknown rule."""
     try:
-        return Policy.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise refuse("policy", str(path), f"cannot be read ({error.strerror}); name a TOML file of rules") from error
+        return Policy.model_validate(read_toml("policy", path, "name a TOML file of rules"))
     except ValidationError as error:
         raise _one_line(path, error) from error
-    except ValueError as error:  # what tomllib and the decoder raise
-        raise refuse("policy", str(path), f"is not TOML ({error})") from error
 
 
 def _one_line(path: Path, error: ValidationError) -> SpecbatchError:

@@ -27,6 +27,8 @@ class Linear:
 
     On a CPU a float32 weight is kept in oneDNN's blocked layout, as inductor does when it freezes a model: for up to
     some 40 rows the GEMM then runs at the speed at which the weight can be read, about twice that of `F.linear`.
+    oneDNN compiles and keeps a kernel, of about half a megabyte, for every number of rows. Rows are therefore padded to
+    few different numbers.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -49,7 +51,9 @@ class Linear:
         else:
             x = x if norm is None else rms_norm(x, *norm)
             if self._blocked:
-                y = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+                padding = _padded(len(x)) - len(x)
+                padded = F.pad(x, (0, 0, 0, padding)) if padding else x
+                y = torch.ops.mkldnn._linear_pointwise(padded, self._weight, self.bias, "none", [], "")[: len(x)]
             else:
                 y = F.linear(x, self._weight, self.bias)
             y = y if residual is None else residual + y
@@ -94,6 +98,12 @@ class Linear:
                     x, self._weight, self.bias, norm_weight=norm.weight, eps=norm.eps, squared=True
                 )
         return relu_squared(self(x, norm=norm))
+
+
+def _padded(rows: int) -> int:
+    """The rows to compute: up to 8 as they are, then 4 numbers for each power of two (10, 12, 14, 16, 20, ...)."""
+    step = 1 << max(0, (rows - 1).bit_length() - 3)
+    return -(-rows // step) * step
 
 
 def is_blocked(dtype: torch.dtype, device: torch.device) -> bool:

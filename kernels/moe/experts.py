@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.errors import refuse
+from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.elementwise.activations import silu_and_mul_ref
 from specbatch.kernels.elementwise.fp8_quantize import quantize_fp8_ref
@@ -99,8 +100,17 @@ class Experts:
     """
 
     def __init__(
-        self, rule: Routing, router: torch.Tensor, up: Weight, down: Weight, activation: Activation = "swiglu"
+        self,
+        rule: Routing,
+        router: torch.Tensor,
+        up: Weight,
+        down: Weight,
+        activation: Activation = "swiglu",
+        *,
+        ranks: Communicator | None = None,
     ) -> None:
+        """ranks: of a group in which each has a part of every expert; None if this is the whole mixture."""
+        self._ranks = ranks
         count, hidden, inner = down.values.shape
         if activation == "swiglu":
             inner *= 2
@@ -126,4 +136,7 @@ class Experts:
         logits = self._router(x.to(self._router_dtype))[:, : self.rule.logits]
         up, down, activation = self.up, self.down, self.activation
         quantize = self._may_quantize and fp8_activations.quantizes(x)
-        return fused_moe(x, logits, self.rule, up, down, activation, residual, quantize=quantize)
+        if self._ranks is None:
+            return fused_moe(x, logits, self.rule, up, down, activation, residual, quantize=quantize)
+        part = fused_moe(x, logits, self.rule, up, down, activation, quantize=quantize)
+        return self._ranks.all_reduce(part, residual)

@@ -2,13 +2,15 @@
 
 Each command parses its options, calls one function and prints the result. Nothing heavy is imported before a command
 runs, so that `specbatch --help` is fast. A user's mistake is reported in one line on standard error with exit status 2;
-Ctrl-C reports what was kept and exits with status 130.
+Ctrl-C or SIGTERM reports what was kept and exits with status 130.
 """
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -18,6 +20,7 @@ from typer import Option
 from typer.core import TyperGroup
 
 from specbatch import SpecbatchError, __version__
+from specbatch.atomic_file import UnwritableError
 from specbatch.cli.bench import bench
 from specbatch.cli.check import check
 from specbatch.cli.compare import compare
@@ -32,7 +35,10 @@ from specbatch.cli.send_one import send_one
 from specbatch.cli.sweep import sweep
 from specbatch.cli.trace import trace
 from specbatch.cli.train_draft import train_draft
+from specbatch.cli.values import bounded
 
+# The disk failed or is full: no mistake of the user, so the exit status is 1.
+_WHILE_RUNNING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _UsageError: Any = typer.BadParameter.__mro__[1]  # Typer bundles Click or imports it, depending on its version
 
 
@@ -62,9 +68,24 @@ def _reported(command: Callable[[], str | None]) -> Iterator[None]:
         where = error.ctx.command_path if error.ctx else command()
         say(f"error: {' '.join(error.format_message().split()).rstrip('.')} (see {where} --help)")
         raise typer.Exit(2) from error
+    except BrokenPipeError:  # the reader of standard output has ended
+        raise
+    except OSError as error:
+        say(f"error: {'; '.join([_one_line(error), *getattr(error, '__notes__', ())])}")
+        raise typer.Exit(1 if error.errno in _WHILE_RUNNING else 2) from error
     except KeyboardInterrupt as stop:
         say("; ".join(["interrupted", *map(str, stop.args)]))
         raise typer.Exit(130) from stop
+
+
+def _one_line(error: OSError) -> str:
+    if isinstance(error, UnwritableError) or error.strerror is None:
+        text = " ".join(str(error).split()) or type(error).__name__
+    else:
+        text = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    if error.errno in _WHILE_RUNNING:
+        return f"{text}; make room, or name another disk, and run the same command again"
+    return f"{text}; name another path" if isinstance(error, UnwritableError) else text
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -108,9 +129,9 @@ def _help(command: Callable[..., None]) -> str:
     return "\n\n".join(text if len(text.split("\n")[0]) < 80 else text.replace("\n", " ") for text in paragraphs)
 
 
-app.command("eval", help=_help(evaluate))(evaluate)
+app.command("eval", help=_help(evaluate))(bounded(evaluate))
 for command in (check, sweep, report, bench, trace, compare, gate, train_draft, generate, send_one, doctor):
-    app.command(command.__name__.replace("_", "-"), help=_help(command))(command)
+    app.command(command.__name__.replace("_", "-"), help=_help(command))(bounded(command))
 app.add_typer(models, name="models")
 
 
@@ -119,4 +140,5 @@ def main() -> None:
     # Qwen3-Next-80B-A3B in FP8. torch reads this setting when it is imported.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # batch systems send it: ends like Ctrl-C
     app()

@@ -33,7 +33,10 @@ def check(
 
     specbatch check --model qwen3-8b --load-format dummy --dtype bfloat16 --decode-graph whole --margin 0.25
 
-    The default is --spec v2. For each prompt that differs, the table shows the first different token and the gap
+    The default is --spec v2. The other side is always the baseline with schedule v1, without CUDA graphs. --spec off
+    therefore checks the overlapped schedule v2 of the baseline and, with --decode-graph whole, its CUDA graphs.
+
+    For each prompt that differs, the table shows the first different token and the gap
     between the logits of the two candidates. In bfloat16 and float16, GEMMs of different shapes round differently, so
     that a near tie (a gap of at most --margin) can go either way. In float32 all outputs should be equal.
 

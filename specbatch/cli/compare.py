@@ -9,18 +9,19 @@ from typing import Annotated
 from typer import Argument, Option
 
 from specbatch.cli.options import Json
-from specbatch.cli.output import RUN_HELP, fresh_folder, show
+from specbatch.cli.output import RUN_HELP, derived_folder, show
+from specbatch.extras import needs
 
 
 def compare(
-    before: Annotated[Path, Argument(metavar="A", help=RUN_HELP)],
-    after: Annotated[Path, Argument(metavar="B", help="The run to compare with A.")],
+    before: Annotated[Path, Argument(metavar="BEFORE", help=RUN_HELP)],
+    after: Annotated[Path, Argument(metavar="AFTER", help="The run to compare with BEFORE.")],
     output: Annotated[
         Path | None, Option("--output", "--out", help="New folder for summary.md, summary.csv, compare.json.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what changed from run A to run B, with confidence intervals.
+    """Show what changed from one run to another, with confidence intervals.
 
     specbatch compare out/before out/after
 
@@ -35,11 +36,11 @@ def compare(
 
     Runs with different models, prompts or lengths cannot be compared; the error names what differs.
     """
-
+    needs("report")
     from specbatch.atomic_file import write_atomic, write_json
     from specbatch.sweeps.compare import compare as run
 
-    with nullcontext() if output is None else fresh_folder(output, "compare") as folder:
+    with nullcontext() if output is None else derived_folder(output, "compare") as folder:
         result = run(before, after)
         if folder is not None:
             write_atomic(folder / "summary.md", result.markdown())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from importlib.util import find_spec
 from typing import Any
 
 from specbatch.algorithms import ALGORITHMS, NO_SPECULATION
 from specbatch.cli.options import Json
 from specbatch.cli.output import show
+from specbatch.extras import is_installed, missing
 from specbatch.records.environment import hardware, versions
 
 HUB = ("huggingface.co", 443)
@@ -40,6 +40,7 @@ def examine() -> dict[str, Any]:
             _feature("engine on the CPU", None, "torch; float32 unless --dtype is given"),
             _feature("engine on a GPU", None if cuda else _no_gpu(), "CUDA, eager or with CUDA graphs"),
             _feature("bfloat16 on the GPU", _no_bfloat16(), "the default, if it is the checkpoint's type"),
+            _feature("tensor parallelism", _no_peers(), "--tensor-parallel N"),
             _feature("CUDA graphs", None if cuda else _no_gpu(), "--decode-graph whole, --prefill-graph piecewise"),
             *(
                 _feature(f"algorithm {name}", _no_module(algorithm.module), f"--algorithm {name}")
@@ -56,15 +57,17 @@ def examine() -> dict[str, Any]:
             ),
             _feature("models and data of the hub", _no_hub(), f"{HUB[0]} answers"),
             _feature(
-                "eval (lm-eval tasks)",
-                _no_module("lm_eval"),
-                "gsm8k, gsm8k_platinum and one_digit_sums need no network",
+                "Triton kernels",
+                None if is_installed("triton") else "triton is not installed; CUDA builds of torch bring it",
+                "on a GPU; a CPU runs their torch references",
             ),
             _feature(
-                "reasoning-gym tasks",
-                None if find_spec("reasoning_gym") else "not installed; pip install 'specbatch[reasoning]'",
-                "installed",
+                "eval (lm-eval tasks)", missing("eval"), "gsm8k, gsm8k_platinum and one_digit_sums need no network"
             ),
+            _feature("sweep, bench, report, compare, gate", missing("report"), "installed"),
+            _feature("sweep --engine http", missing("http"), "installed"),
+            _feature("Parquet, Arrow, CSV and data sets of the hub", missing("data"), "installed"),
+            _feature("reasoning-gym tasks", missing("reasoning"), "installed"),
         ],
     }
 
@@ -122,8 +125,18 @@ def _no_bfloat16() -> str | None:
     return None if torch.cuda.is_bf16_supported() else "not supported by this GPU; use --dtype float16"
 
 
+def _no_peers() -> str | None:
+    import torch
+
+    count = torch.cuda.device_count()
+    if count < 2:
+        return f"needs two CUDA devices, and there {'is 1' if count == 1 else 'are none'}"
+    far = [index for index in range(1, count) if not torch.cuda.can_device_access_peer(0, index)]
+    return f"cuda:0 cannot access the memory of cuda:{far[0]}" if far else None
+
+
 def _no_module(name: str) -> str | None:
-    return None if find_spec(name) else f"module {name} is missing; reinstall specbatch"
+    return None if is_installed(name) else f"module {name} is missing; reinstall specbatch"
 
 
 def _no_hub() -> str | None:

@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from specbatch.cli.options import Concurrency, EngineOptions, Json, Output, options_of, takes_engine
+from specbatch.cli.options import Concurrency, EngineOptions, Json, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_engine, say, show
 from specbatch.errors import refuse
 from specbatch.evals.options import EvalOptions
+from specbatch.extras import needs
 from specbatch.progress import progress
 
 if TYPE_CHECKING:
     from specbatch.config import EngineConfig
 
 
-@takes_engine(settings=options_of(EvalOptions))
+@takes_engine(without=("simulate_accept_length",), settings=options_of(EvalOptions))
 def evaluate(
     *,
     task: Annotated[str, Argument(help="gsm8k, gsm8k_platinum, one_digit_sums or another lm-eval task.")],
@@ -28,7 +29,17 @@ def evaluate(
         bool, Option("--ablation", help="Compare baseline, v1, v2 and v2+piecewise in one run.")
     ] = False,
     concurrency: Concurrency = None,
-    output: Output = None,
+    output: Annotated[
+        Path | None,
+        Option(
+            "--output",
+            "--out",
+            help="New folder for the results, or that of an interrupted eval to continue. Default: out/eval-TIME.",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, Option("--overwrite", help="Start an interrupted eval over instead of continuing it.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Evaluate a task with lm-eval, and report acceptance and speed next to the score.
@@ -42,19 +53,26 @@ def evaluate(
     specbatch eval one_digit_sums --limit 40
 
     gsm8k, gsm8k_platinum, one_digit_sums and one_digit_choices need no network. Results for each question go to the
-    output folder. Text inside <think> is not scored.
+    output folder. Text inside <think> is not scored. To continue an interrupted evaluation, run the same command with
+    its folder as --out: only the missing answers are generated.
 
     Tasks of type multiple_choice, loglikelihood and loglikelihood_rolling (arc_easy, lambada_openai, wikitext) compare
     the log-likelihoods of given texts. The target computes them without drafts, so --algorithm and --ablation do not
     apply.
     """
+    needs("eval")
+    from specbatch.evals.ablation import STARTED
+    from specbatch.evals.finished import PARTIAL
     from specbatch.evals.run import prepare
 
     if ablation and engine.spec is not None:
         raise refuse("spec", engine.spec, "--ablation runs every schedule; leave it out")
     config = (engine.having(spec="v2") if ablation else engine).config(concurrency=concurrency, compares=ablation)
-    with fresh_folder(output, "eval") as folder:
-        options = EvalOptions(task, concurrency=concurrency, seed=fewshot_seed, output=folder, **settings)
+    partial = STARTED if ablation else PARTIAL
+    resumes = "*" if output is not None and (output / partial).exists() else None
+    with fresh_folder(output, "eval", resumes=resumes) as folder:
+        settings |= {"concurrency": concurrency, "seed": fewshot_seed, "overwrite": overwrite}
+        options = EvalOptions(task, output=folder, **settings)
         if ablation:
             _compare(config, options, folder, as_json)
             return
@@ -66,9 +84,13 @@ def evaluate(
                 f"task {task} ({ready.task.kind}) scores given texts and decodes nothing; leave it out",
             )
         config = ready.engine_config(config)
+        kept = ready.finished(config)
         say(f"data: {ready.task.data_source}")
-        with open_engine(config) as running, progress(f"eval {task}") as report:
-            result = ready.run(running, report)
+        if kept is not None and kept.rows:
+            say(f"continuing: {len(kept.rows)} {'answers' if ready.task.generates else 'texts'} are finished")
+        done = 0 if kept is None else len(kept.rows)
+        with open_engine(config) as running, progress(f"eval {task}", done) as report:
+            result = ready.run(running, report, kept)
     text = f"{result.table()}\n\nresults: {folder}"
     show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json)
 

@@ -10,7 +10,8 @@ import typer
 from typer import Argument, Option
 
 from specbatch.cli.options import Json
-from specbatch.cli.output import RUN_HELP, fresh_folder, show
+from specbatch.cli.output import RUN_HELP, derived_folder, show
+from specbatch.extras import needs
 
 
 def gate(
@@ -35,10 +36,11 @@ def gate(
 
     Exit status 0 if every check passed, 1 if one failed, 2 if there is no verdict.
     """
+    needs("report")
     from specbatch.evals.gate.gate import run_gate
     from specbatch.evals.gate.report import markdown, save
 
-    with nullcontext() if output is None else fresh_folder(output, "gate") as folder:
+    with nullcontext() if output is None else derived_folder(output, "gate") as folder:
         result = run_gate(policy, run, baseline)
         if folder is not None:
             save(result, folder)

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from typer import Argument, Exit, Option
+from typer import Argument, Context, Exit, Option
 
 from specbatch.cli.options import ChatTemplate, Concurrency, EngineOptions, Json, options_of, takes_engine
 from specbatch.cli.output import open_engine, say, show
+from specbatch.cli.values import duration, is_given
 from specbatch.core.request import SamplingParams
+from specbatch.errors import reporting
 from specbatch.progress import progress
+
+STOPPED = 3  # exit status of a job that a limit ended before it was finished
 
 
 @takes_engine(sampling=options_of(SamplingParams))
 def generate(
+    context: Context,
     *,
     source: Annotated[
         str,
         Argument(
             metavar="IN",
-            help="JSONL; a .parquet, .arrow, .csv, .tsv or .json file; a folder of save_to_disk; or "
-            "hf:OWNER/NAME\\[@REVISION]\\[:CONFIG] for a data set of the hub.",
+            help="JSONL; an OpenAI batch file; a .parquet, .arrow, .csv, .tsv or .json file; a folder of save_to_disk; "
+            "hf:OWNER/NAME\\[@REVISION]\\[:CONFIG] for a data set of the hub; or a file at a URL such as s3://.",
         ),
     ],
     engine: EngineOptions,
@@ -30,7 +37,8 @@ def generate(
             "--output",
             "-o",
             metavar="OUT",
-            help="FILE.jsonl, FILE.parquet, or a folder for load_from_disk. Written when all prompts are finished.",
+            help="FILE.jsonl, FILE.parquet, either of them at a URL such as s3://, or a folder for load_from_disk. "
+            "Written when all prompts are finished.",
         ),
     ],
     split: Annotated[str | None, Option(help="Split of a data set: test, or for the hub also train[:100].")] = None,
@@ -47,6 +55,15 @@ def generate(
     max_failures: Annotated[
         int, Option(min=0, help="Exit status 1 if more prompts than this fail while they run.")
     ] = 0,
+    retry_failed: Annotated[
+        bool, Option("--retry-failed", help="Run the failed rows of an existing or partial output again.")
+    ] = False,
+    max_tokens_total: Annotated[
+        int | None, Option(min=1, help="After N output tokens no further prompt starts; exit status 3.", metavar="N")
+    ] = None,
+    time_limit: Annotated[
+        str | None, Option(help="Stop after a time such as 90s, 30m or 1h30m; exit status 3.", metavar="TIME")
+    ] = None,
     sampling: dict[str, Any],
     stop: Annotated[
         list[str] | None, Option(help="Stop string, not included in the answer; can be given several times.")
@@ -70,18 +87,26 @@ def generate(
 
     specbatch generate saved/ --split train -o answers/
 
+    specbatch generate batch.jsonl -o s3://bucket/answers.jsonl --time-limit 30m
+
     Each line of JSONL is an object with prompt, prompt_token_ids, question or messages, and optionally an id:
 
     {"prompt": "The capital of France is", "id": 1}
 
     {"messages": [{"role": "user", "content": "Name a river."}]}
 
+    {"prompt": "Once upon a time", "sampling": {"temperature": 0.8, "n": 4, "max_new_tokens": 50}}
+
     The output has the order of the input; `index` is the position of the line or row in the input, from 0. A prompt
     that fails while it runs, because its logits are not finite, has a row with an `error` in place of an answer.
-    """
-    from specbatch.atomic_file import write_atomic
-    from specbatch.jobs.batch_job import BatchJob, summary
 
+    An OpenAI batch file (custom_id, method, url, body) has OpenAI's output, and rows that fail are in
+    OUT.errors.jsonl.
+    """
+    started = time.monotonic()
+    from specbatch.jobs.batch_job import BatchJob, Limits
+
+    limits = Limits(max_tokens_total, None if time_limit is None else started + duration("time_limit", time_limit))
     params = SamplingParams(stop=tuple(stop or ()), **sampling)
     config = engine.config(concurrency=concurrency)
     job = BatchJob.open(
@@ -89,34 +114,57 @@ def generate(
         output,
         config,
         params,
+        given=[name for name in (*sampling, "stop") if is_given(context, name)],
         chat_template=chat_template,
         overwrite=overwrite,
+        retry_failed=retry_failed,
         split=split,
         column=column,
         skip_bad=skip_bad,
         log=say,
     )
     if job.finished:
-        say(f"continuing: {len(job.finished)} of {len(job.prompts)} are finished")
+        say(f"continuing: {len(job.finished)} of {job.total} are finished")
     with open_engine(config) as running:
+        running.reset_record(rows=False)
         with progress("generate", len(job.finished)) as report:
-            rows = job.run(running, concurrency=concurrency, report=report)
+            finished = job.run(running, concurrency=concurrency, limits=limits, report=report)
         record = running.record(concurrency=concurrency, workload={"command": "generate", **job.kept.header})
     say(f"generate: {summary(record.metrics, drafts=config.speculation.drafted > 0)}")
-    record.workload["skipped"] = len(job.skipped)
-    write_atomic(job.record_path, record.summary())
-    left_out = f", {len(job.skipped)} malformed lines skipped" if job.skipped else ""
-    left_out += f", {job.failed} of them failed" if job.failed else ""
+    if not finished:
+        say(str(job.stopped))
+        raise Exit(STOPPED)
+    record.workload["skipped"] = job.skipped
+    with reporting(lambda: f"the output is complete in {job.output.name}"):
+        job.output.publish_record(record.summary())
+    rows = len(job.finished)
+    left_out = f", {job.skipped} malformed lines skipped" if job.skipped else ""
+    if job.failed and job.is_batch:
+        rows -= job.failed
+        left_out += f", {job.failed} failed rows in {job.output.errors}"
+    elif job.failed:
+        left_out += f", {job.failed} of them failed"
     result = {
-        "output": str(job.output),
-        "rows": len(rows),
+        "output": job.output.name,
+        "rows": rows,
         "failed": job.failed,
-        "skipped": len(job.skipped),
-        "record": str(job.record_path),
+        "skipped": job.skipped,
+        "record": job.output.record,
         "metrics": record.metrics,
     }
-    count = f"{len(rows)} row{'s' if len(rows) != 1 else ''}"
-    text = f"{count} in {job.output}{left_out}; configuration and metrics: {job.record_path}"
+    count = f"answers to {rows} prompt{'s' if rows != 1 else ''}"
+    text = f"{count} in {job.output.name}{left_out}; configuration and metrics: {job.output.record}"
     show(text, result, as_json=as_json)
     if job.failed > max_failures:
         raise Exit(1)
+
+
+def summary(metrics: Mapping[str, Any], *, drafts: bool) -> str:
+    """The metrics of a run in one line."""
+    answers = f"{metrics['requests']} answer{'s' if metrics['requests'] != 1 else ''}"
+    line = f"{answers}, {metrics['output_tokens']} output tokens in {metrics['duration_s']:.1f} s"
+    if metrics["output_throughput"] is not None:
+        line += f": {metrics['output_throughput']:.0f} tok/s"
+    if drafts and metrics["accept_length"] is not None:
+        line += f", accept length {metrics['accept_length']:.2f}"
+    return line

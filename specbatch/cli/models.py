@@ -30,7 +30,7 @@ def list_models(as_json: Json = False) -> None:
 
 @models.command("pull")
 def pull_model(
-    name: Annotated[str, Argument(help="For example smollm2-135m.")],
+    name: Annotated[str, Argument(metavar="MODEL", help="For example smollm2-135m.")],
     copy: Annotated[
         Path | None, Option("--from", help="A local copy of the model's file to use instead of a download.")
     ] = None,

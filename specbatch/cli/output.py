@@ -14,8 +14,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
+from specbatch.atomic_file import is_leftover, remove_all_leftovers, writing
+from specbatch.cli.terminal import print_markdown
 from specbatch.config import EngineConfig
-from specbatch.errors import SpecbatchError, refuse
+from specbatch.errors import refuse
 from specbatch.progress import progress
 
 if TYPE_CHECKING:
@@ -44,25 +46,15 @@ def fresh_folder(output: Path | None, command: str, *, resumes: str | None = Non
     interrupted run. A folder that was created here and is empty at the end, after an error, is removed.
     """
     folder = output or _unused(Path("out") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}")
-    existed = folder.exists()
-    try:
+    with writing(folder):
+        existed = folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         claim = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
     try:
-        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two runs must not mix their results
-        taken = any(not fnmatch(path.name, resumes or "") for path in folder.iterdir())
-        TemporaryFile(dir=folder).close()  # fail now if the folder is not writable
-    except BlockingIOError:
+        _check_claim(folder, claim, resumes)
+    except BaseException:
         os.close(claim)
-        raise refuse("output", str(folder), "another run is writing to it; name a new one") from None
-    except OSError as error:
-        os.close(claim)
-        raise _unwritable(folder, error) from error
-    if taken:
-        os.close(claim)
-        raise refuse("output", str(folder), "this folder is not empty; name a new one (results are never overwritten)")
+        raise
     try:
         yield folder
     finally:
@@ -71,8 +63,32 @@ def fresh_folder(output: Path | None, command: str, *, resumes: str | None = Non
         os.close(claim)
 
 
-def _unwritable(folder: Path, error: OSError) -> SpecbatchError:
-    return refuse("output", str(folder), f"cannot be written ({error.strerror}); name a writable folder")
+@contextmanager
+def derived_folder(output: Path, command: str) -> Iterator[Path]:
+    """`fresh_folder` for files that are made from others in a moment: if that fails they are removed, so that the same
+    command can be run again."""
+    with fresh_folder(output, command) as folder:
+        try:
+            yield folder
+        except BaseException:
+            for path in folder.iterdir():
+                path.unlink()
+            raise
+
+
+def _check_claim(folder: Path, claim: int, resumes: str | None) -> None:
+    """Lock the folder, opened as `claim`. Refused: one that another run is writing to, that holds other files than
+    `resumes`, or that is not writable."""
+    try:
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two runs must not mix their results
+    except BlockingIOError:
+        raise refuse("output", str(folder), "another run is writing to it; name a new one") from None
+    with writing(folder):
+        taken = any(not (fnmatch(path.name, resumes or "") or is_leftover(path)) for path in folder.iterdir())
+        TemporaryFile(dir=folder).close()  # fail now if the folder is not writable
+    if taken:
+        raise refuse("output", str(folder), "this folder is not empty; name a new one (results are never overwritten)")
+    remove_all_leftovers(folder)  # of a run that was killed while it wrote
 
 
 def _unused(folder: Path) -> Path:
@@ -87,8 +103,11 @@ def say(line: str) -> None:
 
 
 def show(text: str, result: dict[str, Any], *, as_json: bool) -> None:
-    """Print the table, or with --json one JSON line instead."""
-    print(json.dumps(result) if as_json else text, flush=True)
+    """Print Markdown, or with --json one JSON line instead."""
+    if as_json:
+        print(json.dumps(result), flush=True)
+    else:
+        print_markdown(text)
 
 
 def rows_table(rows: Sequence[Mapping[str, Any]], *, without: str) -> str:

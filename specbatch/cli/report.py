@@ -10,6 +10,7 @@ from typer import Argument, Option
 from specbatch.cli.options import Json
 from specbatch.cli.output import show
 from specbatch.errors import refuse
+from specbatch.extras import needs
 
 
 def report(
@@ -27,6 +28,7 @@ def report(
 
     report.html is a single file that needs no network. Files of an earlier report are replaced; records are only read.
     """
+    needs("report")
     from specbatch.records.sweep_plan import PLAN
     from specbatch.sweeps.bench.sections import KINDS, kind_of
     from specbatch.sweeps.bench.tables import write_tables

@@ -15,6 +15,7 @@ from specbatch.cli.output import fresh_folder, say, show
 from specbatch.cli.values import is_given, length, names, whole_number, whole_numbers
 from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError, refuse
+from specbatch.extras import needs
 from specbatch.progress import progress
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 _WORKLOAD, _TEMPLATE, _LOAD, _SERVER = "Workload", "Chat template", "Load", "HTTP server"  # boxes of --help
 _ENGINE_OPTIONS_OF_SERVERS = ("model", "tokenizer", "seed")
-_SERVER_OPTIONS = ("base_url", "send", "api_key_env")
+_SERVER_OPTIONS = ("base_url", "send", "api_key_env", "idle_timeout", "request_timeout")
 
 
 @takes_engine(without=("spec",))
@@ -151,6 +152,13 @@ def sweep(
             rich_help_panel=_SERVER,
         ),
     ] = None,
+    idle_timeout: Annotated[
+        float,
+        Option(help="Seconds without a chunk of the answer after which a request has failed.", rich_help_panel=_SERVER),
+    ] = 300.0,
+    request_timeout: Annotated[
+        float, Option(help="Seconds after which a request that has not finished has failed.", rich_help_panel=_SERVER)
+    ] = 3600.0,
     output: Annotated[
         Path | None,
         Option(
@@ -199,12 +207,17 @@ def sweep(
     measured by this client. The server has its own engine settings, so of the options below only --model (one of its
     models), --tokenizer and --seed apply. Its prefix cache is emptied before each point if the server supports that
     (/flush_cache of SGLang, /reset_prefix_cache of vLLM). Failed requests are counted by error message, and make the
-    exit status 1.
+    exit status 1. A request also fails if its answer takes too long (--idle-timeout, --request-timeout), is not a valid
+    stream, or has impossible counts, such as more tokens than requested.
 
     Each point writes record.json and requests.jsonl, from which the summary is computed. Suspicious outputs are
     reported: truncated answers, reasoning with --no-thinking, chat template tokens in plain text. To continue an
     interrupted sweep, run the same command with its folder as --out.
+
+    A configuration that fails (it does not fit into memory, its draft is unknown) does not end the sweep: the summary
+    shows the reason, the exit status is 1, and the same command with the folder as --out runs it again.
     """
+    needs("report")
     from specbatch.evals.prompts import task_prompts
     from specbatch.records.sweep_plan import PLAN
     from specbatch.runtime.device import find_device
@@ -259,7 +272,7 @@ def sweep(
     with fresh_folder(output, "sweep", resumes=resumes) as folder:
         fitted(engines, options)  # may raise, before the settings are printed
         say(settings)
-        models = by_model(engines)
+        models, statuses = by_model(engines), list[int]()
         if server is not None:
             with progress("sweep") as report:
                 summary, rows = run_server(server, options, folder, log=say, report=report), _summary_rows(folder)
@@ -273,11 +286,15 @@ def sweep(
             for name, ours in models.items():
                 say(f"{name}:")
                 if status := run_in_process(ours, options, folder / name, log=say):
-                    raise typer.Exit(2 if status == 2 else 1)
-                summary += f"## {name}\n\n{(folder / name / 'summary.md').read_text(encoding='utf-8')}\n"
-                rows += [{"model": name, **row} for row in _summary_rows(folder / name)]
+                    say(f"{name}: failed; the other models go on")
+                    statuses.append(status)
+                if (written := folder / name / "summary.md").exists():
+                    summary += f"## {name}\n\n{written.read_text(encoding='utf-8')}\n"
+                    rows += [{"model": name, **row} for row in _summary_rows(folder / name)]
+            if len(statuses) == len(models):
+                raise typer.Exit(2 if set(statuses) == {2} else 1)
     show(f"{summary}\nresults: {folder}", {"output": str(folder), "rows": rows}, as_json=as_json)
-    if server is not None and _failed(folder):
+    if statuses or any(row.get("failed") for row in rows) or (server is not None and _failed(folder)):
         raise typer.Exit(1)
 
 
@@ -327,6 +344,7 @@ def _server(engine: EngineOptions, values: Mapping[str, Any], given: Callable[[s
         for name in filter(given, _SERVER_OPTIONS):
             raise refuse(name, values[name], "applies to servers only; add --engine http")
         return None
+    needs("http")
     from specbatch.sweeps.run.http_engine import HttpEngine, Server
 
     for name in filter(given, ("configs", *ENGINE_OPTIONS)):
@@ -334,5 +352,5 @@ def _server(engine: EngineOptions, values: Mapping[str, Any], given: Callable[[s
             works = "does not apply to a server, which has its own engine settings; leave it out"
             raise refuse(name, values[name], works)
     model = engine.model if given("model") else None
-    key = values["api_key_env"]
-    return HttpEngine(Server(values["base_url"] or "", model, engine.tokenizer, values["send"], key), log=say)
+    url, others = values["base_url"] or "", {name: values[name] for name in _SERVER_OPTIONS if name != "base_url"}
+    return HttpEngine(Server(url, model, engine.tokenizer, **others), log=say)

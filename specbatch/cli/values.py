@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
+from typing import Any
 
 import typer
 
-from specbatch.errors import at_least, refuse
+from specbatch.errors import MOST, MOST_SEED, at_least, refuse
+
+
+def bounded(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that refuses whole numbers beyond any count before it does anything; Typer knows no upper limit."""
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        for name, value in values.items():
+            most = MOST_SEED if name == "seed" else MOST
+            if type(value) is int and abs(value) > most:
+                raise refuse(name, value, f"use a whole number of at most {most}")
+        command(**values)
+
+    return run
 
 
 def is_given(context: typer.Context, name: str) -> bool:
@@ -30,7 +47,7 @@ def whole_numbers(setting: str, text: str) -> tuple[int, ...]:
 
 def length(setting: str, text: str) -> int | tuple[int, int]:
     """A number of tokens (`128`), or the smallest and the largest one (`64-256`)."""
-    if found := re.fullmatch(r"(\d+)-(\d+)", text):
+    if found := re.fullmatch(r"(\d{1,19})-(\d{1,19})", text):
         return int(found[1]), int(found[2])
     return whole_number(setting, text, "a range such as 64-256")
 
@@ -43,3 +60,13 @@ def whole_number(setting: str, text: str, other: str) -> int:
         raise refuse(setting, text, f"use a whole number of at least 1, or {other}") from None
     at_least(setting, value, 1)
     return value
+
+
+def duration(setting: str, text: str) -> float:
+    """Seconds of a time such as 90s, 30m, 1h30m or 2d."""
+    parts = re.fullmatch(r"(?:(\d{1,4})d)?(?:(\d{1,6})h)?(?:(\d{1,6})m)?(?:(\d{1,9})s)?", text)
+    seconds = [int(part or 0) for part in parts.groups()] if parts else []
+    total = sum(count * unit for count, unit in zip(seconds, (86_400, 3_600, 60, 1), strict=False))
+    if not total:
+        raise refuse(setting, text, "use a time such as 90s, 30m or 1h30m")
+    return float(total)

@@ -13,13 +13,16 @@ from specbatch.kernels.elementwise.gather_rows import gather_rows
 from specbatch.kernels.sampling.accept import BatchRows
 from specbatch.kernels.sampling.verify_inputs import verify_inputs
 
+MOST_END_TOKENS = 64  # of a request with `min_tokens`
+
 
 @dataclass(frozen=True)
 class Admission:
     """A request that gets a slot: its tokens so far, the pages that hold them and its sampling parameters.
 
-    shared   how many of the pages come from the prefix cache, the first ones
-    seed     a signed 64-bit number
+    shared      how many of the pages come from the prefix cache, the first ones
+    seed        a signed 64-bit number
+    end_tokens  tokens that may not be sampled before position `end_from`, at most `MOST_END_TOKENS`
     """
 
     slot: int
@@ -31,6 +34,8 @@ class Admission:
     top_p: float
     min_p: float
     seed: int
+    end_tokens: tuple[int, ...] = ()
+    end_from: int = 0
 
 
 class DeviceBatch:
@@ -51,22 +56,28 @@ class DeviceBatch:
         self.page_table = torch.zeros(slots + 1, pages, dtype=torch.int64, device=device)
         self._parameters = torch.zeros(slots + 1, 4, dtype=torch.float64, device=device)  # temperature, k, p, min p
         self._seeds = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self._end_tokens = torch.zeros(slots + 1, MOST_END_TOKENS, dtype=torch.int64, device=device)
+        self._end_from = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._filled: dict[int, torch.Tensor] = {}
 
     def admit(self, admissions: list[Admission]) -> None:
         """Write the rows of requests that were given a slot."""
-        for item in admissions:
-            count = len(item.tokens)
-            unused = [0] * (self.page_table.shape[1] - len(item.pages))  # the last owner's, which may hold NaN
-            row = upload([*item.tokens, *item.pages, *unused], self.device)
-            self.tokens[item.slot, :count] = row[:count]
-            self.page_table[item.slot] = row[count:]
         values = np.array([(item.temperature, item.top_k, item.top_p, item.min_p) for item in admissions], np.float64)
-        whole = np.array([(item.slot, item.seed) for item in admissions], np.int64)
+        whole = np.array([(item.slot, item.seed, item.end_from) for item in admissions], np.int64)
         # In one upload, as each delays the first token: floats travel as their bits.
         table = upload(np.column_stack([whole, values.view(np.int64)]), self.device)
+        self.page_table.index_fill_(0, table[:, 0], 0)  # the last owner's pages, which may hold NaN
+        for item in admissions:
+            tokens, pages = len(item.tokens), len(item.pages)
+            ends = [*item.end_tokens, *item.end_tokens[:1] * (MOST_END_TOKENS - len(item.end_tokens))]
+            row = upload([*item.tokens, *item.pages, *ends], self.device)
+            self.tokens[item.slot, :tokens] = row[:tokens]
+            self.page_table[item.slot, :pages] = row[tokens : tokens + pages]
+            if ends:
+                self._end_tokens[item.slot] = row[tokens + pages :]
         self._seeds[table[:, 0]] = table[:, 1]
-        self._parameters[table[:, 0]] = table[:, 2:].view(torch.float64)
+        self._end_from[table[:, 0]] = table[:, 2]
+        self._parameters[table[:, 0]] = table[:, 3:].view(torch.float64)
 
     def filled(self, number: int, slots: torch.Tensor) -> torch.Tensor:
         """int64 [B]: the same number for each of slots [B]. Made once and shared: only read it."""
@@ -99,6 +110,8 @@ class DeviceBatch:
             min_p=values[:, 3].float(),
             seeds=seeds,
             flags=flags,
+            end_tokens=self._end_tokens[slots] if flags.min_tokens else None,
+            end_from=self._end_from[slots] if flags.min_tokens else None,
         )
 
     def stage(

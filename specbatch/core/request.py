@@ -3,75 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbatch.core.acceptance import Acceptance
-from specbatch.errors import refuse
-from specbatch.settings import Rule, check_fields, is_whole, number, setting, whole
+from specbatch.core.output_text import Decode, OutputText
+from specbatch.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import torch
 
-Decode = Callable[[list[int]], str]
+__all__ = ["INCOMPLETE", "Completion", "Logprobs", "Request", "RequestMetrics", "SamplingParams"]
+
 INCOMPLETE = ("abort", "error")  # finish reasons without a complete answer
-_STOP = Rule(
-    lambda x: isinstance(x, tuple) and all(isinstance(text, str) for text in x), "use a text or a list of texts"
-)
-_STOP_TOKENS = Rule(
-    lambda x: isinstance(x, tuple) and all(is_whole(token) and token >= 0 for token in x), "use a list of token ids"
-)
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request is continued.
-
-    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off; they apply in the order temperature, top-k,
-    top-p, min-p. `stop` strings end the output and are not part of the text; `stop_token_ids` end it like the
-    model's own end tokens, which `ignore_eos` switches off. `seed` None derives one from the engine's seed and
-    the request's index. `logprobs` asks for the log-probability of each emitted token under the model's own
-    distribution (before temperature and truncation).
-    """
-
-    temperature: float = setting(
-        0.0, "Sampling temperature; 0 is greedy.", number(lambda x: x >= 0, "use 0 (greedy) or a positive number")
-    )
-    top_p: float = setting(
-        1.0,
-        "Nucleus sampling; 1 is off.",
-        number(lambda x: 0 < x <= 1, "use a value above 0 and up to 1 (1 is off)"),
-    )
-    top_k: int = setting(
-        0,
-        "Sample from the K most likely tokens; 0 is off.",
-        whole(0, works="use 0 (off) or a positive whole number"),
-    )
-    min_p: float = setting(
-        0.0,
-        "Least probability relative to the most likely token; 0 is off.",
-        number(lambda x: 0 <= x <= 1, "use a value from 0 (off) to 1"),
-    )
-    max_new_tokens: int = setting(128, "Maximum number of tokens per answer.", whole(1))
-    stop: Sequence[str] = setting((), "", _STOP)
-    stop_token_ids: Sequence[int] = setting((), "", _STOP_TOKENS)
-    ignore_eos: bool = setting(False, "Continue after the model's end-of-text tokens.")
-    seed: int | None = setting(None, "", Rule(is_whole, "use a whole number, or None"))
-    logprobs: bool = False
-    skip_special_tokens: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _tuple_of([self.stop] if isinstance(self.stop, str) else self.stop))
-        object.__setattr__(self, "stop_token_ids", _tuple_of(self.stop_token_ids))
-        check_fields(self)
-        if not all(self.stop):
-            raise refuse("stop", self.stop, "a stop string must not be empty")
-
-
-def _tuple_of(values: Any) -> Any:
-    """`values` as a tuple; what is not iterable stays as it is, and is refused."""
-    return tuple(values) if isinstance(values, Iterable) else values
 
 
 @dataclass
@@ -93,16 +39,21 @@ class RequestMetrics:
     accept_length: float | None = None
     emitted_histogram: list[int] = field(default_factory=list)
     acceptance: Acceptance = field(default_factory=Acceptance)
-    itl_s: list[float] = field(default_factory=list)
+    itl_s: MutableSequence[float] = field(default_factory=lambda: array("d"))
     retractions: int = 0
 
 
 @dataclass
 class Completion:
-    """The result of one prompt. `index` is its place in the input.
+    """One sample of a prompt.
 
+    index           the prompt's place in the input, from 0
     finish_reason   "stop" or "length"; or, of an incomplete one, "abort" (ended by the caller) or "error"
+    logprobs        of each token, if asked for
     error           why it failed, if `finish_reason` is "error"
+    sample          from 0 to `SamplingParams.n` - 1
+    request_id      the caller's name of the prompt, if given
+    top_logprobs    for each token, the most likely tokens in its place with their log-probabilities, if asked for
     """
 
     index: int
@@ -113,6 +64,9 @@ class Completion:
     metrics: RequestMetrics
     logprobs: list[float] | None = None
     error: str | None = None
+    sample: int = 0
+    request_id: str | None = None
+    top_logprobs: list[dict[int, float]] | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -121,37 +75,19 @@ class Completion:
 
     def as_row(self) -> dict[str, Any]:
         """The request's entry in a record: its numbers, not its tokens."""
-        row = asdict(self.metrics)
-        error = {} if self.error is None else {"error": self.error}
-        return {"index": self.index, "finish_reason": self.finish_reason, **error, **row}
+        row: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason}
+        row |= {"sample": self.sample} if self.sample else {}
+        row |= {} if self.request_id is None else {"request_id": self.request_id}
+        row |= {} if self.error is None else {"error": self.error}
+        return row | asdict(self.metrics) | {"itl_s": list(self.metrics.itl_s)}
 
 
-class IncrementalText:
-    """Incremental detokenization, one push per token, that never splits a character.
+class Logprobs(NamedTuple):
+    """Log-probabilities of the N tokens of a result: [N], and of the most likely tokens in their places [N][K]."""
 
-    Byte-level tokens can end in the middle of a character; that end is held back until it is complete. Only the
-    last few tokens are decoded again on each push.
-    """
-
-    def __init__(self, decode: Decode) -> None:
-        self._decode = decode
-        self._tokens: list[int] = []
-        self._start = 0  # decoding starts here, so that joining rules (leading spaces) see the previous token
-        self._whole = 0  # tokens before this one are complete characters and have been returned
-        self._known = 0  # characters from _start on that have been returned
-        self.text = ""
-
-    def push(self, token: int) -> str:
-        """Add a token and return the new text (may be empty)."""
-        self._tokens.append(token)
-        decoded = self._decode(self._tokens[self._start :])
-        new = decoded.rstrip("\ufffd")[self._known :]
-        self._known += len(new)
-        if new and self._known == len(decoded):  # nothing is held back
-            self._start, self._whole = self._whole, len(self._tokens)
-            self._known = len(self._decode(self._tokens[self._start :]))
-        self.text += new
-        return new
+    chosen: list[float]
+    top: Sequence[list[float]] = ()
+    top_tokens: Sequence[list[int]] = ()
 
 
 class Request:
@@ -167,24 +103,30 @@ class Request:
         decode: Decode,
         submitted: float,
         embeddings: Mapping[int, torch.Tensor] | None = None,
+        sample: int = 0,
+        request_id: str | None = None,
+        streams_text: bool = False,
     ) -> None:
-        """embeddings: see `EmbeddedPrompt`."""
+        """embeddings: see `EmbeddedPrompt`; streams_text: whether `new_text` will be called."""
         self.index = index
+        self.sample = sample
+        self.request_id = request_id
         self.params = params
         self.tokens = list(prompt)  # prompt and output
         self.prompt_len = len(prompt)
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.logprobs: list[float] = []
+        self.top_logprobs: list[dict[int, float]] = []
         self._decode = decode
-        self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
-        self._text = IncrementalText(decode) if params.stop else None
-        self._cut: int | None = None  # characters before the stop string
+        self.end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
+        self._text = OutputText(decode, params.stop) if params.stop or streams_text else None
 
         # Written by the scheduler only.
         self.slot: int | None = None
         self.pages: list[int] = []
         self.shared = 0  # pages that it took from the prefix cache, the first of `pages`
+        self.unshared = False  # it must not take any again
         self.prefilled = 0  # tokens whose prefill is launched
         self.branch = 0  # tokens of its prompt that another prompt began with
         self.committed = 0  # KV length by the last handled result
@@ -216,7 +158,7 @@ class Request:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def append(self, tokens: list[int], now: float, logprobs: list[float] | None = None) -> int:
+    def append(self, tokens: list[int], now: float, logprobs: Logprobs | None = None) -> int:
         """Add emitted tokens, up to the first stop token, stop string or the length limit.
 
         Within the limit, a stop is the finish reason. Returns how many tokens were kept.
@@ -225,13 +167,20 @@ class Request:
         for token in tokens[: self.params.max_new_tokens - self.generated]:
             self.tokens.append(token)
             kept += 1
-            if token in self._ends or self._hits_stop_string(token):
+            if token in self.end_tokens or self._ends_text(token):
                 self.finish_reason = "stop"
                 break
         if self.finish_reason is None and self.generated >= self.params.max_new_tokens:
             self.finish_reason = "length"
         if logprobs is not None:
-            self.logprobs.extend(logprobs[:kept])
+            self.logprobs.extend(logprobs.chosen[:kept])
+            if count := self.params.top_logprobs:
+                places = zip(tokens[:kept], logprobs.top_tokens[:kept], logprobs.top[:kept], strict=True)
+                for place, (token, tokens_of, values) in enumerate(places, len(self.logprobs) - kept):
+                    top = dict(zip(tokens_of[:count], values[:count], strict=True))
+                    self.top_logprobs.append(top)
+                    # The same number, which two kernels may have rounded differently.
+                    self.logprobs[place] = top.get(token, self.logprobs[place])
         if kept:
             if self.last_token is None:
                 self.first_token = now
@@ -258,18 +207,14 @@ class Request:
         metrics.drafted += drafted - (deep - known)
         metrics.accepted += right
 
-    def _hits_stop_string(self, token: int) -> bool:
-        if self._text is None:
-            return False
-        new = self._text.push(token)
-        if not new:
-            return False
-        text = self._text.text
-        start = max(0, len(text) - len(new) - max(map(len, self.params.stop)))
-        found = [at for at in (text.find(stop, start) for stop in self.params.stop) if at >= 0]
-        if found:
-            self._cut = min(found)
-        return bool(found)
+    def new_text(self, completion: Completion | None = None) -> str:
+        """The text since the last call that no later token can change; with its completion, the rest of the text."""
+        assert self._text is not None
+        return self._text.take(None if completion is None else completion.text)
+
+    def _ends_text(self, token: int) -> bool:
+        """Add the token to the text. Returns whether it ends in a stop string."""
+        return self._text is not None and self._text.push(token, may_stop=self.generated > self.params.min_tokens)
 
     def completion(self, now: float) -> Completion:
         """The finished request's result."""
@@ -293,11 +238,16 @@ class Request:
             metrics=metrics,
             logprobs=list(self.logprobs) if self.params.logprobs else None,
             error=self.error,
+            sample=self.sample,
+            request_id=self.request_id,
+            top_logprobs=list(self.top_logprobs) if self.params.top_logprobs else None,
         )
 
     def _shown(self, output: list[int]) -> str:
         """The output's text, up to its stop string and without its end token."""
-        if self._text is not None and self._cut is not None:
-            return self._text.text[: self._cut]
-        ended = self.finish_reason == "stop" and bool(output) and output[-1] in self._ends
-        return self._decode(output[:-1] if ended and self.params.skip_special_tokens else output)
+        ended = self.finish_reason == "stop" and bool(output) and output[-1] in self.end_tokens
+        if self._text is None:
+            return self._decode(output[:-1] if ended and self.params.skip_special_tokens else output)
+        if ended and not self.params.skip_special_tokens:
+            self._text.push(output[-1], may_stop=False)
+        return self._text.whole()

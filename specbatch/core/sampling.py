@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from specbatch.core.request import SamplingParams
+from specbatch.core.request import Request
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
 from specbatch.kernels.sampling.rng import uniform_ref
@@ -18,28 +19,40 @@ from specbatch.kernels.sampling.sample import sample_ref
 class SamplingFlags(NamedTuple):
     """What any request of a pass asks for. What none of them asks for is not computed.
 
-    sampled    some request has a temperature
-    truncated  some sampled request uses top-k, top-p or min-p
-    logprobs   some request asks for log-probabilities
+    sampled       some request has a temperature
+    truncated     some sampled request uses top-k, top-p or min-p
+    logprobs      some request asks for log-probabilities
+    top_logprobs  some request asks for the most likely tokens
+    min_tokens    some request may be within its `min_tokens`
     """
 
     sampled: bool = False
     truncated: bool = False
     logprobs: bool = False
+    top_logprobs: bool = False
+    min_tokens: bool = False
 
     @classmethod
-    def of(cls, params: Iterable[SamplingParams]) -> SamplingFlags:
-        params = list(params)
+    def of(cls, requests: Iterable[Request]) -> SamplingFlags:
+        requests = list(requests)
+        params = [item.params for item in requests]
         return cls(
             sampled=any(p.temperature > 0 for p in params),
             truncated=any(p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
             logprobs=any(p.logprobs for p in params),
+            top_logprobs=any(p.top_logprobs for p in params),
+            # The host lags behind the device, which compares positions: masking too long has no effect.
+            min_tokens=any(item.generated < item.params.min_tokens and item.end_tokens for item in requests),
         )
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Parameters of B requests on the device, each [B]. Without `flags.sampled` all but the seeds are empty."""
+    """Parameters of B requests on the device, each [B]. Without `flags.sampled` all but the seeds are empty.
+
+    end_tokens  int64 [B, K]: tokens that end a request, with repetitions; None without `flags.min_tokens`
+    end_from    int64 [B]: the first position where they may be sampled
+    """
 
     temperature: torch.Tensor
     top_k: torch.Tensor
@@ -47,6 +60,21 @@ class Sampling:
     min_p: torch.Tensor
     seeds: torch.Tensor
     flags: SamplingFlags
+    end_tokens: torch.Tensor | None = field(default=None, kw_only=True)
+    end_from: torch.Tensor | None = field(default=None, kw_only=True)
+
+    @contextmanager
+    def end_tokens_masked(self, logits: torch.Tensor, positions: torch.Tensor) -> Iterator[None]:
+        """Inside, logits [B, n, V] of tokens at `positions` [B, n] before `end_from` are -inf for end tokens."""
+        if self.end_tokens is None or self.end_from is None:
+            yield
+            return
+        index = self.end_tokens[:, None].expand(*positions.shape, -1)
+        values = logits.gather(-1, index)
+        early = (positions < self.end_from[:, None])[..., None]
+        logits.scatter_(-1, index, values.masked_fill(early, -torch.inf))
+        yield
+        logits.scatter_(-1, index, values)  # log-probabilities are those of the model
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """The filtered distributions of logits [B, n, V] as float32 [B, n, V]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -84,6 +84,11 @@ class DraftPlan:
     scratch_slots: int = 0
     uncached_tail: int = 1
     idle_at_zero: bool = False
+
+    def divided(self, ranks: int) -> DraftPlan:
+        """The plan of one of `ranks` ranks over which the draft is divided as the target is."""
+        weights = self.weights and self.weights.divided(ranks)
+        return replace(self, config=self.config.divided(ranks), weights=weights)
 
     def kv_slots_per_step(self, num_queries: int) -> int:
         """KV slots, from the root's on, that a step with a verify of `num_queries` tokens may write to."""

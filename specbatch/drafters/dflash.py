@@ -118,8 +118,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         log(line)
 
     def build(model: Decoder, loader: Loader) -> DFlashDrafter:
-        own = DFlash(shape, draft.tensor, model, loader.max_positions)
-        return DFlashDrafter(own, loader.cache(shape, shape.num_layers, "draft"), count)
+        own = DFlash(loader.draft_reader(shape, draft.tensor), model, loader.max_positions)
+        return DFlashDrafter(own, loader.cache(own.config, shape.num_layers, "draft"), count)
 
     needs_all_hidden, aux = target.config.ends_in(shape.target_layers), shape.target_layers
     return DraftPlan(

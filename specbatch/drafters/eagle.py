@@ -11,7 +11,6 @@ from specbatch.errors import of_draft, refuse
 from specbatch.models.decoder import Decoder
 from specbatch.models.draft_head import layer_config
 from specbatch.models.eagle import Eagle, eagle_shapes
-from specbatch.models.layers import Reader
 from specbatch.runtime.loader import Loader
 from specbatch.weights.draft_heads import dummy_config, dummy_draft, open_draft
 from specbatch.weights.folder import check_tensors
@@ -39,8 +38,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     check_tensors(eagle_shapes(layer, files.shapes), files.shapes, files.origin, "draft")
 
     def build(model: Decoder, loader: Loader) -> FeatureChain:
-        read = Reader(layer, files.tensor, model.dtype, model.device, of_draft=True)
-        head = Eagle(layer, read, files.shapes, model, loader.max_positions)
+        read = loader.draft_reader(layer, files.tensor)
+        head = Eagle(read.config, read, files.shapes, model, loader.max_positions)
         return feature_chain(head, loader, config, target.config.vocab_size)
 
     return head_plan(build, layer, config, parameters=parameters(files.shapes))

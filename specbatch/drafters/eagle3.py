@@ -14,7 +14,6 @@ from specbatch.drafters.layer_offset import compare_layer_offsets
 from specbatch.errors import of_draft, refuse
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle3 import Eagle3, Eagle3Config, default_aux
-from specbatch.models.layers import Reader
 from specbatch.runtime.loader import Loader
 from specbatch.weights.draft_heads import DraftFiles, dummy_config, dummy_draft, open_draft
 from specbatch.weights.folder import check_tensors
@@ -48,8 +47,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     d2t = _offsets(files, layer.vocab_size, log)
 
     def build(model: Decoder, loader: Loader) -> FeatureChain:
-        read = Reader(layer, files.tensor, model.dtype, model.device, of_draft=True)
-        head = Eagle3(layer, described, len(aux), read, files.shapes, model, loader.max_positions, d2t)
+        read = loader.draft_reader(layer, files.tensor)
+        head = Eagle3(read.config, described, len(aux), read, files.shapes, model, loader.max_positions, d2t)
         diagnosis = None if config.load_format == "dummy" else partial(compare_layer_offsets, model, head)
         return feature_chain(head, loader, config, target.config.vocab_size, diagnosis)
 

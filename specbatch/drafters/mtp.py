@@ -44,7 +44,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         if is_dummy:  # generated on its device, as the target's
             device = str(model.device)
             read = DummyCheckpoint(layer, name="mtp", seed=config.seed + 1, tokenizer=None, device=device).tensor
-        return feature_chain(Mtp(layer, read, model, loader.max_positions), loader, config, target.config.vocab_size)
+        head = Mtp(loader.draft_reader(layer, read), model, loader.max_positions)
+        return feature_chain(head, loader, config, target.config.vocab_size)
 
     return head_plan(build, layer, config, weights=layer)
 

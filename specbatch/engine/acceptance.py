@@ -25,9 +25,11 @@ from typing import NamedTuple
 import torch
 
 from specbatch.core.sampling import Sampling
+from specbatch.core.sampling_params import MOST_TOP_LOGPROBS
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.sampling.accept import BatchRows, commit_ref
+from specbatch.kernels.sampling.argmax_topk import topk_logprobs
 from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL, TARGET, simulated_accept_ref
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.kernels.sampling.tree_verify import identity_path, walk_tree_ref
@@ -64,9 +66,9 @@ def accept(
 ) -> Accepted:
     """Apply the acceptance rule to logits [B, N, V] of nodes at `positions` [B, N], and commit tokens and lengths to
     the batch; on a CUDA device one kernel does both. simulate: see `accept_ref`."""
-    return Accepted(
-        *_accept_and_commit(logits, proposal, step.batch.rows(step.slots), positions, step.sampling, simulate)
-    )
+    with step.sampling.end_tokens_masked(logits, positions + 1):
+        rows = step.batch.rows(step.slots)
+        return Accepted(*_accept_and_commit(logits, proposal, rows, positions, step.sampling, simulate))
 
 
 def accept_and_commit_ref(
@@ -138,6 +140,12 @@ def are_finite(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """log p(token) under the model's own distribution: logits [B, N, V], tokens [B, N] -> float32 [B, N]."""
     return logits.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+
+
+def top_logprobs_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most likely tokens of logits [B, N, V], `MOST_TOP_LOGPROBS` of them, most likely first: log-probabilities
+    float32 and tokens int64 [B, N, K]."""
+    return topk_logprobs(logits, MOST_TOP_LOGPROBS)
 
 
 def _correct_prefix(correct: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -14,15 +15,16 @@ from specbatch.config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.drafters.base import Diagnosis, DraftPlan
-from specbatch.engine.device_worker import DeviceWorker
+from specbatch.engine.device_worker import DeviceWorker, OtherRanks
 from specbatch.engine.draft_length import DraftLength, announced
 from specbatch.engine.prefill import PrefillStep
 from specbatch.engine.scheduler import Scheduler
 from specbatch.engine.score_step import ScoreStep
 from specbatch.engine.step import DecodeStep
 from specbatch.engine.step_times import measure_step_times
-from specbatch.errors import refuse
+from specbatch.errors import SpecbatchError, refuse
 from specbatch.kernels.attention.prefill_backends import PrefillAttention, prefill_backend
+from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.page_pool import PagePool, pages_for, reach_of
@@ -39,6 +41,8 @@ from specbatch.runtime.loader import Loader, fp8_lines, quantizes_activations, w
 from specbatch.runtime.prefill_forward import static_bytes
 from specbatch.tokenizer import Tokenizer
 from specbatch.weights import Checkpoint, Log
+
+MOST_RANKS = 16  # that are tried when others do not work
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,12 @@ class EngineParts:
 
 class Prepared(NamedTuple):
     """What is known of an engine before its memory is planned. config: with the settings that the draft decides filled
-    in; attention: by role."""
+    in; model: the target's config, of one rank if it is divided, as that of the draft; attention: by role."""
 
     config: EngineConfig
     device: torch.device
     target: Checkpoint
+    model: ModelConfig
     dtype: torch.dtype
     attention: dict[str, PrefillAttention]
     draft: DraftPlan
@@ -105,7 +110,10 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     attention["draft"] = prefill_backend(
         config.draft_attention_backend, device, dtype, draft.config.head_dim, "draft_attention_backend"
     )
-    return Prepared(config, device, target, dtype, attention, draft)
+    model = target.config
+    if config.tensor_parallel > 1:
+        model, draft = _divided(model, draft, config.tensor_parallel)
+    return Prepared(config, device, target, model, dtype, attention, draft)
 
 
 def build(
@@ -115,10 +123,35 @@ def build(
     *,
     shared: Decoder | None = None,
     share: MemoryShare = EXCLUSIVE,
+    ranks: Communicator | None = None,
+    others: OtherRanks | None = None,
 ) -> EngineParts:
-    """Load and record everything. Raises SpecbatchError for what cannot run or does not fit; shared: see `prepare`."""
+    """Load and record everything. Raises SpecbatchError for what cannot run or does not fit; shared: see `prepare`.
+
+    ranks: over which the models are divided, for a rank that is led; others: for rank 0, those that it leads. They
+    build once the configuration is checked."""
     prepared = prepare(config, log, shared=shared)
-    plan = memory_plan(prepared, share, is_shared=shared is not None)
+    if others is None:
+        return _build(prepared, log, report, shared, share, ranks)
+    ranks = others.build()
+    try:
+        parts = _build(prepared, log, report, shared, share, ranks, others)
+    except BaseException as error:
+        others.fail(error)
+        raise
+    return parts
+
+
+def _build(
+    prepared: Prepared,
+    log: Log,
+    report: Report,
+    shared: Decoder | None,
+    share: MemoryShare,
+    ranks: Communicator | None,
+    others: OtherRanks | None = None,
+) -> EngineParts:
+    plan = memory_plan(prepared, share, is_shared=shared is not None, ranks=ranks)
     config = prepared.config
     if config.prefix_cache and plan.states and not plan.cached_states:
         log("prefix cache: off, because no prefix state fits next to the KV pages; use a higher memory_fraction")
@@ -130,46 +163,73 @@ def build(
         log(line)
     try:
         with on_device(prepared.device):
-            parts = _load(prepared, plan, shared, log)
+            parts = _load(prepared, plan, shared, log, ranks)
             parts.caps.update(_record_graphs(parts.worker, log, report))
-            parts.caps.update(_time_draft_lengths(parts))
+            parts.worker.others = others
+            if ranks is None or ranks.rank == 0:  # the others repeat its steps
+                parts.caps.update(_time_draft_lengths(parts))
             return parts
     except torch.OutOfMemoryError as error:
         raise plan.out_of_memory("building the engine") from error
 
 
-def memory_plan(prepared: Prepared, share: MemoryShare = EXCLUSIVE, *, is_shared: bool = False) -> MemoryPlan:
-    """How an engine would use the memory that is free now. Refuses what does not fit."""
-    config, device, target, dtype, _, draft = prepared
+def memory_plan(
+    prepared: Prepared, share: MemoryShare = EXCLUSIVE, *, is_shared: bool = False, ranks: Communicator | None = None
+) -> MemoryPlan:
+    """How an engine would use the memory that is free now, of each rank what the rank with the least has. Refuses what
+    does not fit."""
+    config, device, _, model, dtype, _, draft = prepared
     kv_dtype, chunk = _kv_dtype(config, dtype), config.prefill_chunk
     graphs = graph_bytes(
         config.graphs,
         most=config.max_running,
         chunk=chunk,
-        layers=target.config.num_layers + draft.kv_layers,
+        layers=model.num_layers + draft.kv_layers,
         lengths=len(config.speculation.lengths),
     )
     if config.graphs.prefill == "piecewise":
-        graphs += static_bytes(target.config, dtype, chunk, needs_all_hidden=draft.needs_all_hidden, aux=len(draft.aux))
+        graphs += static_bytes(model, dtype, chunk, needs_all_hidden=draft.needs_all_hidden, aux=len(draft.aux))
         graphs += static_bytes(draft.config, dtype, chunk, needs_all_hidden=False) if draft.kv_layers else 0
     return plan_memory(
         config,
-        free=available_memory(device),
+        free=available_memory(device) if ranks is None else _least_memory(device, ranks),
         on_cpu=device.type == "cpu",
-        model_len=min(target.config.max_position, draft.config.max_position),
-        weights=0 if is_shared and share.index == 0 else weight_bytes(target.config, dtype, device),
+        model_len=min(model.max_position, draft.config.max_position),
+        weights=0 if is_shared and share.index == 0 else weight_bytes(model, dtype, device),
         draft_weights=(weight_bytes(draft.weights, dtype, device) if draft.weights else 0)
         + draft.parameters * dtype.itemsize,
-        page_bytes=bytes_per_page(target.config, target.config.attention_layers, config.page_size, kv_dtype)
+        page_bytes=bytes_per_page(model, model.attention_layers, config.page_size, kv_dtype)
         + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
-        state_bytes=_state_bytes(config, target.config, dtype, config.speculation.drafted + 1),
-        cached_state_bytes=_state_bytes(config, target.config, dtype, 0),
-        vocabulary=target.config.vocab_size,
+        state_bytes=_state_bytes(config, model, dtype, config.speculation.drafted + 1),
+        cached_state_bytes=_state_bytes(config, model, dtype, 0),
+        vocabulary=model.vocab_size,
         rows=draft.kv_slots_per_step(config.speculation.drafted + 1),
-        token_bytes=_token_bytes(target.config, draft, dtype),
+        token_bytes=_token_bytes(model, draft, dtype),
         graphs=graphs,
         share=share,
     )
+
+
+def _divided(model: ModelConfig, draft: DraftPlan, ranks: int) -> tuple[ModelConfig, DraftPlan]:
+    """The parts of one rank. Refused: models that cannot be divided, with the numbers of ranks that work."""
+    try:
+        return model.divided(ranks), draft.divided(ranks)
+    except SpecbatchError as error:
+        found = []
+        for size in range(2, MOST_RANKS + 1):
+            with suppress(SpecbatchError):
+                model.divided(size), draft.divided(size)
+                found.append(str(size))
+        works = f"use {' or '.join(found)}" if found else "this model runs on one device only"
+        raise refuse("tensor_parallel", ranks, f"{error.works}; {works}") from None
+
+
+def _least_memory(device: torch.device, ranks: Communicator) -> int:
+    """Free memory of a rank: on a CPU all ranks share it."""
+    free = available_memory(device) // (ranks.size if device.type == "cpu" else 1)
+    # Whole vectors of float32, and not NCCL: a wait for a rank that has failed can be aborted.
+    mebibytes = torch.full((8,), free >> 20, dtype=torch.float32, device=device)
+    return int(ranks.all_gather(mebibytes).min()) << 20
 
 
 def _token_bytes(target: ModelConfig, draft: DraftPlan, dtype: torch.dtype) -> int:
@@ -185,9 +245,11 @@ def _state_bytes(config: EngineConfig, target: ModelConfig, dtype: torch.dtype, 
     return state_bytes(target.state_shapes, layers, rows, state_types(dtype, config.state_dtype))
 
 
-def _load(prepared: Prepared, plan: MemoryPlan, shared: Decoder | None, log: Log) -> EngineParts:
+def _load(
+    prepared: Prepared, plan: MemoryPlan, shared: Decoder | None, log: Log, ranks: Communicator | None
+) -> EngineParts:
     """Load the models and allocate the caches."""
-    config, device, target, dtype, attention, draft = prepared
+    config, device, target, _, dtype, attention, draft = prepared
     num_queries = config.speculation.drafted + 1
     kv_slots = draft.kv_slots_per_step(num_queries)
     width = reach_of(plan.max_model_len, kv_slots) + 1
@@ -207,6 +269,7 @@ def _load(prepared: Prepared, plan: MemoryPlan, shared: Decoder | None, log: Log
         state_dtype=config.state_dtype,
         cached_states=plan.cached_states,
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
+        ranks=ranks,
     )
     model = (loader.model(target) if shared is None else shared.with_positions(width)).with_aux(draft.aux)
     fp8 = quantizes_activations(config.fp8_activations, dtype, device, target.config, draft.config)
@@ -281,6 +344,7 @@ def _scheduler(config: EngineConfig, plan: MemoryPlan, draft: DraftPlan, *, has_
         kv_slots_per_step=draft.kv_slots_per_step(config.speculation.drafted + 1),
         uncached_tail=draft.uncached_tail,
         state_cache=state_cache,
+        samples_share=state_cache is not None or not has_states,
     )
 
 

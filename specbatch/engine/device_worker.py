@@ -7,8 +7,11 @@ engine.
 
 from __future__ import annotations
 
-from functools import partial
+import signal
+from collections.abc import Callable
+from functools import partial, wraps
 from itertools import chain
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -20,6 +23,7 @@ from specbatch.core.step_input import StepInput
 from specbatch.engine.prefill import PrefillStep, PrefillWork
 from specbatch.engine.score_step import ScoreStep, ScoreWork
 from specbatch.engine.step import DecodeStep
+from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.common.upload import upload
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.memory.kv_cache import KVCache
@@ -35,8 +39,51 @@ from specbatch.runtime.cuda_graphs import (
 )
 from specbatch.runtime.prefill_forward import PromptWork
 
-# The methods that launch work. Call them in `torch.inference_mode()`.
-CALLS = ("admit", "add_pages", "prefill", "decode", "shorten", "catch_up", "assign_pages", "score")
+P = ParamSpec("P")
+T = TypeVar("T")
+CALLS: list[str] = []  # the methods that launch work. Call them in `torch.inference_mode()`
+
+
+class OtherRanks(Protocol):
+    """The other ranks of a tensor-parallel engine, which make the same calls as this one."""
+
+    def build(self) -> Communicator:
+        """Start them, if they are not running, and have them build their part of the engine. Returns this rank's end of
+        the group."""
+        ...
+
+    def send(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Have them make a call. Raises SpecbatchError if one of them has failed."""
+
+    def check(self) -> None:
+        """Raises SpecbatchError if one of them has failed."""
+
+    def fail(self, error: BaseException) -> None:
+        """A call has raised an error here, and the ranks are at different places in their work."""
+
+
+def launches(method: Callable[Concatenate[DeviceWorker, P], T]) -> Callable[Concatenate[DeviceWorker, P], T]:
+    """A method that launches work. The other ranks, if any, are sent the same call first. Ctrl-C waits until both have
+    happened, as ranks with different work would wait for each other forever."""
+    CALLS.append(method.__name__)
+
+    @wraps(method)
+    def call(self: DeviceWorker, *args: P.args, **kwargs: P.kwargs) -> T:
+        others = self.others
+        if others is None:
+            return method(self, *args, **kwargs)
+        assert not kwargs, "calls are sent by position"
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            others.send(method.__name__, args)
+            return method(self, *args, **kwargs)
+        except BaseException as error:
+            others.fail(error)
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    return cast("Callable[Concatenate[DeviceWorker, P], T]", call)
 
 
 class DeviceWorker:
@@ -60,6 +107,7 @@ class DeviceWorker:
         """caches: of target and draft; forwards: their prefill passes by role, for their counters and recordings;
         prefill_chunk: most tokens of a pass; draft_lengths: numbers of drafts that a step may have; recorder: for
         graphs of whole decode steps, None to run them eagerly; fp8: see `use_fp8_activations`."""
+        self.others: OtherRanks | None = None
         self.batch = batch
         self.prefill_step = prefill_step
         self.decode_step = decode_step
@@ -75,20 +123,24 @@ class DeviceWorker:
             self.graphs = WholeGraphs(self._run, recorder, batch.slots, draft_lengths, batch.device)
             self.decode_counters = self.graphs.counters
 
+    @launches
     def admit(self, admissions: list[Admission]) -> None:
         """Write tokens, pages and sampling parameters of requests that were given a slot."""
         self._clear([page for item in admissions for page in item.pages[item.shared :]])
         self.batch.admit(admissions)
 
+    @launches
     def add_pages(self, pages: list[tuple[int, int, int]]) -> None:
         """Extend page rows: (slot, index in its row, page) each."""
         self._clear([page for _, _, page in pages])
         self.batch.add_pages(pages)
 
+    @launches
     def prefill(self, work: PrefillWork) -> Result | None:
         """Run one prefill pass; see `PrefillStep`."""
         return self.prefill_step(work)
 
+    @launches
     def decode(self, slots: list[int], flags: SamplingFlags, num_drafts: int, bound: int) -> Result:
         """Run one decode step over the requests in `slots`, from a graph if there are any; see `DecodeStep`. No KV is
         longer than `bound` after it."""
@@ -97,18 +149,22 @@ class DeviceWorker:
         self.decode_counters.fall_back("off")
         return self._run(upload(slots, self.batch.device), flags, num_drafts, bound)
 
+    @launches
     def shorten(self, slots: list[int], num_drafts: int, bound: int) -> None:
         """Prepare the drafter for a step with fewer drafts than the previous one."""
         self.decode_step.shorten(self._input(upload(slots, self.batch.device), SamplingFlags(), num_drafts, bound))
 
+    @launches
     def catch_up(self, chunks: list[PromptChunk]) -> None:
         """Update the draft state for tokens that steps without drafts committed."""
         self.prefill_step.catch_up(chunks, self._prefill_chunk)
 
+    @launches
     def assign_pages(self, table: np.ndarray) -> None:
         """Replace the page rows of slots 1, 2, ... by table int64 [n, P], for `score`."""
         self.batch.page_table[1 : 1 + len(table)] = upload(table, self.batch.device)
 
+    @launches
     def score(self, work: ScoreWork) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Log-probabilities of given tokens; see `ScoreStep`."""
         return self.score_step(work)

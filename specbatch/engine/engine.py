@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +14,17 @@ import torch
 from specbatch.algorithms import causes_of_low_acceptance
 from specbatch.config import EngineConfig
 from specbatch.core.async_copy import on_device
-from specbatch.core.embedded_prompt import EmbeddedPrompt
 from specbatch.core.request import Completion, Request, SamplingParams
+from specbatch.engine.async_stream import stream_in_thread
 from specbatch.engine.builder import build
+from specbatch.engine.open_requests import OpenRequests, StreamEvent
+from specbatch.engine.prompt_reader import Message, Prompt, PromptReader
+from specbatch.engine.ranks import EngineRanks
 from specbatch.engine.record_window import RecordWindow
 from specbatch.engine.runner import Runner
 from specbatch.engine.schedules import SCHEDULES
 from specbatch.engine.scoring import Likelihood, OnScore, Pair, Scorer
+from specbatch.engine.submissions import Params, Submission, submissions
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.models.config import ModelConfig
@@ -29,20 +32,17 @@ from specbatch.models.decoder import Decoder
 from specbatch.progress import Report
 from specbatch.records.low_acceptance import LowAcceptanceWarning
 from specbatch.records.run_record import RunRecord
+from specbatch.settings import foreign_names
 from specbatch.weights import Log
 
-Prompt = str | list[int] | EmbeddedPrompt
-Params = SamplingParams | Sequence[SamplingParams] | None
-Events = Generator["StreamEvent", None, None]
-
-
-@dataclass(frozen=True)
-class StreamEvent:
-    """New tokens of the prompt at `index`; its `completion` on the last event, else None."""
-
-    index: int
-    token_ids: list[int]
-    completion: Completion | None
+Events = Generator[StreamEvent, None, None]
+_ACCEPTS = foreign_names(
+    {
+        "sampling_params": "use params",
+        "prompt_token_ids": "give lists of token ids as prompts",
+        "use_tqdm": "use on_completion to report progress",
+    }
+)  # parameters of vLLM
 
 
 class Engine:
@@ -67,7 +67,17 @@ class Engine:
         if weights_of is not None:
             weights_of._check_sharing(config)
         shared = None if weights_of is None else weights_of._model
-        parts = build(config, log, report or (lambda done, total: None), shared=shared, share=share)
+        self._ranks: EngineRanks | None = None
+        if config.tensor_parallel > 1:
+            self._ranks = EngineRanks(config, share, None if weights_of is None else weights_of._ranks)
+        parts = build(
+            config,
+            log,
+            report or (lambda done, total: None),
+            shared=shared,
+            share=share,
+            others=self._ranks,
+        )
         self.config = parts.config
         self.device = parts.device
         self.tokenizer = parts.tokenizer
@@ -95,108 +105,167 @@ class Engine:
             chunk=config.prefill_chunk,
             shares=parts.config.prefix_cache and not parts.model.recurrent_layers,
         )
-        self._active: dict[int, Request] = {}
-        self._aborted: set[int] = set()
-        self._events: list[StreamEvent] = []
         self._state = "ready"  # or "busy" while a stream is open, or "closed"
+        self._state_lock = threading.Lock()
         self._trusted = True
         speculation = config.speculation
         judged = speculation.drafted and speculation.simulate_accept_length is None
         causes = causes_of_low_acceptance(speculation.algorithm, config.load_format)
-        self._watch = LowAcceptanceWarning(causes, log, parts.diagnose) if judged else None
-        self._end_tokens = frozenset(self.tokenizer.eos_ids)
+        # A diagnosis runs the model on this rank alone.
+        diagnose = parts.diagnose if self._ranks is None else lambda completions: None
+        self._watch = LowAcceptanceWarning(causes, log, diagnose) if judged else None
+        self._prompts = PromptReader(self.tokenizer, self.model_config, parts.scheduler)
+        self._requests = OpenRequests(parts.scheduler, self.tokenizer, self._prompts.end_tokens, self._on_finish)
         self.reset_record()
 
     # -- work -------------------------------------------------------------------------------------------------
 
+    @_ACCEPTS
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Iterable[Prompt],
         params: Params = None,
         *,
         concurrency: int | None = None,
         arrivals: Sequence[float] | None = None,
+        request_ids: Iterable[str] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        """Continue every prompt (text, token ids or an `EmbeddedPrompt`); completions come in the order of the prompts.
+        """Continue every prompt (text, token ids or an `EmbeddedPrompt`); completions come in the order of the prompts,
+        the samples of a prompt one after the other.
 
         `params`: one for all, or one per prompt. `concurrency`: keep at most that many requests submitted and
         unfinished; None submits all at once. `arrivals`: when each prompt arrives, in ascending seconds from now; its
         metrics count from there, including the time that `concurrency` or a running step keeps it waiting.
-        `on_completion` is called as each one ends. All prompts are checked before any work; an interruption drops
-        unfinished requests.
+        `request_ids`: names of the prompts, for `abort` and the completions. `on_completion` is called as each one
+        ends. All prompts of a list are checked before any work; an interruption drops unfinished requests.
         """
-        done: dict[int, Completion] = {}
-        with closing(self.stream(prompts, params, concurrency=concurrency, arrivals=arrivals)) as events:
+        done: dict[tuple[int, int], Completion] = {}
+        stream = self.stream(
+            prompts, params, concurrency=concurrency, arrivals=arrivals, request_ids=request_ids, text=False
+        )
+        with closing(stream) as events:
             for event in events:
                 if event.completion is not None:
-                    done[event.index] = event.completion
+                    done[event.index, event.sample] = event.completion
                     if on_completion is not None:
                         on_completion(event.completion)
-        return [done[index] for index in range(len(prompts))]
+        return [done[key] for key in sorted(done)]
 
+    @_ACCEPTS
     def stream(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Iterable[Prompt],
         params: Params = None,
         *,
         concurrency: int | None = None,
         arrivals: Sequence[float] | None = None,
+        request_ids: Iterable[str] | None = None,
+        text: bool = True,
     ) -> Events:
-        """As `generate`, yielding tokens as they arrive on the host. One stream may be open at a time."""
-        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-            raise refuse("prompts", prompts, "give a list of prompts, for example [prompt]")
+        """As `generate`, yielding tokens as they arrive on the host. One stream may be open at a time.
+
+        A list of prompts is checked entirely before anything runs. Any other iterable is consumed lazily, as far as
+        `concurrency` requests (None: twice `max_running`) are unfinished, with `params` and `request_ids` beside it;
+        a prompt that cannot run then raises SpecbatchError when it is reached. `text=False` leaves the `text` of events
+        empty and saves the time to decode it.
+        """
         if concurrency is not None:
             at_least("concurrency", concurrency, 1)
-        if arrivals is not None and (len(arrivals) != len(prompts) or sorted(arrivals) != list(arrivals)):
-            raise refuse("arrivals", f"{len(arrivals)} times", f"give {len(prompts)} ascending seconds, one per prompt")
+        if arrivals is not None and (
+            not isinstance(prompts, Sequence) or len(arrivals) != len(prompts) or sorted(arrivals) != list(arrivals)
+        ):
+            works = "give ascending seconds, one for each prompt of a list"
+            raise refuse("arrivals", f"{len(arrivals)} times", works)
         self._require("ready")
-        settings = self._settings(params, len(prompts))
-        encoded = [self._encode(index, prompt) for index, prompt in enumerate(prompts)]
-        for index, (prompt, setting) in enumerate(zip(encoded, settings, strict=True)):
-            self.check(prompt.token_ids, setting, index)
-        return self._work(encoded, settings, concurrency or len(encoded), arrivals)
+        requests = submissions(prompts, params, request_ids, self._prompts.read)
+        if concurrency is None:
+            concurrency = sys.maxsize if isinstance(prompts, Sequence) else 2 * self.config.max_running
+        return self._work(requests, concurrency, arrivals, text)
+
+    @_ACCEPTS
+    def stream_async(
+        self,
+        prompts: Iterable[Prompt],
+        params: Params = None,
+        *,
+        concurrency: int | None = None,
+        arrivals: Sequence[float] | None = None,
+        request_ids: Iterable[str] | None = None,
+        text: bool = True,
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """As `stream`, for `async for`: a thread runs the engine, so that the event loop is not blocked.
+
+        Prompts of an iterable are read in that thread. Cancelling the task or closing the generator (`aclose`) drops
+        unfinished requests and returns when the engine is ready for others. While a stream is open, other work on this
+        engine raises SpecbatchError, and `abort` ends single requests.
+        """
+        how: dict[str, Any] = {"concurrency": concurrency, "arrivals": arrivals, "request_ids": request_ids}
+        return stream_in_thread(lambda: self.stream(prompts, params, text=text, **how))
+
+    @_ACCEPTS
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+        *,
+        concurrency: int | None = None,
+        request_ids: Iterable[str] | None = None,
+        thinking: bool | None = None,
+        on_completion: Callable[[Completion], None] | None = None,
+    ) -> list[Completion]:
+        """As `generate`, of a conversation or a list of them, rendered with the model's chat template.
+
+        A message has a `role` and a `content`. `thinking` sets the template's `enable_thinking`; None leaves its
+        default.
+        """
+        prompts = self._prompts.chats(messages, thinking)
+        return self.generate(
+            prompts, params, concurrency=concurrency, request_ids=request_ids, on_completion=on_completion
+        )
 
     def _work(
-        self,
-        prompts: list[EmbeddedPrompt],
-        settings: list[SamplingParams],
-        concurrency: int,
-        arrivals: Sequence[float] | None,
+        self, requests: Iterator[Submission], concurrency: int, arrivals: Sequence[float] | None, text: bool
     ) -> Events:
-        self._require("ready")
+        with self._state_lock:
+            self._require("ready")
+            self._state = "busy"
         start = time.perf_counter()
-        self._state = "busy"
-        self._aborted.clear()
-        waiting = deque(range(len(prompts)))
+        self._requests.begin(text=text)
+        more, early = True, None  # a request that has not arrived yet
         try:
-            while waiting or self._active or self._events:
-                while waiting and len(self._active) < concurrency:
+            while more or self._requests.pending:
+                while more and len(self._requests) < concurrency:
+                    item, early = early or next(requests, None), None
+                    if item is None:
+                        more = False
+                        break
                     now = time.perf_counter()
-                    arrived = now if arrivals is None else start + arrivals[waiting[0]]
-                    if (early := arrived - now) > 0:
-                        if self._active or self._events:
+                    arrived = now if arrivals is None else start + arrivals[item.index]
+                    if arrived > now:
+                        if self._requests.pending:
+                            early = item
                             break
-                        time.sleep(early)
-                    index = waiting.popleft()
-                    self._submit(index, prompts[index], settings[index], arrived)
-                    if index in self._aborted:
-                        self.abort(index)
-                if self._active and not self._step() and not self._events:
+                        time.sleep(arrived - now)
+                    self._window.open(arrived)
+                    self._requests.submit(item, arrived)
+                self._requests.handle_aborts()
+                if len(self._requests) and not self._step() and not self._requests.has_events:
                     raise RuntimeError(f"{self._scheduler.unfinished} requests are unfinished and nothing can run")
-                yield from self._take_events()
+                yield from self._requests.take_events()
                 self._require("busy")
             while self._step():  # v2 may have a step in flight, for requests that have ended
                 pass
             if self._watch is not None:
                 with on_device(self.device):
-                    ended = [item for item in self._window.completions if item.is_complete]
-                    self._watch.finish([item for item in ended if not item.metrics.embedded_tokens])
+                    self._watch.finish(self._window.examples)
         except (Exception, KeyboardInterrupt) as error:
             self._trusted = False
-            yield from self._take_events()  # keep what has ended by then
+            yield from self._requests.take_events()  # keep what has ended by then
             if isinstance(error, torch.OutOfMemoryError):
                 raise self.plan.out_of_memory("running prompts") from error
+            if self._ranks is not None:
+                self._ranks.explain(error)
             raise
         finally:
             self._drop_work()
@@ -205,12 +274,7 @@ class Engine:
 
     def check(self, tokens: Sequence[int], params: SamplingParams, index: int = 0) -> None:
         """Refuse a prompt that can never run: empty, too long with its output, or with ids outside the vocabulary."""
-        self._scheduler.check(len(tokens), params.max_new_tokens, index)
-        wrong = [token for token in tokens if not 0 <= token < self.model_config.vocab_size]
-        if wrong:
-            raise refuse(
-                f"prompt {index}", f"token {wrong[0]}", f"token ids go from 0 to {self.model_config.vocab_size - 1}"
-            )
+        self._prompts.check(tokens, params, index)
 
     def score(self, pairs: Sequence[Pair], *, on_score: OnScore | None = None) -> list[Likelihood]:
         """Log-likelihood of each continuation after its context: pairs of two non-empty lists of token ids.
@@ -244,21 +308,21 @@ class Engine:
         self._require("ready")
         self._scheduler.forget_prefixes()
 
-    def abort(self, index: int) -> None:
-        """End the request of that prompt; its completion so far follows with finish_reason "abort"."""
-        request = self._active.get(index)
-        if request is None:
-            self._aborted.add(index)  # it may not be submitted yet
-        else:
-            self._end(request, "abort")
-            self._finish(request, [])
+    def abort(self, request: int | str) -> None:
+        """End all samples of the prompt with that index or request id, before the next step; their completions so far
+        follow with finish_reason "abort". Any thread may call this while a stream is open."""
+        self._requests.abort(request)
 
     # -- records ----------------------------------------------------------------------------------------------
 
-    def reset_record(self) -> None:
-        """Start a new measured window: with the next submission, or now if requests are under way."""
-        self._window = RecordWindow(self._runner, self._worker, self._scheduler.state_cache, self._scorer.tally)
-        if self._active:
+    def reset_record(self, *, rows: bool = True) -> None:
+        """Start a new measured window: with the next submission, or now if requests are under way.
+
+        Without `rows`, `record().requests` stays empty, and memory does not grow with the number of requests.
+        """
+        tally = self._scorer.tally
+        self._window = RecordWindow(self._runner, self._worker, self._scheduler.state_cache, tally, rows=rows)
+        if len(self._requests):
             self._window.open(time.perf_counter())
 
     @property
@@ -277,6 +341,8 @@ class Engine:
         self._drop_work()
         self._state = "closed"
         self._worker.close()
+        if self._ranks is not None:
+            self._ranks.close()
         self._watch = None  # it may refer to the model
         del self._worker, self._runner, self._scorer, self._schedule, self._model
         if self.device.type == "cuda":
@@ -301,7 +367,7 @@ class Engine:
         """Refuse to share the weights with an engine that needs others."""
         if self._state == "closed":
             raise refuse("weights_of", "a closed engine", "share the weights of an open one")
-        for name in ("model", "load_format", "seed"):
+        for name in ("model", "load_format", "seed", "tensor_parallel"):
             if getattr(config, name) != getattr(self.config, name):
                 works = f"the weights are those of {name}={getattr(self.config, name)!r}; use the same"
                 raise refuse("weights_of", f"{name}={getattr(config, name)}", works)
@@ -310,70 +376,21 @@ class Engine:
         with on_device(self.device):
             return self._schedule.step()
 
-    def _take_events(self) -> list[StreamEvent]:
-        events, self._events = self._events, []
-        return events
-
     def _drop_work(self) -> None:
         """Drop requests that an error, a closed stream or a closed engine leaves unfinished."""
-        for request in list(self._active.values()):
-            self._end(request, "abort")
-        self._events.clear()
+        self._requests.drop()
         if self._state != "closed":
             self._schedule.drop()
         if not self._trusted:  # a planned pass may not have run, so that its pages hold anything
             self._scheduler.forget_prefixes()
             self._trusted = True
 
-    def _settings(self, params: Params, count: int) -> list[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * count
-        wrong = [params] if isinstance(params, dict) else [x for x in params if not isinstance(x, SamplingParams)]
-        if wrong:
-            raise refuse("params", type(wrong[0]).__name__, "give one SamplingParams, or a list of them")
-        if len(params) != count:
-            raise refuse("params", len(params), f"give one SamplingParams, or one for each of the {count} prompts")
-        return list(params)
-
-    def _encode(self, index: int, prompt: Prompt) -> EmbeddedPrompt:
-        if isinstance(prompt, str):
-            return EmbeddedPrompt(self.tokenizer.encode(prompt))
-        asked = prompt if isinstance(prompt, EmbeddedPrompt) else EmbeddedPrompt(prompt)
-        return asked.checked(index, self.model_config.hidden_size)
-
-    def _submit(self, index: int, prompt: EmbeddedPrompt, params: SamplingParams, arrived: float) -> None:
-        self._window.open(arrived)
-        decode = partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
-        request = Request(
-            index,
-            list(prompt.token_ids),
-            params,
-            end_tokens=self._end_tokens,
-            decode=decode,
-            submitted=arrived,
-            embeddings=prompt.embeddings,
-        )
-        self._active[index] = request
-        self._scheduler.add(request)
-
     def _on_tokens(self, request: Request, tokens: list[int]) -> None:
         if request.last_token is not None:  # else it failed before its first token
             self._window.add_tokens(request.last_token, len(tokens))
-        if request.finished:
-            self._finish(request, tokens)
-        else:
-            self._events.append(StreamEvent(request.index, tokens, None))
+        self._requests.add_tokens(request, tokens)
 
-    def _finish(self, request: Request, tokens: list[int]) -> None:
-        now = time.perf_counter()
-        completion = request.completion(now)
-        self._active.pop(request.index, None)
+    def _on_finish(self, completion: Completion, now: float) -> None:
         self._window.add(completion, now)
         if self._watch is not None and completion.is_complete:
             self._watch.add(completion.metrics.acceptance)
-        self._events.append(StreamEvent(request.index, tokens, completion))
-
-    def _end(self, request: Request, reason: str) -> None:
-        request.finish_reason = reason
-        self._scheduler.release(request)
-        self._active.pop(request.index, None)

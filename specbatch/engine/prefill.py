@@ -11,7 +11,7 @@ from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk, spli
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.sampling import SamplingFlags
 from specbatch.drafters.base import Drafter
-from specbatch.engine.acceptance import are_finite, logprobs_of
+from specbatch.engine.acceptance import are_finite, logprobs_of, top_logprobs_of
 from specbatch.kernels.common.upload import upload
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.sampling.rng import TARGET
@@ -44,7 +44,7 @@ class PrefillStep:
 
     needs_all_hidden  see `DraftPlan`
     states            of the model's recurrent layers
-    fp8            see `use_fp8_activations`
+    fp8               see `use_fp8_activations`
     on_logits         gets the logits [B, V] after complete prompts
     """
 
@@ -59,8 +59,8 @@ class PrefillStep:
     on_logits: Callable[[torch.Tensor], None] | None = None
 
     def __call__(self, work: PrefillWork) -> Result | None:
-        """Compute the chunks. For prompts that are then complete: int64 [B, 2] of first token and finite, and float32
-        [B, 1] log-probabilities or None; the tokens are in the batch already. None if no prompt is complete."""
+        """Compute the chunks. For prompts that are then complete: int64 [B, 2] of first token and finite, and what
+        `work.flags` ask for; the tokens are in the batch already. None if no prompt is complete."""
         if self.states is not None:
             self.states.load(work.loads)
         result = self._run(work.chunks, work.ending, work.flags)
@@ -100,9 +100,11 @@ class PrefillStep:
         logits = self.model.logits(features.last[last] if self.needs_all_hidden else features.last)[:, None]
         if self.on_logits is not None:
             self.on_logits(logits[:, 0])
-        first = sampling.sample(logits, lengths[:, None], TARGET)
+        with sampling.end_tokens_masked(logits, lengths[:, None]):
+            first = sampling.sample(logits, lengths[:, None], TARGET)
+            finite = are_finite(logits, first, sampling)
         batch.tokens[slots, lengths] = first[:, 0]
         batch.lengths[slots] = lengths
-        finite = are_finite(logits, first, sampling)
         logprobs = logprobs_of(logits, first) if flags.logprobs else None
-        return torch.stack([first[:, 0], finite.long()], 1), logprobs
+        top = top_logprobs_of(logits) if flags.top_logprobs else ()
+        return Result(torch.stack([first[:, 0], finite.long()], 1), logprobs, *top)

@@ -1,10 +1,10 @@
-"""The measured window of an engine: completions, times and counters since the last reset, as a run record."""
+"""The measured window of an engine: totals, times and counters since the last reset, as a run record."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from specbatch.core.request import Completion
@@ -13,24 +13,27 @@ from specbatch.engine.runner import Runner
 from specbatch.engine.scoring import Tally
 from specbatch.memory.state_cache import StateCache, StateCounters
 from specbatch.records.run_record import RunRecord
-from specbatch.records.summarize import (
-    device_metrics,
-    emitted_histogram,
-    error_counts,
-    full_batch_metrics,
-    summarize,
-    total_acceptance,
-)
+from specbatch.records.run_totals import RunTotals
+from specbatch.records.summarize import device_metrics, full_batch_metrics
+
+EXAMPLES = 8  # completions that are kept with their tokens
 
 
 class RecordWindow:
-    """Opens with the first submission and ends with the last completion."""
+    """Opens with the first submission and ends with the last completion.
 
-    def __init__(self, runner: Runner, worker: DeviceWorker, state_cache: StateCache | None, tally: Tally) -> None:
-        """Resets all counters. tally: of what was scored."""
-        self.completions: list[Completion] = []
+    examples   the first completions of text prompts, for a diagnosis
+    """
+
+    def __init__(
+        self, runner: Runner, worker: DeviceWorker, state_cache: StateCache | None, tally: Tally, *, rows: bool
+    ) -> None:
+        """Resets all counters. tally: of what was scored; rows: whether to keep the numbers of each request."""
+        self.examples: list[Completion] = []
+        self._totals = RunTotals()
+        self._rows: list[Completion] | None = [] if rows else None  # without tokens and text
         self._opened: float | None = None
-        self._closed = 0.0
+        self._closed: float | None = None
         self._tokens: Counter[int] = Counter()  # output tokens by second of the window
         self._counters = runner.start_record()
         self._graphs = {"decode": worker.decode_counters}
@@ -58,31 +61,36 @@ class RecordWindow:
         self._tokens[int(now - self._opened)] += count
 
     def add(self, completion: Completion, now: float) -> None:
-        self.completions.append(completion)
         self._closed = now
+        self._totals.add(completion)
+        if self._rows is not None:
+            numbers = replace(completion, prompt_token_ids=[], token_ids=[], text="", logprobs=None, top_logprobs=None)
+            self._rows.append(numbers)
+        if len(self.examples) < EXAMPLES and completion.is_complete and not completion.metrics.embedded_tokens:
+            self.examples.append(completion)
 
     def record(
         self, config: dict[str, Any], caps: dict[str, Any], concurrency: int | None, workload: dict[str, Any]
     ) -> RunRecord:
         seconds = 0.0
         if self._opened is not None:  # up to the last completion, or to now if there is none yet
-            seconds = (self._closed if self.completions else time.perf_counter()) - self._opened
-        metrics = summarize(self.completions, seconds, concurrency)
+            seconds = (time.perf_counter() if self._closed is None else self._closed) - self._opened
+        metrics = self._totals.metrics(seconds, concurrency)
         metrics["peak_output_throughput"] = float(max(self._tokens.values(), default=0)) or None
         counters = self._counters.as_dict()
-        counters["emitted_histogram"] = emitted_histogram(self.completions)
-        counters["acceptance"] = total_acceptance(self.completions).as_counters()
-        if errors := error_counts(self.completions):
-            counters["errors"] = errors
+        counters["emitted_histogram"] = list(self._totals.emitted_histogram)
+        counters["acceptance"] = self._totals.acceptance.as_counters()
+        if self._totals.errors:
+            counters["errors"] = dict(self._totals.errors)
         counters["graphs"] = {name: asdict(item) for name, item in self._graphs.items()}
         if self._state_cache is not None:
             counters["states"] = asdict(self._state_cache.counters)
         metrics |= device_metrics(counters)
         metrics |= full_batch_metrics(counters, concurrency, metrics["accept_length"])
-        requests = [item.as_row() for item in self.completions]
+        requests = [item.as_row() for item in self._rows or ()]
         if self._tally.rows:
             counters["scoring"] = self._tally.numbers()
-            if not requests:  # nothing was generated
+            if self._closed is None:  # nothing was generated
                 metrics, requests = counters["scoring"], list(self._tally.rows)
         return RunRecord(
             config=config, caps=caps, metrics=metrics, counters=counters, requests=requests, workload=workload

@@ -11,7 +11,7 @@ import torch
 from specbatch.core.async_copy import AsyncCopy, StepTimer
 from specbatch.core.attention_metadata import PromptChunk
 from specbatch.core.device_batch import Admission
-from specbatch.core.request import Request
+from specbatch.core.request import Logprobs, Request
 from specbatch.core.sampling import SamplingFlags
 from specbatch.engine.counters import Counters
 from specbatch.engine.device_worker import DeviceWorker
@@ -20,6 +20,9 @@ from specbatch.engine.prefill import PrefillWork
 from specbatch.engine.scheduler import PrefillPlan, ScheduledRequest, Scheduler
 from specbatch.runtime.cuda_graphs import Result
 
+# Odd, and no small multiple of the offset between the streams of a seed (`rng.offset_of`), so that no two samples share
+# random numbers.
+SAMPLE_SEED_STEP = 0xD1B54A32D192ED03
 OnTokens = Callable[[Request, list[int]], None]
 
 
@@ -110,7 +113,7 @@ class Runner:
         if plan.new_pages:
             self._worker.add_pages(plan.new_pages)
         slots = [item.slot for item in plan.requests]
-        flags = SamplingFlags.of(item.request.params for item in plan.requests)
+        flags = SamplingFlags.of(item.request for item in plan.requests)
         drafts = self._draft_length.choose(len(slots))
         if self._prepare_draft(plan.requests, drafts, plan.bound):
             self._last_timer = None  # the gap before this step is not idle time
@@ -141,7 +144,9 @@ class Runner:
         """Wait for a result and book it. `overlapped`: another decode step is launched already."""
         start = time.perf_counter()
         late = overlapped and launched.result.ready()
-        values, *logprobs = launched.result.wait()
+        values, *more = launched.result.wait()
+        if self._worker.others is not None:
+            self._worker.others.check()
         now = time.perf_counter()
         if not launched.first:
             self._count_times(launched, start, now, overlapped, late)
@@ -152,7 +157,8 @@ class Runner:
                 continue
             if index in launched.judged:
                 accepted.append(values[index][-3])
-            self._book(item.request, values[index], logprobs[0][index] if logprobs else None, launched.first, now)
+            logprobs = Logprobs(*(of_requests[index] for of_requests in more)) if more else None
+            self._book(item.request, values[index], logprobs, launched.first, now)
         if self._draft_length.is_auto and not launched.first:
             self._draft_length.learn(launched.drafts, accepted)
 
@@ -197,13 +203,15 @@ class Runner:
         if self._draft_length.is_auto:
             self._draft_length.took(rows, launched.drafts, step + (gap or 0.0))
 
-    def _book(self, request: Request, values: list[int], logprobs: list[float] | None, first: bool, now: float) -> None:
+    def _book(self, request: Request, values: list[int], logprobs: Logprobs | None, first: bool, now: float) -> None:
         if first:
             tokens, finite = values[:1], values[1]
             accepted = drafted = 0
         else:
             *tokens, accepted, drafted, finite = values
         self.scheduler.receive(request, None if first else accepted)
+        if not finite and self.scheduler.retry_without_shared(request):
+            return
         if not finite:
             request.finish_reason = "error"
             request.error = (
@@ -221,13 +229,15 @@ class Runner:
         self._on_tokens(request, request.tokens[len(request.tokens) - kept :])
 
     def _copy(self, result: Result) -> AsyncCopy:
-        return AsyncCopy(*(item for item in result if item is not None), stream=self._stream)
+        return AsyncCopy(*result.tensors(), stream=self._stream)
 
     def _admission(self, request: Request) -> Admission:
         assert request.slot is not None
         p = request.params
-        # The request's own seed, or one from the engine's seed and its index; as a signed 64-bit number.
+        # The request's own seed, or one from the engine's seed and its index; as a signed 64-bit number. Those of
+        # further samples are far from it.
         seed = int(p.seed) if p.seed is not None else (self._seed << 32) + request.index
+        seed += request.sample * SAMPLE_SEED_STEP
         return Admission(
             slot=request.slot,
             tokens=request.tokens,
@@ -238,6 +248,8 @@ class Runner:
             top_p=float(p.top_p),
             min_p=float(p.min_p),
             seed=(seed + (1 << 63)) % (1 << 64) - (1 << 63),
+            end_tokens=tuple(sorted(request.end_tokens)) if p.min_tokens else (),
+            end_from=request.prompt_len + p.min_tokens if p.min_tokens and request.end_tokens else 0,
         )
 
 
@@ -249,5 +261,5 @@ def _work_of(plan: PrefillPlan) -> PrefillWork:
         ending,
         plan.loads,
         plan.saves,
-        SamplingFlags.of(chunks[index].request.params for index in ending),
+        SamplingFlags.of(chunks[index].request for index in ending),
     )

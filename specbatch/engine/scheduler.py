@@ -68,6 +68,7 @@ class Scheduler:
     kv_slots_per_step  KV slots, from the root's on, that a step may write to: the most that it can add to a request
     uncached_tail      of a finished request, so many of the newest positions are not cached (see `DraftPlan`)
     state_cache        of the prefixes in `cache`, for a model with recurrent layers
+    samples_share      whether the samples of a prompt share its pages, even if `cache` is None
     """
 
     def __init__(
@@ -82,12 +83,15 @@ class Scheduler:
         kv_slots_per_step: int,
         uncached_tail: int = 1,
         state_cache: StateCache | None = None,
+        samples_share: bool = True,
     ) -> None:
         self._pool = pool
-        self._cache = cache
+        self._cache = PrefixCache(pool, page_size) if cache is None else cache
+        self._reuses_prefixes = cache is not None
+        self._samples_share = samples_share
         self.state_cache = state_cache
         self._page_size = page_size
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._prefill_chunk = prefill_chunk
         self.kv_slots_per_step = kv_slots_per_step
         self._uncached_tail = uncached_tail
@@ -105,12 +109,12 @@ class Scheduler:
         """Refuse a request that could never run."""
         if not prompt_len:
             raise refuse(f"prompt {index}", "", "it has no tokens; give at least one")
-        if prompt_len + max_new_tokens > self._max_model_len:
-            room = self._max_model_len - prompt_len
+        if prompt_len + max_new_tokens > self.max_model_len:
+            room = self.max_model_len - prompt_len
             works = (
-                f"the prompt's {prompt_len} tokens leave room for {room} of max_model_len={self._max_model_len}"
+                f"the prompt's {prompt_len} tokens leave room for {room} of max_model_len={self.max_model_len}"
                 if room > 0
-                else f"the prompt has {prompt_len} tokens and max_model_len={self._max_model_len}; shorten it"
+                else f"the prompt has {prompt_len} tokens and max_model_len={self.max_model_len}; shorten it"
             )
             raise refuse(f"max_new_tokens of prompt {index}", max_new_tokens, works)
         need = self._pages_for(reach_of(prompt_len + max_new_tokens, self.kv_slots_per_step))
@@ -140,7 +144,9 @@ class Scheduler:
         return plan if plan.chunks else None
 
     def _admit(self, plan: PrefillPlan, request: Request, now: float) -> bool:
-        found = self._shared(request.tokens[: request.textual + 1])  # the last token is computed in any case
+        if self._shares(request) and any(item.index == request.index for item in self._prefilling):
+            return False  # another sample computes the prompt
+        found = self._shared(request)
         if found.due:
             return False
         shared = found.pages
@@ -156,6 +162,8 @@ class Scheduler:
         request.slot = self._slots.pop()
         request.prefilled = len(shared) * self._page_size
         request.branch = found.branch
+        if request.params.n > 1:  # the other samples start from a state after the full pages
+            request.branch = max(found.branch, (request.prompt_len - 1) // self._page_size * self._page_size)
         if self.state_cache is not None and found.state:
             self.state_cache.use(found.state)
             plan.loads.append((found.state, request.slot))
@@ -164,11 +172,20 @@ class Scheduler:
             request.metrics.cached_tokens = request.prefilled
         return True
 
-    def _shared(self, tokens: list[int]) -> Found:
-        """The cached part of a prompt."""
+    def _shares(self, request: Request) -> bool:
+        """Whether it shares its prompt with other samples."""
+        return request.params.n > 1 and self._samples_share
+
+    def _shared(self, request: Request) -> Found:
+        """The cached part of a prompt. Without a prefix cache the first sample computes all of it."""
+        if request.unshared:
+            return Found([], 0, 0)
+        tokens = request.tokens[: request.textual + 1]  # the last token is computed in any case
         if self.state_cache is not None:
             return self.state_cache.find(tokens)
-        return Found(self._cache.match(tokens) if self._cache is not None else [], 0, 0)
+        if self._reuses_prefixes or (self._shares(request) and request.sample):
+            return Found(self._cache.match(tokens), 0, 0)
+        return Found([], 0, 0)
 
     def _chunk_end(self, request: Request, budget: int) -> int:
         """Where the next chunk ends: as far as the budget goes. With states to cache, at the end of a known prefix, or
@@ -192,7 +209,7 @@ class Scheduler:
         last = end == len(request.tokens)
         plan.chunks.append(ScheduledChunk(request, request.epoch, request.slot, request.prefilled, end, last))
         request.prefilled = end
-        if self._cache is not None:
+        if self._reuses_prefixes or self._shares(request):
             self._cache.insert(request.tokens, min(end, request.textual), request.pages)
         if self.state_cache is not None and end <= request.textual:
             is_branch = end == request.branch
@@ -220,7 +237,9 @@ class Scheduler:
             while (need := self._pages_for(reach) - len(request.pages)) > 0 and not self._make_free(need):
                 if not may_retract:
                     raise OutOfPagesError
-                victim = min(self._prefilling + self._running, key=lambda item: (item.generated, -item.index))
+                victim = min(
+                    self._prefilling + self._running, key=lambda item: (item.generated, -item.index, -item.sample)
+                )
                 self._retract(victim)
                 scheduled = [item for item in scheduled if item.request is not victim]
                 if victim is request:
@@ -287,7 +306,7 @@ class Scheduler:
             if request in self._waiting:
                 self._waiting.remove(request)
             return
-        if self._cache is not None and request.committed:
+        if self._reuses_prefixes and request.committed:
             # Without the newest committed positions, where the drafter may not have written its own KV yet.
             known = max(min(len(request.tokens), request.committed) - self._uncached_tail, 0)
             known = min(known, request.textual)
@@ -296,16 +315,24 @@ class Scheduler:
             self._cache.insert(request.tokens, known, request.pages)
         self._vacate(request)
 
+    def retry_without_shared(self, request: Request) -> bool:
+        """Compute a request again without shared pages, if it has any: another request may have written NaN to them
+        before its own result showed that. False if it has none; it must `fail`."""
+        if not request.shared:
+            return False
+        self._cache.forget(request.tokens, 0)
+        request.unshared = True
+        self._retract(request)
+        return True
+
     def fail(self, request: Request) -> None:
         """End a request whose pages may hold anything: what it cached is forgotten, too."""
-        if self._cache is not None:
-            self._cache.forget(request.tokens, request.shared)
+        self._cache.forget(request.tokens, request.shared)
         self._vacate(request)
 
     def forget_prefixes(self) -> None:
         """Evict all cached pages that no request holds."""
-        if self._cache is not None:
-            self._cache.evict(len(self._cache))
+        self._cache.evict(len(self._cache))
 
     def _retract(self, request: Request) -> None:
         """Take the memory of a running request; it waits at the front and is computed again from its tokens."""
@@ -329,7 +356,7 @@ class Scheduler:
     def _make_free(self, count: int) -> bool:
         """Are `count` pages free, after evicting cached ones if necessary?"""
         missing = count - self._pool.free
-        if 0 < missing <= self._pool.idle and self._cache is not None:
+        if 0 < missing <= self._pool.idle:
             missing -= self._cache.evict(missing)
         return missing <= 0
 

@@ -39,7 +39,7 @@ class ScoreStep:
 
     workspace         bytes that the logits may take: what the activations of their pass have left
     needs_all_hidden  `forward` returns the hidden states of all tokens
-    fp8            see `use_fp8_activations`
+    fp8               see `use_fp8_activations`
     """
 
     batch: DeviceBatch

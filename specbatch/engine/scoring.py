@@ -126,7 +126,7 @@ class Scorer:
             vocabulary = self._vocabulary
             wrong = [token for token in context + continuation if not 0 <= token < vocabulary]
             if wrong:
-                raise refuse(f"pair {index}", f"token {wrong[0]}", f"token ids go from 0 to {vocabulary - 1}")
+                raise refuse(f"pair {index}", [wrong[0]], f"token ids go from 0 to {vocabulary - 1}")
             count = len(context) + len(continuation) - 1
             if count > self._plan.max_model_len:
                 works = f"pair {index} has {count} tokens before its last; use at least that, or shorten its context"

@@ -13,7 +13,7 @@ import torch
 
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import Drafter
-from specbatch.engine.acceptance import Accepted, accept, logprobs_of
+from specbatch.engine.acceptance import Accepted, accept, logprobs_of, top_logprobs_of
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder, Features
@@ -47,13 +47,13 @@ class DecodeStep:
     fp8: bool = False
 
     def __call__(self, step: StepInput) -> Result:
-        """Returns int64 [B, N + 3], as `Accepted.packed`, and float32 [B, N] log-probabilities or None."""
+        """Returns `Accepted.packed` and what `step.sampling.flags` ask for."""
         with use_fp8_activations(self.fp8):
             proposal = self.propose(step)
             verified = self.verify(step, proposal)
             accepted = self.accept(step, proposal, verified)
             self.commit(step, verified, accepted)
-            return accepted.packed, self._logprobs(step, verified, accepted)
+            return self._result(step, verified, accepted)
 
     def propose(self, step: StepInput) -> Proposal:
         """Draft tokens after the root of each request."""
@@ -83,10 +83,11 @@ class DecodeStep:
         with use_fp8_activations(self.fp8):
             self.drafter.shorten(step)
 
-    def _logprobs(self, step: StepInput, verified: Verified, accepted: Accepted) -> torch.Tensor | None:
-        if not step.sampling.flags.logprobs:
-            return None
-        logits, path = verified.logits, accepted.path
+    def _result(self, step: StepInput, verified: Verified, accepted: Accepted) -> Result:
+        flags, logits, path = step.sampling.flags, verified.logits, accepted.path
+        if not flags.logprobs:
+            return Result(accepted.packed)
         if path is not None:
             logits = logits.gather(1, path[:, :, None].expand_as(logits))
-        return logprobs_of(logits, accepted.tokens)
+        logprobs = logprobs_of(logits, accepted.tokens)
+        return Result(accepted.packed, logprobs, *(top_logprobs_of(logits) if flags.top_logprobs else ()))

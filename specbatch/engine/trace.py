@@ -130,7 +130,7 @@ def trace(engine: Engine, prompts: list[list[int]], steps: int, path: Path) -> d
     cuda = engine.device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
     engine.generate(prompts, params)  # compile what is compiled on first use
-    events = engine.stream(prompts, params)
+    events = engine.stream(prompts, params, text=False)
     try:
         started: set[int] = set()
         while len(started) < len(prompts):  # all of them decode

@@ -4,86 +4,83 @@
     with Engine(config) as engine:
         job.run(engine)
 
-Input and output are JSONL or data sets (`specbatch.jobs.dataset`). The output is written when all rows are finished;
-until then they are appended to `out.jsonl.partial`, whose first line holds the settings of the job. Running the same
-job again continues it. A job with other settings (input, model, sampling) is rejected with the differences.
+Input and output are files larger than memory, if need be. A first pass checks and hashes the input; the second one
+encodes its rows as the engine takes them. Finished rows are appended to `out.jsonl.partial`, whose first line holds the
+settings of the job; memory keeps their offsets. When all rows are finished the output is assembled from that file in
+the order of the input. Running the same job again continues it. A job with other settings (input, model, sampling) is
+rejected with the differences.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
+from itertools import tee
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from specbatch.atomic_file import write_atomic
 from specbatch.config import EngineConfig
 from specbatch.core.request import Completion, SamplingParams
-from specbatch.errors import SpecbatchError, refuse
-from specbatch.jobs.dataset import is_saved, read_rows, write_rows
-from specbatch.jobs.partial_output import PartialRows, row_seed
-from specbatch.jobs.prompts import MalformedLine, Prompt, location, scan_prompts
+from specbatch.errors import SpecbatchError, refuse, reporting
+from specbatch.jobs.formats import BadRow, JobFormat, JobRow, PromptRows, Request
+from specbatch.jobs.input_scan import SHOWN, BadLines, InputScan, job_rows, scan
+from specbatch.jobs.openai_batch import OpenAIBatch, is_openai_batch
+from specbatch.jobs.output_files import OutputFiles, column_types
+from specbatch.jobs.partial_output import MAKES_TOKENS, PartialRows, Row, RowsOnDisk
+from specbatch.jobs.prompt_file import location
+from specbatch.jobs.prompts import LINES
 from specbatch.progress import NotedReport, Speed
+from specbatch.records.differences import describe_differences
+from specbatch.text_files import UnreadableError
 
 if TYPE_CHECKING:
     from specbatch.engine.engine import Engine
 
-FORMAT = 2
-SHOWN = 20  # malformed lines that are listed one by one
+FORMAT = 3
 SECONDS_BETWEEN_REPORTS = 0.2
-_MAKES_TOKENS = (
-    "model",
-    "dtype",
-    "kv_dtype",
-    "fp8_activations",
-    "state_dtype",
-    "load_format",
-    "tokenizer",
-    "seed",
-    "speculation",
-)  # settings of the engine that must not change when a job continues
-_TYPES = {
-    "index": "int64",
-    "id": "string",  # or int64
-    "text": "string",
-    "token_ids": "[int32]",
-    "finish_reason": "string",
-    "error": "string",
-    "prompt_tokens": "int64",
-    "output_tokens": "int64",
-    "accept_length": "float64",
-    "verify_steps": "int64",
-    "ttft_s": "float64",
-    "tpot_s": "float64",
-    "e2e_s": "float64",
-}  # of the columns of an output data set
+Keep = Callable[[Row], None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a job stops before it is finished.
+
+    tokens     output tokens of this run, after which no further prompt starts
+    deadline   of `time.monotonic`, at which requests that run are dropped
+    """
+
+    tokens: int | None = None
+    deadline: float | None = None
+
+
+NO_LIMITS = Limits()
 
 
 @dataclass
 class BatchJob:
     """A job whose settings and input were checked, as far as that is possible without the model.
 
-    prompts   by index: the position of the line or row in the input, from 0, counting blank and skipped ones
-    skipped   malformed lines that are left out
+    total      rows of the job
+    skipped    malformed lines that are left out
+    left_out   their indices, of those that only the engine refuses
+    stopped    the limit that ended the last run before the job was finished, or None
     """
 
     source: str
-    output: Path
-    prompts: dict[int, Prompt]
-    params: SamplingParams
-    chat_template: bool
-    seed: int
+    output: OutputFiles
+    form: JobFormat
+    found: InputScan
     kept: PartialRows
     log: Callable[[str], None]
-    overwrite: bool = False
-    replaces: bool = False  # an existing output is kept until the new one is complete
-    skip_bad: bool = False
-    skipped: list[MalformedLine] = field(default_factory=list)
+    overwrite: bool
+    retry_failed: bool
+    replaces: bool  # an existing output is kept until the new one is complete
+    skip_bad: bool
+    skipped: int = 0
+    left_out: set[int] = field(default_factory=set)
+    stopped: str | None = None
 
     @classmethod
     def open(
@@ -93,264 +90,291 @@ class BatchJob:
         config: EngineConfig,
         params: SamplingParams,
         *,
+        given: Collection[str] | None = None,
         chat_template: bool = True,
         overwrite: bool = False,
+        retry_failed: bool = False,
         split: str | None = None,
         column: str | None = None,
         skip_bad: bool = False,
         log: Callable[[str], None] = lambda line: None,
     ) -> BatchJob:
-        """Read the input, and the partial output of an interrupted run.
+        """Read the input once, and the partial output of an interrupted run.
 
+        source         prompts (`specbatch.jobs.prompts`), a data set, or an OpenAI batch file
         output         a file ending in .jsonl or .parquet, or a folder: a name without an extension, or ending in /
+        given          the parameters that the user set, which replace OpenAI's defaults in an OpenAI batch; None: those
+                       that are not the defaults of `SamplingParams`
         overwrite      replace an existing output; nothing is changed before `run` has checked the prompts
+        retry_failed   run the rows of the output, or of the partial output, that failed once more
         split, column  as in `scan_prompts`
-        skip_bad       leave malformed lines out, and log each
+        skip_bad       leave malformed lines out, and log them
 
         Raises SpecbatchError for malformed lines (all in one message), an output that exists, is the input or cannot be
         written, and the partial output of another job.
         """
-        found = scan_prompts(source, split=split, column=column)
-        prompts = {item.line - 1: item for item in found if isinstance(item, Prompt)}
-        path = _output_path(output)
-        replaces = _is_there(path)
-        if any(_holds(written, source) for written in (path, _beside(path, "partial"), _beside(path, "record.json"))):
-            raise refuse("output", str(path), f"would replace the input {source}; name another one")
+        if overwrite and retry_failed:
+            raise refuse("retry_failed", True, "keeps the rows of the output that succeeded; leave --overwrite out")
+        files = OutputFiles(output)
+        files.check_is_not(source)
+        seed = config.seed if params.seed is None else params.seed
+        form: JobFormat
+        if column is None and split is None and is_openai_batch(source):
+            if not files.is_jsonl:
+                raise refuse("output", files.name, "the output of an OpenAI batch is JSONL; name a .jsonl file")
+            values = _given(params, given)
+            form = OpenAIBatch(source, values, seed=seed, chat_template=chat_template, model=config.model, log=log)
+        else:
+            form = PromptRows(source, params, seed=seed, chat_template=chat_template, split=split, column=column)
+        bad = BadLines(source)
+        found = scan(form, bad)
+        if not found.rows and not bad.count:
+            raise refuse("input", str(source), f"has no prompts; write {LINES}")
+        bad.leave_out(found.rows + bad.count, skip=skip_bad, log=log)
         settings = config.as_dict()
-        contents = [[index, item.form, item.value, item.id] for index, item in prompts.items()]
         header = {
             "format": FORMAT,
-            "input_sha256": hashlib.sha256(json.dumps(contents).encode()).hexdigest(),
-            **{name: settings[name] for name in _MAKES_TOKENS},
+            "input_sha256": found.sha256,
+            **{name: settings[name] for name in MAKES_TOKENS},
             "sampling": asdict(params),
             "chat_template": chat_template,
         }
-        seed = config.seed if params.seed is None else params.seed
         kept = PartialRows(
-            _beside(path, "partial"),
+            files.partial,
             header,
-            lambda row: row["index"] in prompts and ("token_ids" in row or "error" in row),
+            lambda row: 0 <= row["index"] < found.end and form.is_kept(row),
             start_over="pass --overwrite",
+            retry_failed=retry_failed,
         )
-        job = cls(str(source), path, prompts, params, chat_template, seed, kept, log, overwrite, replaces, skip_bad)
-        job._leave_out([item for item in found if isinstance(item, MalformedLine)], len(found))
-        if not job._is_jsonl:
-            _id_type(prompts, path)
-        if replaces and not overwrite and not job.partial.exists():
+        replaces = files.exists()
+        job = cls(
+            str(source), files, form, found, kept, log, overwrite, retry_failed, replaces, skip_bad, skipped=bad.count
+        )
+        job._check_columns()
+        continues = kept.path.exists() and not overwrite
+        if replaces and retry_failed:
+            job._check_record()
+        elif replaces and not overwrite and not continues:
             raise job._exists()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            TemporaryFile(dir=path.parent).close()  # fail now if the folder is not writable
-            if job.partial.exists() and not overwrite:
-                kept.load()
-        except OSError as error:
-            raise refuse("output", str(path), f"cannot be written ({error.strerror}); name another file") from error
+        files.prepare()
+        if continues:
+            kept.load()
         return job
 
     @property
+    def total(self) -> int:
+        return self.found.rows
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the input is an OpenAI batch file."""
+        return isinstance(self.form, OpenAIBatch)
+
+    @property
     def failed(self) -> int:
-        """How many of the finished prompts failed."""
-        return sum("error" in row for row in self.finished.values())
+        """How many of the finished rows failed."""
+        return self.finished.failed
 
     @property
     def partial(self) -> Path:
         return self.kept.path
 
     @property
-    def record_path(self) -> Path:
-        """Where the record of the run belongs."""
-        return _beside(self.output, "record.json")
-
-    @property
-    def finished(self) -> dict[int, dict[str, Any]]:
-        """Output rows by index, including those of an interrupted run."""
+    def finished(self) -> RowsOnDisk:
+        """Finished rows by index, including those of an interrupted run. They can be read until the job is finished."""
         return self.kept.rows
 
     def run(
-        self, engine: Engine, *, concurrency: int | None = None, report: NotedReport | None = None
-    ) -> list[dict[str, Any]]:
-        """Generate the missing rows, write the output and return its rows in the order of the input.
-
-        Prompts that this engine cannot run raise SpecbatchError, or are left out with `skip_bad`. The row of a prompt
-        that fails while it runs has an `error` in place of an answer. After
-        KeyboardInterrupt or an error the finished rows stay in the partial file.
-        """
-        encoded = self._encode(engine, {i: item for i, item in self.prompts.items() if i not in self.finished})
-        with self.kept.claim(starts_over=self.overwrite) as keep:
-            if _is_there(self.output) and not self.replaces:  # another process wrote it meanwhile
-                raise self._exists()
-            encoded = {index: ids for index, ids in encoded.items() if index not in self.finished}
-            total = len(self.finished) + len(encoded)
-            try:
-                self._generate(engine, encoded, concurrency, keep, total, report)
-            except KeyboardInterrupt:
-                kept = f"kept {len(self.finished)} finished of {total} in {self.partial}"
-                same = "the same command without --overwrite" if self.overwrite else "the same command"
-                raise KeyboardInterrupt(f"{kept}; {same} continues") from None
-            rows = [row for _, row in sorted(self.finished.items())]
-            self._write(rows)
-            self.partial.unlink()
-        return rows
-
-    def _generate(
         self,
         engine: Engine,
-        encoded: Mapping[int, list[int]],
-        concurrency: int | None,
-        keep: Callable[[dict[str, Any]], None],
-        total: int,
-        report: NotedReport | None,
-    ) -> None:
-        indices, speed, reported = list(encoded), Speed(), 0.0
-        if not indices:
-            return
-        params = [replace(self.params, seed=row_seed(self.seed, index)) for index in indices]
-        with closing(engine.stream(list(encoded.values()), params, concurrency=concurrency)) as events:
-            for event in events:
-                completion = event.completion
-                speed.add(event.index, len(event.token_ids), ended=completion is not None)
-                if completion is not None and completion.finish_reason != "abort":
-                    keep(self._row(indices[event.index], completion))
-                    if completion.error is not None:
-                        self.log(f"failed: {self._place(indices[event.index])}: {completion.error}")
-                now = time.monotonic()
-                if report is not None and (now - reported > SECONDS_BETWEEN_REPORTS or len(self.finished) == total):
-                    report(len(self.finished), total, str(speed))
-                    reported = now
+        *,
+        concurrency: int | None = None,
+        limits: Limits = NO_LIMITS,
+        report: NotedReport | None = None,
+    ) -> bool:
+        """Generate the missing rows and write the output. Returns False if `limits` ended the run before (`stopped`).
 
-    def _write(self, rows: list[dict[str, Any]]) -> None:
-        if self._is_jsonl:
-            write_atomic(self.output, "".join(json.dumps(row) + "\n" for row in rows))
-            return
-        kind = _id_type(self.prompts, self.output)
-        types = {name: of for name, of in _TYPES.items() if name != "id" and (name != "error" or self.failed)}
-        write_rows(self.output, rows, types if kind is None else {"index": "int64", "id": kind} | types)
+        Prompts that this engine cannot run raise SpecbatchError, or are left out with `skip_bad`; those of an OpenAI
+        batch become error rows. The row of a prompt that fails while it runs has an `error` in place of an answer.
+        After KeyboardInterrupt, an error or a limit the finished rows stay in the partial file.
+        """
+        if not self.form.keeps_bad_rows:
+            self._check_prompts(engine)
+        with self.kept.claim(starts_over=self.overwrite) as keep:
+            if self.retry_failed and self.replaces:
+                self._keep_earlier(keep)
+            elif not self.replaces and self.output.exists():  # another process wrote it meanwhile
+                raise self._exists()
+            with reporting(self._how_to_continue):
+                stopped = _Run(self, engine, keep, limits, report).run(concurrency)
+                if stopped is not None:
+                    self.stopped = f"stopped by {stopped}; {self._how_to_continue()}"
+                    return False
+                self._publish()
+            self.partial.unlink()
+        return True
 
-    def _leave_out(self, bad: list[MalformedLine], total: int) -> None:
-        """Log malformed lines. Raises SpecbatchError without `skip_bad`, and if all `total` lines are malformed."""
-        if not bad:
+    def _publish(self) -> None:
+        rows = (row for kept in self.finished.ordered() for row in self.form.output_rows(kept))
+        if self.is_batch:
+            self.output.publish_batch(rows)
             return
-        self.skipped += bad
-        lines = [f"{location(self.source, item.line)}: {item.problem}" for item in bad[:SHOWN]]
-        lines += [f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else []
-        if self.skip_bad and len(bad) < total:
-            for line in lines:
-                self.log(f"skipped {line}")
-            return
-        if len(bad) == 1:
-            hint = " (--skip-bad leaves it out)" if total > 1 else ""
-            raise refuse("input", location(self.source, bad[0].line), bad[0].problem + hint)
-        works = "fix them, or pass --skip-bad to leave them out" if len(bad) < total else "fix them"
-        raise refuse("input", self.source, "\n".join([f"{len(bad)} of {total} lines are malformed; {works}:", *lines]))
+        present = self.found.present | ({"error"} if self.failed else set())
+        self.output.publish(rows, column_types(self.found.id_type, present))
 
-    @property
-    def _is_jsonl(self) -> bool:
-        return self.output.suffix == ".jsonl"
+    def _how_to_continue(self) -> str:
+        same = "the same command without --overwrite" if self.overwrite else "the same command"
+        return f"kept {len(self.finished)} finished of {self.total} in {self.partial}; {same} continues"
+
+    def _check_prompts(self, engine: Engine) -> None:
+        """Refuse missing prompts that this engine cannot run, or leave them out."""
+        bad = BadLines(self.source)
+        for row in job_rows(self.form, self.found):
+            if isinstance(row, JobRow) and row.index not in self.finished:
+                try:
+                    self.form.encode(row, engine)
+                except SpecbatchError as error:
+                    bad.add(row.index, str(error))
+                    self.left_out.add(row.index)
+        bad.leave_out(self.total, skip=self.skip_bad, log=self.log)
+        self.skipped += bad.count
+        self.found.rows -= bad.count
+
+    def _check_columns(self) -> None:
+        """Refuse rows that a data set cannot hold."""
+        if self.output.is_jsonl:
+            return
+        if self.found.id_type not in (None, "string", "int64"):
+            works = "the ids mix strings and numbers, or exceed 64 bits, which a column cannot hold; name a .jsonl file"
+            raise refuse("output", self.output.name, works)
+        if "top_logprobs" in self.found.present:
+            raise refuse("output", self.output.name, "has no column for top_logprobs; name a .jsonl file")
+
+    def _check_record(self) -> None:
+        """Refuse to complete an output that another job wrote."""
+        workload = self.output.workload()
+        differs = [name for name, value in self.kept.header.items() if workload.get(name) != value]
+        if differs:
+            other = describe_differences(workload, self.kept.header, differs)
+            works = f"was made with another {other}; only the same job can complete it"
+            raise refuse("retry_failed", self.output.name, works)
+
+    def _keep_earlier(self, keep: Keep) -> None:
+        """Copy the rows of the existing output that did not fail to the partial output."""
+        try:
+            for row in self.form.kept_rows(self.output.read()):
+                if row["index"] not in self.finished:
+                    keep(row)
+        except (UnreadableError, KeyError, TypeError, AttributeError) as error:
+            raise refuse(
+                "output", self.output.name, "has lines that this job did not write; use --overwrite"
+            ) from error
 
     def _exists(self) -> SpecbatchError:
-        return refuse("output", str(self.output), "already exists; name another file or pass --overwrite")
+        return refuse("output", self.output.name, "already exists; name another file or pass --overwrite")
 
-    def _encode(self, engine: Engine, missing: Mapping[int, Prompt]) -> dict[int, list[int]]:
-        """Token ids by index, of the prompts that this engine can run."""
-        encoded: dict[int, list[int]] = {}
-        bad: list[MalformedLine] = []
-        for index, prompt in missing.items():
+
+class _Run:
+    """One run of a job: feeds the missing rows to the engine and keeps each one that finishes."""
+
+    def __init__(self, job: BatchJob, engine: Engine, keep: Keep, limits: Limits, report: NotedReport | None) -> None:
+        self._job, self._engine, self._keep, self._limits, self._report = job, engine, keep, limits, report
+        self._speed = Speed()
+        self._reported = 0.0
+        self._tokens = 0
+        self._logged = 0
+        self._stopped: str | None = None
+        self._waiting: dict[int, _Waiting] = {}  # by number of the request in the stream
+
+    def run(self, concurrency: int | None) -> str | None:
+        """Returns the limit that ended the run, if rows are missing."""
+        prompts, params = tee(self._requests())
+        stream = self._engine.stream(
+            (tokens for tokens, _ in prompts), (own for _, own in params), concurrency=concurrency, text=False
+        )
+        with closing(stream) as events:
+            for event in events:
+                self._tokens += len(event.token_ids)
+                self._speed.add(event.index, len(event.token_ids), ended=event.completion is not None)
+                if event.completion is not None and event.completion.finish_reason != "abort":
+                    self._finish(event.index, event.completion)
+                self._show()
+                if self._limits.deadline is not None and time.monotonic() > self._limits.deadline:
+                    self._stopped = "--time-limit"
+                    break
+        self._show(last=True)
+        return self._stopped if len(self._job.finished) < self._job.total else None
+
+    def _requests(self) -> Iterator[Request]:
+        """The requests of the missing rows, in order."""
+        job, number = self._job, 0
+        for row in job_rows(job.form, job.found):
+            if row.index in job.finished or row.index in job.left_out:
+                continue
+            if self._limits.tokens is not None and self._tokens >= self._limits.tokens:
+                self._stopped = "--max-tokens-total"
+                return
             try:
-                ids = prompt.encode(engine.tokenizer, chat_template=self.chat_template)
-                engine.check(ids, self.params, index)
-            except SpecbatchError as error:
-                bad.append(MalformedLine(prompt.line, str(error)))
-            else:
-                encoded[index] = ids
-        self._leave_out(bad, len(self.prompts))
-        return encoded
+                requests = job.form.encode(row, self._engine) if isinstance(row, JobRow) else []
+            except SpecbatchError as error:  # also of a chat template that exceeds a limit only this time
+                row = BadRow(row.index, row.id, str(error))
+            if isinstance(row, BadRow):
+                self._fail(row, row.problem)
+                continue
+            waiting = _Waiting(row, [[] for _ in requests])
+            for place, request in enumerate(requests):
+                self._waiting[number] = waiting
+                waiting.places[number] = place
+                number += 1
+                yield request
 
-    def _place(self, index: int) -> str:
-        return location(self.source, self.prompts[index].line)
+    def _finish(self, number: int, completion: Completion) -> None:
+        """A sample of a request is complete; the row is finished when all of them are."""
+        waiting = self._waiting[number]
+        waiting.add(number, completion)
+        if waiting.left:
+            return
+        for known in waiting.places:
+            del self._waiting[known]
+        errors = [item.error for samples in waiting.completions for item in samples if item.error is not None]
+        if errors:
+            self._fail(waiting.row, errors[0])
+        else:
+            self._keep(self._job.form.answer(waiting.row, waiting.completions, self._engine))
 
-    def _row(self, index: int, completion: Completion) -> dict[str, Any]:
-        metrics = completion.metrics
-        row: dict[str, Any] = {"index": index}
-        if self.prompts[index].id is not None:
-            row["id"] = self.prompts[index].id
-        if completion.error is not None:
-            return row | {"finish_reason": completion.finish_reason, "error": completion.error}
-        row |= {
-            "text": completion.text,
-            "token_ids": completion.token_ids,
-            "finish_reason": completion.finish_reason,
-            "prompt_tokens": metrics.prompt_tokens,
-            "output_tokens": metrics.output_tokens,
-            "accept_length": metrics.accept_length,
-            "verify_steps": metrics.verify_steps,
-            "ttft_s": metrics.ttft_s,
-            "tpot_s": metrics.tpot_s,
-            "e2e_s": metrics.e2e_s,
-        }
-        return row
+    def _fail(self, row: JobRow | BadRow, reason: str) -> None:
+        self._keep(self._job.form.failure(row, reason))
+        if self._logged < SHOWN:
+            self._job.log(f"failed: {location(self._job.source, row.index + 1)}: {reason}")
+        elif self._logged == SHOWN:
+            self._job.log("further failed rows are not listed")
+        self._logged += 1
 
-
-def read_output(output: Path) -> list[dict[str, Any]]:
-    """The rows of a finished output: JSONL, Parquet or a folder."""
-    if output.is_file() and output.suffix != ".parquet":
-        return [json.loads(line) for line in output.read_text(encoding="utf-8").split("\n") if line]
-    # A cell of None is missing in a row of `read_rows`.
-    there = dict.fromkeys(name for name in _TYPES if name not in ("id", "error"))
-    return [there | row for row in read_rows("output", output, None, _TYPES)]
-
-
-def summary(metrics: Mapping[str, Any], *, drafts: bool) -> str:
-    """The metrics of a run in one line."""
-    prompts = f"{metrics['requests']} prompt{'s' if metrics['requests'] != 1 else ''}"
-    line = f"{prompts}, {metrics['output_tokens']} output tokens in {metrics['duration_s']:.1f} s"
-    if metrics["output_throughput"] is not None:
-        line += f": {metrics['output_throughput']:.0f} tok/s"
-    if drafts and metrics["accept_length"] is not None:
-        line += f", accept length {metrics['accept_length']:.2f}"
-    return line
+    def _show(self, *, last: bool = False) -> None:
+        now = time.monotonic()
+        if self._report is not None and (last or now - self._reported > SECONDS_BETWEEN_REPORTS):
+            failed = f"{self._job.failed} failed, " if self._job.failed else ""
+            self._report(len(self._job.finished), self._job.total, f"{failed}{self._speed}")
+            self._reported = now
 
 
-def _output_path(output: str | Path) -> Path:
-    """The path of the output. Raises SpecbatchError for an unknown format, and if the path is not an output's."""
-    path = Path(output)
-    if path.suffix in (".jsonl", ".parquet"):
-        if path.is_dir():
-            raise refuse("output", str(path), f"is a folder; name a {path.suffix} file")
-        return path
-    if path.suffix and not str(output).endswith("/"):
-        works = "name a .jsonl or .parquet file, or a folder (ending in / if its name has a dot)"
-        raise refuse("output", str(output), works)
-    if path.exists() and not path.is_dir():
-        raise refuse("output", str(path), "already exists and is not a folder; name another one")
-    if path.is_dir() and not is_saved(path):
-        raise refuse("output", str(path), "is a folder with other files; name a new one, or a .jsonl file")
-    return path
+class _Waiting:
+    """A row with requests under way, and their completions so far."""
+
+    def __init__(self, row: JobRow, completions: list[list[Completion]]) -> None:
+        self.row, self.completions = row, completions
+        self.places: dict[int, int] = {}  # place in `completions` of each request
+        self.left = len(completions) * row.params.n
+
+    def add(self, number: int, completion: Completion) -> None:
+        self.completions[self.places[number]].append(completion)
+        self.completions[self.places[number]].sort(key=lambda item: item.sample)
+        self.left -= 1
 
 
-def _is_there(output: Path) -> bool:
-    """Whether an output would replace something; an empty folder does not count."""
-    return output.exists() and not (output.is_dir() and not any(output.iterdir()))
-
-
-def _beside(output: Path, suffix: str) -> Path:
-    return output.with_name(f"{output.name}.{suffix}")
-
-
-def _holds(written: Path, source: str | Path) -> bool:
-    """Whether writing to a path would change the input: it is the same file, by links too, or a folder of it."""
-    given = Path(source)
-    same = written.exists() and given.exists() and written.samefile(given)
-    return same or written.resolve() in (given.resolve(), *given.resolve().parents)
-
-
-def _id_type(prompts: Mapping[int, Prompt], output: Path) -> str | None:
-    """The common type of all ids, None without ids. Raises SpecbatchError for mixed types and more than 64 bits."""
-    ids = [item.id for item in prompts.values() if item.id is not None]
-    if not ids:
-        return None
-    if all(isinstance(item, str) for item in ids):
-        return "string"
-    if all(isinstance(item, int) and -(2**63) <= item < 2**63 for item in ids):
-        return "int64"
-    works = "the ids mix strings and numbers, or exceed 64 bits, which a column cannot hold; name a .jsonl file"
-    raise refuse("output", str(output), works)
+def _given(params: SamplingParams, names: Collection[str] | None) -> dict[str, Any]:
+    """The values that the user set. The seed is that of the job."""
+    usual = SamplingParams()
+    if names is None:
+        names = [item.name for item in fields(params) if getattr(params, item.name) != getattr(usual, item.name)]
+    return {name: getattr(params, name) for name in names if name != "seed"}

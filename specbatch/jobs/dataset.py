@@ -1,53 +1,60 @@
-"""Reads and writes data sets with the Hugging Face `datasets` library.
+"""Reads and writes data sets in batches of rows, so that they may be larger than memory.
 
-Input: hf:OWNER/NAME[@REVISION][:CONFIG] with a split, a folder of `save_to_disk`, or a .parquet, .arrow, .csv or .tsv
-file. Output: a .parquet file, or a folder of `save_to_disk`. JSON is read by `specbatch.jobs.prompts`, because the
-library would turn strings that look like dates into dates.
+Input: a .parquet, .arrow, .csv or .tsv file; with the Hugging Face `datasets` library hf:OWNER/NAME[@REVISION][:CONFIG]
+and a split, or a folder of `save_to_disk`. Output: a .parquet file, or a folder of `save_to_disk`. JSON is read by
+`specbatch.jobs.prompt_file`, because `datasets` would turn strings that look like dates into dates.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from specbatch.atomic_file import replacing
 from specbatch.errors import SpecbatchError, refuse
+from specbatch.extras import needs
+from specbatch.jobs.files import is_remote, open_input
 
 HUB = "hf:"
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
-_BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
+_ARROW = (".parquet", ".arrow")
+BATCH = 1_000  # rows that are read or written at a time
 _SAVED = ("state.json", "dataset_info.json")
 
 
 def is_dataset(source: str | Path) -> bool:
-    """Whether `source` is read with `datasets`; everything else is JSON."""
-    path = Path(source)
-    return str(source).startswith(HUB) or path.suffix in (*_SEPARATORS, *_BUILDERS) or path.is_dir()
+    """Whether `source` is a data set; everything else is JSON."""
+    if Path(source).suffix in (*_SEPARATORS, *_ARROW):
+        return True
+    return not is_remote(source) and (str(source).startswith(HUB) or Path(source).is_dir())
 
 
 def read_rows(
     setting: str, source: str | Path, split: str | None, columns: Collection[str], beside: Collection[str] = ()
-) -> list[dict[str, Any]]:
-    """All rows of a data set, with those of `columns` and `beside` that it has. Cells of None are left out.
+) -> Iterator[dict[str, Any]]:
+    """The rows of a data set, with those of `columns` and `beside` that it has. Cells of None are left out.
 
     Cells of .csv and .tsv are strings, unconverted. Raises SpecbatchError for a source that cannot be read, a split
     that is missing or does not exist, and a data set with none of `columns`.
     """
+    needs("data")
+    wanted = _Columns(setting, source, columns, beside)
+    path = Path(source)
     try:
-        with _quiet(), TemporaryDirectory(prefix="specbatch-") as cache:
-            table = _split(source, _open(str(source), split, cache), split)
-            names = table.column_names
-            if not set(names) & set(columns):
-                works = (
-                    f"has columns {', '.join(names)}, but not {', '.join(columns)}; name one (generate --column NAME)"
-                )
-                raise refuse(setting, str(source), works)
-            rows = table.select_columns([name for name in names if name in (*columns, *beside)]).to_list()
+        with _quiet():
+            if path.suffix in _SEPARATORS or path.suffix in _ARROW:
+                if split is not None:
+                    raise refuse("split", split, f"{source} has no splits; leave it out")
+                batches = _file_batches(setting, source, wanted)
+            else:
+                batches = _library_batches(_split(source, _open(str(source), split), split), wanted)
+            for batch in batches:
+                yield from map(_without_none, batch)
     except SpecbatchError:
         raise
     except Exception as error:  # errors of the library, Arrow, the network and the disk have no common base class
@@ -55,39 +62,59 @@ def read_rows(
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
         line = next(iter(reason.strip().splitlines()), type(cause).__name__).rstrip(".")
         raise refuse(setting, str(source), f"cannot be read ({line}); name a JSONL file or a data set") from None
-    return [_without_none(row) for row in rows]
 
 
-def write_rows(output: Path, rows: Sequence[Mapping[str, Any]], types: Mapping[str, str]) -> None:
-    """Write a table to `output` atomically: Parquet for .parquet, else a folder, replacing an existing one.
+def write_rows(output: Path, rows: Iterable[Mapping[str, Any]], types: Mapping[str, str]) -> None:
+    """Write a table to `output` atomically: Parquet for .parquet, else a folder, replacing an existing one. Rows are
+    written in batches.
 
     types   of the columns, as Arrow names; [int32] is a list
     """
-    from datasets import Dataset, Features, List, Value
+    is_file = output.suffix == ".parquet"
+    with replacing(output, folder=not is_file) as part, _quiet():
+        (_write_parquet if is_file else _write_folder)(part, rows, types)
 
-    features = {
-        name: List(Value(kind.strip("[]"))) if kind.startswith("[") else Value(kind) for name, kind in types.items()
-    }
-    columns = {name: [row.get(name) for row in rows] for name in types}
-    part, old = (output.with_name(f"{output.name}.{what}{os.getpid()}") for what in ("part", "old"))
-    try:
-        with _quiet():
-            table = Dataset.from_dict(columns, features=Features(features))
-            if output.suffix == ".parquet":
-                table.to_parquet(part)
-            else:
-                table.save_to_disk(part)
-        if output.is_dir() and any(output.iterdir()):  # a folder cannot replace a non-empty one in one step
-            os.replace(output, old)
-        os.replace(part, output)
-    except BaseException:
-        if old.exists():
-            os.replace(old, output)
-        raise
-    finally:
-        for path in (part, old):
-            shutil.rmtree(path, ignore_errors=True)
-        part.unlink(missing_ok=True)
+
+def _write_parquet(path: Path, rows: Iterable[Mapping[str, Any]], types: Mapping[str, str]) -> None:
+    import pyarrow.parquet
+
+    schema = _schema(types)
+    with pyarrow.parquet.ParquetWriter(path, schema) as file:
+        for batch in _batches(rows, schema):
+            file.write_batch(batch)
+
+
+def _write_folder(folder: Path, rows: Iterable[Mapping[str, Any]], types: Mapping[str, str]) -> None:
+    import pyarrow
+    from datasets import Dataset
+
+    schema = _schema(types)
+    with TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as made:
+        path = Path(made) / "rows.arrow"
+        with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, schema) as file:
+            for batch in _batches(rows, schema):
+                file.write_batch(batch)
+        Dataset.from_file(str(path)).save_to_disk(folder)
+
+
+def _schema(types: Mapping[str, str]) -> Any:
+    import pyarrow
+
+    def column(kind: str) -> Any:
+        return pyarrow.list_(column(kind.strip("[]"))) if kind.startswith("[") else getattr(pyarrow, kind)()
+
+    return pyarrow.schema([(name, column(kind)) for name, kind in types.items()])
+
+
+def _batches(rows: Iterable[Mapping[str, Any]], schema: Any) -> Iterator[Any]:
+    """Record batches of `BATCH` rows; one without rows if there are none."""
+    import pyarrow
+
+    remaining = iter(rows)
+    batch: Sequence[Mapping[str, Any]] | None = None
+    while batch is None or len(batch) == BATCH:
+        batch = list(islice(remaining, BATCH))
+        yield pyarrow.RecordBatch.from_pydict({name: [row.get(name) for row in batch] for name in schema.names}, schema)
 
 
 def is_saved(folder: Path) -> bool:
@@ -95,25 +122,66 @@ def is_saved(folder: Path) -> bool:
     return all(path.name in _SAVED or path.suffix == ".arrow" for path in folder.iterdir())
 
 
-def _open(source: str, split: str | None, cache: str) -> Any:
-    from datasets import Dataset, load_dataset, load_from_disk
+class _Columns:
+    """Which columns of a data set are read."""
 
-    path = Path(source)
-    if source.startswith(HUB):
-        name, _, config = source.removeprefix(HUB).partition(":")
-        repository, _, revision = name.partition("@")
-        if split is None:
-            raise refuse("split", None, f"name the split of {source} to read, for example --split test")
-        return load_dataset(repository, config or None, split=split, revision=revision or None)
-    if path.is_dir():
+    def __init__(self, setting: str, source: str | Path, columns: Collection[str], beside: Collection[str]) -> None:
+        self._setting, self._source, self._columns, self._beside = setting, source, columns, beside
+
+    def of(self, names: Sequence[str]) -> list[str]:
+        """Those of `names` that are read. Raises SpecbatchError if none is a column of prompts."""
+        if not set(names) & set(self._columns):
+            listed = f"has columns {', '.join(names)}, but not {', '.join(self._columns)}"
+            raise refuse(self._setting, str(self._source), f"{listed}; name one (generate --column NAME)")
+        return [name for name in names if name in (*self._columns, *self._beside)]
+
+
+def _file_batches(setting: str, source: str | Path, wanted: _Columns) -> Iterator[list[dict[str, Any]]]:
+    """The rows of a file in lists: Parquet and CSV in batches of `BATCH` rows, .arrow in its own batches."""
+    suffix = Path(source).suffix
+    with open_input(setting, source) as file:
+        if suffix in _SEPARATORS:
+            import pandas
+
+            frames = pandas.read_csv(file, sep=_SEPARATORS[suffix], dtype=str, keep_default_na=False, chunksize=BATCH)
+            for frame in frames:
+                yield frame[wanted.of(list(frame.columns))].to_dict("records")  # type: ignore[misc]
+        elif suffix == ".parquet":
+            import pyarrow.parquet
+
+            table = pyarrow.parquet.ParquetFile(file)
+            columns = wanted.of(table.schema_arrow.names)
+            for batch in table.iter_batches(batch_size=BATCH, columns=columns):
+                yield batch.to_pylist()
+        else:
+            import pyarrow
+
+            is_file = file.read(6) == b"ARROW1"
+            file.seek(0)
+            table = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
+            columns = wanted.of(table.schema.names)
+            batches = map(table.get_batch, range(table.num_record_batches)) if is_file else table
+            for batch in batches:
+                yield batch.select(columns).to_pylist()
+
+
+def _library_batches(table: Any, wanted: _Columns) -> Iterator[list[dict[str, Any]]]:
+    """The rows of a `datasets.Dataset`, which is mapped into memory, in lists."""
+    table = table.select_columns(wanted.of(table.column_names)).with_format("arrow")
+    for batch in table.iter(BATCH):
+        yield batch.to_pylist()
+
+
+def _open(source: str, split: str | None) -> Any:
+    from datasets import load_dataset, load_from_disk
+
+    if not source.startswith(HUB):
         return load_from_disk(source)
-    if path.suffix in _SEPARATORS:
-        import pandas
-
-        frame = pandas.read_csv(path, sep=_SEPARATORS[path.suffix], dtype=str, keep_default_na=False)
-        return Dataset.from_dict(frame.to_dict("list"))
-    path.open("rb").close()  # its error message is plainer than the library's
-    return load_dataset(_BUILDERS[path.suffix], data_files=source, split="train", cache_dir=cache)
+    name, _, config = source.removeprefix(HUB).partition(":")
+    repository, _, revision = name.partition("@")
+    if split is None:
+        raise refuse("split", None, f"name the split of {source} to read, for example --split test")
+    return load_dataset(repository, config or None, split=split, revision=revision or None)
 
 
 def _split(source: str | Path, found: Any, split: str | None) -> Any:

@@ -7,20 +7,86 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Collection, Iterator
+from array import array
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from specbatch.atomic_file import writing
 from specbatch.errors import refuse
 from specbatch.records.differences import describe_differences
+from specbatch.text_files import UnreadableError, parse_json
 
 SECONDS_BETWEEN_SYNCS = 5.0
+# Settings of the engine that must not change when a job continues.
+MAKES_TOKENS = (
+    *("model", "tensor_parallel", "dtype", "kv_dtype", "fp8_activations", "state_dtype"),
+    *("load_format", "tokenizer", "seed", "speculation"),
+)
 Row = dict[str, Any]
+_MISSING = -1
+
+
+class RowsOnDisk(Mapping[int, Row]):
+    """Rows of a JSONL file by `index`, in ascending order. Memory holds the offset of each row: 8 bytes per index.
+
+    failed   how many of them have an `error`
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.clear()
+
+    def clear(self) -> None:
+        self._offsets = array("q")
+        self._errors: set[int] = set()
+        self._count = 0
+
+    @property
+    def failed(self) -> int:
+        return len(self._errors)
+
+    def __contains__(self, index: object) -> bool:
+        return isinstance(index, int) and 0 <= index < len(self._offsets) and self._offsets[index] != _MISSING
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        return (index for index, offset in enumerate(self._offsets) if offset != _MISSING)
+
+    def __getitem__(self, index: int) -> Row:
+        if index not in self:
+            raise KeyError(index)
+        with self._path.open("rb") as file:
+            return self._at(file, index)
+
+    def ordered(self) -> Iterator[Row]:
+        """All rows in the order of their index; the file is opened once."""
+        with self._path.open("rb") as file:
+            for index in self:
+                yield self._at(file, index)
+
+    def _at(self, file: Any, index: int) -> Row:
+        file.seek(self._offsets[index])
+        row: Row = json.loads(file.readline())
+        return row
+
+    def put(self, row: Row, offset: int) -> None:
+        """The row is at `offset` of the file; an earlier row with its index is replaced."""
+        index = row["index"]
+        if index >= len(self._offsets):
+            self._offsets.extend([_MISSING] * (index + 1 - len(self._offsets)))
+        self._count += self._offsets[index] == _MISSING
+        self._offsets[index] = offset
+        (self._errors.add if row.get("error") is not None else self._errors.discard)(index)
 
 
 class PartialRows:
-    """JSONL in `path`: a header with the settings of the job, then rows, each with its `index`.
+    """JSONL in `path`: a header with the settings of the job, then rows, each with its `index`. The last row with an
+    index counts.
 
     rows   by index; after `load` they include the rows of an earlier run
     """
@@ -33,33 +99,53 @@ class PartialRows:
         *,
         start_over: str,
         may_differ: Collection[str] = (),
+        retry_failed: bool = False,
     ) -> None:
         """
-        is_row       whether a row can belong to the job; may raise KeyError or TypeError for one that cannot
-        start_over   what the user does to start from the beginning, for error messages
-        may_differ   keys of the header that are for information only and may differ
+        is_row        whether a row can belong to the job; may raise KeyError or TypeError for one that cannot
+        start_over    what the user does to start from the beginning, for error messages
+        may_differ    keys of the header that are for information only and may differ
+        retry_failed  ignore rows with an `error`, so that they are missing
         """
         self.path = path
         self.header: Row = json.loads(json.dumps(header))
-        self.rows: dict[int, Row] = {}
+        self.rows = RowsOnDisk(path)
         self._is_row = is_row
         self._start_over = start_over
         self._may_differ = may_differ
+        self._retry_failed = retry_failed
 
     def load(self) -> None:
         """Read the complete lines of the file. Raises SpecbatchError for the output of another job, or another file."""
         try:
-            self._read(self.path.read_bytes())
+            self._read()
         except OSError as error:
             works = f"cannot be read ({error.strerror}); name another output or {self._start_over}"
             raise refuse("output", str(self.path), works) from error
 
-    def _read(self, text: bytes) -> None:
+    def _read(self) -> int:
+        """Index the complete lines; returns how many bytes of the file to keep."""
         self.rows.clear()
-        if _line(self.header).encode().startswith(text):
-            return  # only a header, which a crash may have truncated
-        lines = text.split(b"\n")[:-1]
-        header = parsed(lines[0]) if lines else None
+        with self.path.open("rb") as file:
+            first = file.readline()
+            if _line(self.header).encode().startswith(first):
+                if not file.peek(1):
+                    return 0  # only a header, which a crash may have truncated
+            elif not first.endswith(b"\n"):
+                first = b""
+            matches = self._check_header(parsed(first))
+            offset = len(first)
+            for number, line in enumerate(file, start=2):
+                if not line.endswith(b"\n"):
+                    break  # truncated by a crash
+                if not matches:
+                    raise self._other_job(parsed(first))
+                self._index(number, line, offset)
+                offset += len(line)
+        return offset if self.rows or offset > len(first) else 0
+
+    def _check_header(self, header: Any) -> bool:
+        """Whether it is the header of this job."""
         if not isinstance(header, dict) or not self.header.keys() & header.keys():
             works = f"is not the partial output of a job; name another output or {self._start_over}"
             raise refuse("output", str(self.path), works)
@@ -68,21 +154,27 @@ class PartialRows:
             raise refuse(
                 "output", str(self.path), f"was started by another version, which did not save {lacks}; {works}"
             )
-        differs = [name for name in self.header if header[name] != self.header[name]]
-        if set(differs) - set(self._may_differ) and len(lines) > 1:
-            other = describe_differences(header, self.header, differs)
-            works = f"was made with another {other}; finish that job, name another output or {self._start_over}"
-            raise refuse("output", str(self.path), works)
-        for number, line in enumerate(lines[1:], start=2):
-            row = parsed(line)
-            try:
-                valid = self._is_row(row)
-            except (KeyError, TypeError):
-                valid = False
-            if not valid:
-                works = f"is not a row of this job; fix that line, name another output or {self._start_over}"
-                raise refuse("output", f"{self.path}:{number}", works)
-            self.rows[row["index"]] = row
+        return not set(self._differences(header)) - set(self._may_differ)
+
+    def _differences(self, header: Row) -> list[str]:
+        return [name for name in self.header if header[name] != self.header[name]]
+
+    def _other_job(self, header: Row) -> Exception:
+        other = describe_differences(header, self.header, self._differences(header))
+        works = f"was made with another {other}; finish that job, name another output or {self._start_over}"
+        return refuse("output", str(self.path), works)
+
+    def _index(self, number: int, line: bytes, offset: int) -> None:
+        row = parsed(line)
+        try:
+            valid = type(row["index"]) is int and self._is_row(row)
+        except (KeyError, TypeError):
+            valid = False
+        if not valid:
+            works = f"is not a row of this job; fix that line, name another output or {self._start_over}"
+            raise refuse("output", f"{self.path}:{number}", works)
+        if not self._retry_failed or row.get("error") is None:
+            self.rows.put(row, offset)
 
     @contextmanager
     def claim(self, *, starts_over: bool = False) -> Iterator[Callable[[Row], None]]:
@@ -91,38 +183,42 @@ class PartialRows:
         Under the lock, `rows` are read again: another process may have written since `load`. starts_over: drop them.
         """
         with self._locked() as file:
-            file.seek(0)
-            text = b"" if starts_over else file.read()
-            self._read(text)
-            whole = text[: text.rfind(b"\n") + 1] if self.rows else b""  # a crash may have truncated the last line
-            file.truncate(len(whole))
+            if starts_over:
+                self.rows.clear()
+            end = 0 if starts_over else self._read()
+            file.truncate(end)  # a crash may have truncated the last line
             synced = time.monotonic()
 
-            def write(row: Row) -> None:
-                file.write(_line(row).encode())
-                file.flush()
+            def write(row: Row) -> int:
+                nonlocal end
+                at, rest = end, memoryview(_line(row).encode())
+                end += len(rest)
+                with writing(self.path):
+                    while rest:
+                        rest = rest[file.write(rest) :]
+                return at
 
             def keep(row: Row) -> None:
                 nonlocal synced
-                self.rows[row["index"]] = row
-                write(row)
+                self.rows.put(row, write(row))
                 if time.monotonic() - synced > SECONDS_BETWEEN_SYNCS:
                     os.fsync(file.fileno())
                     synced = time.monotonic()
 
-            if not whole:
+            if not end:
                 write(self.header)
             try:
                 yield keep
             finally:
-                file.flush()
                 os.fsync(file.fileno())
 
     @contextmanager
-    def _locked(self) -> Iterator[BinaryIO]:
-        """The file at `path`, opened for appending and locked."""
+    def _locked(self) -> Iterator[FileIO]:
+        """The file at `path`, opened for appending, unbuffered and locked."""
         while True:
-            with self.path.open("ab+") as file:
+            with writing(self.path):
+                opened = self.path.open("ab+", buffering=0)
+            with opened as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -134,7 +230,7 @@ class PartialRows:
             # Another process finished and removed the file between open and lock.
 
 
-def row_seed(seed: int, index: int) -> int:
+def row_seed(seed: int, index: int | str) -> int:
     """A seed that depends on the row and not on how many rows an earlier run had finished."""
     return random.Random(f"{seed}/{index}").getrandbits(31)
 
@@ -142,8 +238,8 @@ def row_seed(seed: int, index: int) -> int:
 def parsed(line: bytes) -> Any:
     """The value of a line of JSON, or None if it is not valid JSON."""
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
+        return parse_json(line)
+    except UnreadableError:
         return None
 
 

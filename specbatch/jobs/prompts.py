@@ -5,37 +5,47 @@
 {"question": "text"}                                 asked as "Question: text\\nAnswer:"
 {"messages": [{"role": "user", "content": "text"}]}  rendered with the model's chat template
 
-Other keys are allowed; "id" is copied to the output. Some readers allow a fifth form, MT-Bench's {"turns": ["text",
+Other keys are allowed; "id" is copied to the output, and "sampling" is an object with sampling parameters of the
+prompt. Some readers allow a fifth form, MT-Bench's {"turns": ["text",
 ...]}: the first turn is asked as a message. Later turns would need the answer to the first.
 """
 
 from __future__ import annotations
 
-import codecs
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.errors import refuse
-from specbatch.jobs.dataset import is_dataset, read_rows
+from specbatch.core.request import SamplingParams
+from specbatch.errors import SpecbatchError, refuse, shown
+from specbatch.jobs.prompt_file import location, parse_line, stream_rows
+from specbatch.text_files import UnreadableError
+from specbatch.tokenizer import refuse_longer
 
 if TYPE_CHECKING:
     from specbatch.tokenizer import Tokenizer
 
 FORMS = ("prompt", "prompt_token_ids", "question", "messages")
 TURNS = "turns"
+SAMPLING = "sampling"
+PER_ROW = tuple(item.name for item in fields(SamplingParams))
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt of one line: its number (from 1), its form, its value, and its id if it has one."""
+    """The prompt of one line: its number (from 1), its form, its value, and its id if it has one.
+
+    sampling   the sampling parameters that the line sets
+    """
 
     line: int
     form: str
     value: Any
     id: str | int | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
 
     def as_message(self) -> Prompt:
         """The same prompt as a user message. Raises SpecbatchError for token ids, whose text is not known."""
@@ -47,19 +57,32 @@ class Prompt:
             )
         return replace(self, form="messages", value=[{"role": "user", "content": self.value}])
 
-    def encode(self, tokenizer: Tokenizer, *, chat_template: bool = True, thinking: bool | None = None) -> list[int]:
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        chat_template: bool = True,
+        thinking: bool | None = None,
+        most: int | None = None,
+    ) -> list[int]:
         """Token ids. Without `chat_template`, messages are joined with blank lines. `thinking`: `enable_thinking` of
-        the template; None leaves its default."""
+        the template; None leaves its default. Texts of far more than `most` tokens are refused before they are encoded.
+        """
         if self.form == "prompt_token_ids":
             return list(self.value)
-        if self.form == "prompt":
-            return tokenizer.encode(self.value)
-        if self.form == "question":
-            return tokenizer.encode(f"Question: {self.value}\nAnswer:")
-        if chat_template:
-            switch = {} if thinking is None else {"enable_thinking": thinking}
-            return tokenizer.encode(tokenizer.apply_chat_template(self.value, **switch), add_special_tokens=False)
-        return tokenizer.encode("\n\n".join(message["content"] for message in self.value))
+        if self.form == "messages":
+            text = "\n\n".join(message["content"] for message in self.value)
+        else:
+            text = self.value if self.form == "prompt" else f"Question: {self.value}\nAnswer:"
+        if most is not None:
+            refuse_longer(tokenizer, text, most)
+        if self.form != "messages" or not chat_template:
+            return tokenizer.encode(text)
+        switch = {} if thinking is None else {"enable_thinking": thinking}
+        rendered = tokenizer.apply_chat_template(self.value, **switch)
+        if most is not None:
+            refuse_longer(tokenizer, rendered, most)
+        return tokenizer.encode(rendered, add_special_tokens=False)
 
 
 @dataclass(frozen=True)
@@ -81,11 +104,6 @@ def read_prompts(path: Path, setting: str = "input", forms: tuple[str, ...] = FO
     return prompts
 
 
-def location(source: str | Path, line: int) -> str:
-    """FILE:LINE for a line of JSONL; for a data set or a JSON array, whose rows are not lines, the row."""
-    return f"{source} row {line}" if is_dataset(source) or Path(source).suffix == ".json" else f"{source}:{line}"
-
-
 def scan_prompts(
     source: str | Path,
     setting: str = "input",
@@ -103,87 +121,84 @@ def scan_prompts(
 
     Raises SpecbatchError for a file that cannot be read or has no prompts.
     """
-    forms = forms if column is None else (column,)
-    found: list[Prompt | MalformedLine] = []
-    for number, row in _rows(source, setting, forms, split):
-        try:
-            found.append(_prompt(_parsed(row, _LINES) if isinstance(row, bytes) else row, forms, number))
-        except _MalformedError as error:
-            found.append(MalformedLine(number, str(error)))
+    reader = PromptReader(forms, column)
+    found = [reader.read(number, row) for number, row in reader.rows(setting, source, split)]
     if not found:
-        raise refuse(setting, str(source), f"has no prompts; write {_LINES}")
+        raise refuse(setting, str(source), f"has no prompts; write {LINES}")
     return found
 
 
-def _rows(
-    source: str | Path, setting: str, forms: tuple[str, ...], split: str | None
-) -> Iterator[tuple[int, bytes | Any]]:
-    """Non-blank lines, or rows, with their numbers from 1."""
-    if is_dataset(source):
-        yield from enumerate(read_rows(setting, source, split, forms, _IDS), start=1)
-        return
-    if split is not None:
-        raise refuse("split", split, f"{source} has no splits; leave it out")
-    try:
-        content = Path(source).read_bytes()
-    except OSError as error:
-        works = f"cannot be read ({error.strerror}); name a JSONL file, or hf:OWNER/NAME"
-        raise refuse(setting, str(source), works) from error
-    content = content.removeprefix(codecs.BOM_UTF8)
-    if Path(source).suffix == ".json" and content.lstrip().startswith(b"["):
+class PromptReader:
+    """Reads prompts from rows; `forms` and `column` as in `scan_prompts`."""
+
+    def __init__(self, forms: tuple[str, ...] = FORMS, column: str | None = None) -> None:
+        self._forms = forms if column is None else (column,)
+
+    def rows(self, setting: str, source: str | Path, split: str | None) -> Iterator[tuple[int, bytes | Any]]:
+        """As `stream_rows`."""
+        return stream_rows(setting, source, self._forms, (*_IDS, SAMPLING), split)
+
+    def read(self, number: int, row: bytes | Any) -> Prompt | MalformedLine:
+        """The prompt of a line, or of a row of a data set."""
         try:
-            yield from enumerate(_parsed(content, "an array of objects, or one object a line"), start=1)
-        except _MalformedError as error:
-            raise refuse(setting, str(source), str(error)) from None
-        return
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if line.strip():
-            yield number, line
+            return _prompt(parse_row(row), self._forms, number)
+        except MalformedRowError as error:
+            return MalformedLine(number, str(error))
 
 
-class _MalformedError(ValueError):
+class MalformedRowError(ValueError):
     """What is wrong with a line."""
 
 
-def _parsed(text: bytes, works: str) -> Any:
+def parse_row(row: bytes | Any) -> Any:
+    """The value of a row: a line of JSON is parsed. Raises MalformedRowError."""
     try:
-        return json.loads(text.decode())
-    except UnicodeDecodeError as error:
-        what = f"not UTF-8 (byte {error.start + 1})"
-    except json.JSONDecodeError as error:
-        place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
-        what = f"not JSON ({error.msg.removesuffix(' at')} at {place})"
-    except RecursionError:
-        what = "not JSON that can be read (nested too deeply)"
-    except ValueError as error:  # a number with thousands of digits
-        what = f"not JSON that can be read ({str(error).partition(';')[0]})"
-    raise _MalformedError(f"{what}; write {works}")
+        return parse_line(row) if isinstance(row, bytes) else row
+    except UnreadableError as error:
+        raise MalformedRowError(f"{str(error).removeprefix('is ')}; write {LINES}") from None
 
 
 def _prompt(row: Any, forms: tuple[str, ...], number: int) -> Prompt:
     found = [form for form in forms if isinstance(row, dict) and form in row]
     if not found:
         keys = "one of the keys " if len(forms) > 1 else "the key "
-        raise _MalformedError(f"write a JSON object with {keys}{', '.join(forms)}")
+        raise MalformedRowError(f"write a JSON object with {keys}{', '.join(forms)}")
     if len(found) > 1:
-        raise _MalformedError(f"has both {' and '.join(found)}; keep one")
+        raise MalformedRowError(f"has both {' and '.join(found)}; keep one")
     name, value = found[0], row[found[0]]
     form = name if name in _EXPECTED else _form_of(value)
     if not value:
-        raise _MalformedError(f"{name} is empty; write at least one token of text")
+        raise MalformedRowError(f"{name} is empty; write at least one token of text")
     if not _well_formed(form, value):
         expected = _EXPECTED[form] if form == name else "a string, a list of whole numbers from 0, or of messages"
-        raise _MalformedError(f"{name} must be {expected}")
+        raise MalformedRowError(f"{name} must be {expected}")
     if not is_text(json.dumps(value, ensure_ascii=False)):
-        raise _MalformedError(f"{name} has half of a surrogate pair, which is not text; write the whole character")
+        raise MalformedRowError(f"{name} has half of a surrogate pair, which is not text; write the whole character")
     own = row.get(_IDS[1] if form == TURNS else _IDS[0])
     if own is not None and (not isinstance(own, (str, int)) or isinstance(own, bool)):
-        raise _MalformedError("id must be a string or a number")
+        raise MalformedRowError("id must be a string or a number")
     if isinstance(own, str) and not is_text(own):
-        raise _MalformedError("id has half of a surrogate pair, which is not text; write the whole character")
+        raise MalformedRowError("id has half of a surrogate pair, which is not text; write the whole character")
     if form == TURNS:
         form, value = "messages", [{"role": "user", "content": value[0]}]
-    return Prompt(line=number, form=form, value=value, id=own)
+    return Prompt(line=number, form=form, value=value, id=own, sampling=_sampling(row.get(SAMPLING)))
+
+
+def _sampling(value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise MalformedRowError(f"{SAMPLING} must be an object")
+    for name in value:
+        if name not in PER_ROW:
+            near = get_close_matches(name, PER_ROW)
+            listed = ", ".join(dict.fromkeys([*near, *PER_ROW]))
+            raise MalformedRowError(f"{SAMPLING} has no parameter {shown(name)}; use {listed}")
+    try:
+        SamplingParams(**value)
+    except SpecbatchError as error:
+        raise MalformedRowError(f"{SAMPLING}: {error}") from None
+    return value
 
 
 def _form_of(value: Any) -> str:
@@ -202,7 +217,7 @@ def is_text(value: str) -> bool:
     return True
 
 
-_LINES = "one JSON object per line"
+LINES = "one JSON object per line"
 _IDS = ("id", "question_id")  # MT-Bench has the second
 _EXPECTED = {
     "prompt": "a string",

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from specbatch.errors import refuse
 from specbatch.jobs.prompts import is_text
+from specbatch.text_files import UnreadableError, parse_json
 
 FIELDS = ("question", "answer")
 _FORM = 'JSONL with one {"question": ..., "answer": ...} per line'
@@ -73,9 +73,9 @@ def _parse(setting: str, path: Path, content: bytes) -> list[dict[str, str]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
-            raise refuse(setting, str(path), f"line {number} is not JSON; write {_FORM}") from error
+            row = parse_json(line)
+        except UnreadableError as error:
+            raise refuse(setting, str(path), f"line {number} {error}; write {_FORM}") from None
         if not isinstance(row, dict):
             raise refuse(setting, str(path), f"line {number} is not an object; write {_FORM}")
         for field in FIELDS:

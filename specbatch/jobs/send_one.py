@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config import Speculation
-from specbatch.core.request import Completion, IncrementalText, SamplingParams
+from specbatch.core.request import Completion, SamplingParams
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 
 if TYPE_CHECKING:
@@ -73,10 +73,8 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _stream(engine: Engine, prompt: str, params: SamplingParams, write: Callable[[str], None]) -> Completion:
-    text = IncrementalText(engine.tokenizer.decode)
     for event in engine.stream([prompt], params):
-        write("".join(text.push(token) for token in event.token_ids))
+        write(event.text)
         if event.completion is not None:
-            write(event.completion.text[len(text.text) :])
             return event.completion
     raise AssertionError("a stream ends with a completion")

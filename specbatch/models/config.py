@@ -37,6 +37,7 @@ _OTHERS = {
 }
 DTYPES = ("float32", "bfloat16", "float16")
 _DEEPEST = 10_000  # layers; configs list them
+_MOST_TOKENS = 1 << 22  # of a vocabulary; tokenizers list them
 
 
 class Ends(NamedTuple):
@@ -54,7 +55,8 @@ class ModelConfig:
     qkv_bias, o_bias, mlp_bias: which projections have biases; qk_norm: a norm per head before rope (Qwen3).
     `eos_ids` and `bos_id` are those of the config; the tokenizer's list is the complete one. `dtype` is the dtype of
     the published checkpoint and `mtp_layers` the number of layers of its MTP draft head, None if the config does not
-    state them. fp8: None, or for an FP8 checkpoint the modules that are not quantized (see `models.fp8`).
+    state them. fp8: None, or for an FP8 checkpoint the modules that are not quantized (see `models.fp8`). ranks: the
+    number of ranks over which a model is divided, of which this is the config of one (see `models.partition`).
     """
 
     module: ClassVar[str] = "specbatch.models.llama"  # its functions `layer` and `final_norm` build the model
@@ -80,6 +82,7 @@ class ModelConfig:
     dtype: str | None = None
     mtp_layers: int | None = None
     fp8: frozenset[str] | None = None
+    ranks: int = 1
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> ModelConfig:
@@ -113,7 +116,7 @@ class ModelConfig:
         attention_bias = family != "qwen2" and flag_of(config, "attention_bias")
         return cls(
             family=family,
-            vocab_size=count_of(config, "vocab_size"),
+            vocab_size=count_of(config, "vocab_size", most=_MOST_TOKENS),
             hidden_size=hidden,
             intermediate_size=count_of(config, "intermediate_size"),
             num_layers=layers,
@@ -133,6 +136,29 @@ class ModelConfig:
             dtype=_dtype(config),
             mtp_layers=_mtp_layers(config),
         )
+
+    def divided(self, ranks: int) -> Self:
+        """The config of one of `ranks` ranks: its heads and its share of the MLPs. KV heads are replicated where there
+        are fewer of them than ranks. Raises SpecbatchError for sizes that cannot be divided."""
+        kv, step = self.num_kv_heads, 1 if self.fp8 is None else SCALE_BLOCK
+        if kv % ranks and ranks % kv:
+            raise refuse("tensor_parallel", ranks, f"it must divide num_key_value_heads={kv}, or be a multiple of it")
+        return replace(
+            self,
+            num_heads=shared_out("num_attention_heads", self.num_heads, ranks),
+            num_kv_heads=max(kv // ranks, 1),
+            intermediate_size=shared_out("intermediate_size", self.intermediate_size, ranks, step),
+            ranks=ranks,
+        )
+
+    def sections(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that concatenates several along its outputs and is divided over ranks: their sizes on a rank."""
+        return ()
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the output matrix on a rank; the last rank may have fewer tokens."""
+        return -(-self.vocab_size // self.ranks)
 
     @property
     def names(self) -> Ends:
@@ -278,6 +304,14 @@ def _dtype(config: dict[str, Any]) -> str | None:
     if name not in DTYPES:
         raise refuse("dtype", found, f"a checkpoint's dtype must be one of {', '.join(DTYPES)}")
     return name
+
+
+def shared_out(setting: str, size: int, ranks: int, step: int = 1) -> int:
+    """size / ranks. Refused: a share that is no multiple of `step`."""
+    if size % (ranks * step):
+        each = f", each share a multiple of {step}" if step > 1 else ""
+        raise refuse("tensor_parallel", ranks, f"it must divide {setting}={size}{each}")
+    return size // ranks
 
 
 def attending(kinds: list[str], layers: int, known: tuple[str, str], family: str) -> tuple[bool, ...]:

@@ -13,11 +13,13 @@ import torch.nn.functional as F
 
 from specbatch.core.attention_metadata import AttentionContext
 from specbatch.core.embedded_prompt import EmbeddingOverrides, embed
+from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import Attention, Layer, Reader, ShapeRecorder
+from specbatch.models.partition import VocabParallelHead, part_of
 
 
 class Features(NamedTuple):
@@ -36,12 +38,12 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of the tensors that a decoder of this config reads, from building one without weights."""
     read, family, names = ShapeRecorder(config), import_module(config.module), config.names
     read(names.embedding, config.vocab_size, config.hidden_size)
-    tables = rope_tables(config, 1, torch.float32, torch.device("meta"))
+    tables = rope_tables(config, 1, torch.float32, torch.device("cpu"))
     for index in range(config.num_layers):
         family.layer(read, index, tables)
     family.final_norm(read, names.norm)
     if not config.tie_embeddings:
-        read(names.head, config.vocab_size, config.hidden_size)
+        read(names.head, config.head_rows, config.hidden_size)
     return read.shapes
 
 
@@ -58,13 +60,15 @@ class Decoder:
         max_positions: int,
         ends: Decoder | None = None,
         of_draft: bool = False,
+        ranks: Communicator | None = None,
     ) -> None:
-        """ends: a model whose embedding and output matrix this one shares. of_draft, dequantized: see `Reader`."""
+        """ends: a model whose embedding and output matrix this one shares; config, of_draft, ranks, dequantized: see
+        `Reader`."""
         self.config = config
         self.aux: tuple[int, ...] = ()
         self.dtype = dtype
         self.device = device
-        names, fetch = config.names, Reader(config, read, dtype, device, of_draft=of_draft)
+        names, fetch = config.names, Reader(config, read, dtype, device, of_draft=of_draft, ranks=ranks)
         tables = rope_tables(config, max_positions, dtype, device)
         family = import_module(config.module)
         self.embedding: torch.Tensor = fetch(names.embedding) if ends is None else ends.embedding
@@ -73,10 +77,20 @@ class Decoder:
                 pool.map(lambda index: family.layer(fetch, index, tables), range(config.num_layers))
             )
         self.norm: Norm = family.final_norm(fetch, names.norm)
-        self.head: Linear = (
-            Linear(self.embedding if config.tie_embeddings else fetch(names.head)) if ends is None else ends.head
-        )
+        self.head: Linear = self._output_matrix(fetch) if ends is None else ends.head
         self.dequantized: frozenset[str] = frozenset(fetch.dequantized)
+
+    def _output_matrix(self, fetch: Reader) -> Linear:
+        """This rank's rows are read as a part of a matrix that has zeros after the vocabulary, if it cannot be
+        divided."""
+        config, ranks = self.config, fetch.ranks
+        whole = self.embedding if config.tie_embeddings else fetch(config.names.head)
+        if ranks is None:
+            return Linear(whole)
+        missing = config.head_rows * ranks.size - config.vocab_size
+        padded = F.pad(whole, (0, 0, 0, missing)) if missing else whole
+        mine = part_of(padded, (config.head_rows, config.hidden_size), ranks.rank, ranks.size)
+        return VocabParallelHead(Linear(mine.contiguous()), config.vocab_size, ranks)
 
     @property
     def layers(self) -> tuple[Layer, ...]:

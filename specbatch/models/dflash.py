@@ -8,7 +8,6 @@ and values there are computed from the same norm(c). Only the block itself passe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -185,39 +184,39 @@ class DFlashConfig(ModelConfig):
 
 
 class DFlash:
-    """The draft's weights; embedding and output matrix are the target's. `read` returns a tensor by its name in the
-    file.
+    """The draft's weights; embedding and output matrix are the target's.
 
     ids: int64 [draft_vocab], the token id of each column of its logits; None if they are all of the target's.
     """
 
-    def __init__(
-        self, config: DFlashConfig, read: Callable[[str], torch.Tensor], target: Decoder, max_positions: int
-    ) -> None:
-        device, dtype = target.device, target.dtype
-        fetch = Reader(config, read, dtype, device, of_draft=True)
+    def __init__(self, fetch: Reader, target: Decoder, max_positions: int) -> None:
+        """fetch: reads the tensors by their names in the file, as parts of `DFlashConfig` fetch.config."""
+        config = fetch.config
+        assert isinstance(config, DFlashConfig)
+        rows, hidden = config.num_kv_heads * config.head_dim, config.hidden_size
 
-        def of_layers(kind: str) -> torch.Tensor:
+        def of_layers(kind: str, *columns: int) -> torch.Tensor:
             stems = [f"layers.{index}.self_attn" for index in range(config.num_layers)]
-            return torch.cat([fetch(f"{stem}.{part}_proj.{kind}") for stem in stems for part in "kv"])
+            return torch.cat([fetch(f"{stem}.{part}_proj.{kind}", rows, *columns) for stem in stems for part in "kv"])
 
         self.config = config
         self.block = Decoder(
             config,
-            lambda name: read(name.removeprefix("model.")),
-            dtype=dtype,
-            device=device,
+            lambda name: fetch.read(name.removeprefix("model.")),
+            dtype=target.dtype,
+            device=target.device,
             max_positions=max_positions,
             ends=target,
             of_draft=True,
+            ranks=fetch.ranks,
         )
         self.ids: torch.Tensor | None = None
         if config.draft_vocab is not None:
             self.block.head = Linear(fetch("lm_head.weight"))
-            self.ids = token_ids(read("d2t")).to(device)
+            self.ids = token_ids(fetch.read("d2t")).to(target.device)
         self._fc = Linear(fetch("fc.weight"))
         self._norm = fetch.norm("hidden_norm")
-        self._kv = Linear(of_layers("weight"), of_layers("bias") if config.qkv_bias else None)
+        self._kv = Linear(of_layers("weight", hidden), of_layers("bias") if config.qkv_bias else None)
         every = [layer.mixer.heads for layer in self.block.layers if isinstance(layer.mixer, Attention)]
         heads, norms = every[0], [own.k_norm for own in every if own.k_norm is not None]
         self.heads = ContextKVLayout(

@@ -81,11 +81,16 @@ class Eagle3Config:
         switches["fc_norm"] |= "fc_norm.0.weight" in names
         if switches["norm_before_fc"] and switches["fc_norm"]:
             raise refuse("fc_norm", True, "norm_before_fc is true, too; heads with one of the two are supported")
+        vocabulary = count_of(config, "draft_vocab_size", layer.vocab_size)
+        if vocabulary > layer.vocab_size:
+            raise refuse(
+                "draft_vocab_size", vocabulary, f"the head's vocab_size is {layer.vocab_size}; use at most that"
+            )
         aux, source = _aux_layers(config, nested)
         return cls(
             layer=layer,
             target_hidden=count_of(config, "target_hidden_size", layer.hidden_size),
-            draft_vocabulary=count_of(config, "draft_vocab_size", layer.vocab_size),
+            draft_vocabulary=vocabulary,
             aux=aux,
             aux_source=source,
             **switches,

@@ -6,6 +6,7 @@ over the context, and an output projection. Piecewise CUDA graphs of prompt pass
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ import torch
 from specbatch.core.attention_metadata import AttentionContext, RecurrentOp
 from specbatch.errors import refuse
 from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.fp8_linear import linear
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.kernels.gemm.weight import Weight, concat_outputs, contains_nan, keeps_fp8
+from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight, concat_outputs, contains_nan, keeps_fp8
 from specbatch.models.config import ModelConfig
 from specbatch.models.fp8 import PLAIN, SCALES
+from specbatch.models.partition import RowParallelLinear, part_of
 
 Tensors = dict[str, torch.Tensor]
 Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin [positions, head_dim] of rope
@@ -147,14 +150,17 @@ class Reader:
         device: torch.device,
         *,
         of_draft: bool = False,
+        ranks: Communicator | None = None,
     ) -> None:
-        """of_draft: refuse every tensor with values that are not finite, because verification would hide the error.
-        With a target the logits show it, except for small tensors that select or weight (decays, routing of experts)
-        and for FP8 weights; these are always checked."""
+        """config: of one rank, if the model is divided over `ranks`. of_draft: refuse every tensor with values that are
+        not finite, because verification would hide the error. With a target the logits show it, except for small
+        tensors that select or weight (decays, routing of experts) and for FP8 weights; these are always checked."""
         self.config = config
+        self.ranks = ranks
         self._of_draft = of_draft
         self.dequantized: set[str] = set()
-        self._read = read
+        self._row_parallel: set[str] = set()  # weights of which this rank has some of the input columns
+        self.read = read
         self._dtype = dtype
         self._device = device
 
@@ -192,23 +198,37 @@ class Reader:
         """Linear layers (name without ".weight" -> number of outputs) as one."""
         weight = self.weight({f"{stem}.weight": count for stem, count in rows.items()}, columns)
         biases = [self(f"{stem}.bias", count) for stem, count in rows.items() if bias]
-        return linear(weight, torch.cat(biases) if biases else None)
+        if self.ranks is None or not any(f"{stem}.weight" in self._row_parallel for stem in rows):
+            return linear(weight, torch.cat(biases) if biases else None)
+        once = torch.cat(biases) if biases and self.ranks.rank == 0 else None
+        return RowParallelLinear(linear(weight, once), self.ranks)
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> Weight:
         """A tensor on the device: in FP8 if it is stored so and the device supports it, else in the reader's dtype."""
-        values = self._read(name).to(self._device)
+        values = self._part(name, shape).to(self._device)
         if values.dtype != torch.float8_e4m3fn:
             return Weight(self._checked(name, values.to(self._dtype)))
-        scales = self._read(name + SCALES).to(device=self._device, dtype=torch.float32)
+        blocks = (*shape[:-2], *(-(-size // SCALE_BLOCK) for size in shape[-2:]))
+        scales = self._part(name + SCALES, blocks, SCALE_BLOCK).to(device=self._device, dtype=torch.float32)
         self._checked(name, values)
         found = Weight(values, self._checked(name + SCALES, scales))
         return found if keeps_fp8(self._device) else Weight(found.dequantize(self._dtype))
 
     def _upcast(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        stored = self._read(name)
+        stored = self._part(name, shape)
         if stored.dtype == torch.float8_e4m3fn:
             return self.dequantize(name, self._stored(name, shape)).to(dtype)
         return self._checked(name, stored.to(device=self._device, dtype=dtype))
+
+    def _part(self, name: str, shape: tuple[int, ...], block: int = 1) -> torch.Tensor:
+        """This rank's part of a tensor. block: how many outputs a row of it is for."""
+        stored = self.read(name)
+        if self.ranks is None or not shape:
+            return stored
+        if stored.shape[-1] != shape[-1] and len(shape) > 1:
+            self._row_parallel.add(name)
+        sections = tuple(size // block for size in self.config.sections(name.removesuffix(SCALES)))
+        return part_of(stored, shape, self.ranks.rank, self.ranks.size, sections).contiguous()
 
     def _checked(self, name: str, values: torch.Tensor) -> torch.Tensor:
         if values.dtype == torch.float8_e4m3fn:
@@ -245,22 +265,44 @@ class Reader:
         )
 
 
+MOST_VALUES = 1 << 40  # of a tensor
+MOST_IN_VECTOR = 1 << 24
+MOST_TENSORS = 1 << 18
+
+
 class ShapeRecorder(Reader):
-    """Records the name and shape of every tensor that a model reads, and returns empty ones on the meta device."""
+    """Records the name and shape of every tensor that a model reads.
+
+    It returns matrices on the meta device, already concatenated, and vectors on the CPU: arithmetic on meta tensors
+    would import torch._dynamo with about 900 modules.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
         no_file: dict[str, torch.Tensor] = {}
         super().__init__(config, no_file.__getitem__, torch.bfloat16, torch.device("meta"))
 
+    def weight(self, rows: Mapping[str, int], columns: int) -> Weight:
+        return self.stack([rows], columns).of(0)
+
     def stack(self, groups: Sequence[Mapping[str, int]], columns: int) -> Weight:
         # Not a meta tensor per expert: a model may have 70,000 of them.
-        self.shapes |= {name: (count, columns) for rows in groups for name, count in rows.items()}
+        for rows in groups:
+            for name, count in rows.items():
+                self._record(name, (count, columns))
         return Weight(torch.empty(len(groups), sum(groups[0].values()), columns, dtype=self._dtype, device="meta"))
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> Weight:
         return Weight(self._upcast(name, shape, self._dtype))
 
-    def _upcast(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _record(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuses a config whose tensors no model has, before memory is taken for them or for their names."""
+        if math.prod(shape) > MOST_VALUES or (len(shape) == 1 and shape[0] > MOST_IN_VECTOR):
+            raise refuse(name, list(shape), "the sizes in the config make a tensor that is larger than any model has")
+        if len(self.shapes) >= MOST_TENSORS:
+            raise refuse(name, list(shape), f"the config describes more than {MOST_TENSORS} tensors")
         self.shapes[name] = shape
-        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def _upcast(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self._record(name, shape)
+        return torch.empty(shape, dtype=dtype, device="meta") if len(shape) > 1 else torch.zeros(shape, dtype=dtype)

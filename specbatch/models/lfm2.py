@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from specbatch.config_values import count_of, flag_of, names_of, places_of, positive_of, spelled
 from specbatch.memory.recurrent_state import StateShape
-from specbatch.models.config import Ends, ModelConfig, attending
+from specbatch.models.config import Ends, ModelConfig, attending, shared_out
 from specbatch.models.layers import Layer, Mixer, Reader, SwiGlu, Tables
 from specbatch.models.llama import attention, final_norm  # noqa: F401 (`decoder` calls it)
 from specbatch.models.moe import Shapes
@@ -50,6 +50,18 @@ class Lfm2Config(ModelConfig):
         return cls(**vars(plain), attends=attends, taps=taps, conv_bias=flag_of(config, "conv_bias"))
 
     @property
+    def channels(self) -> int:
+        """Of the convolutions."""
+        return self.hidden_size // self.ranks
+
+    def divided(self, ranks: int) -> Self:
+        shared_out("hidden_size", self.hidden_size, ranks)
+        return super().divided(ranks)
+
+    def sections(self, name: str) -> tuple[int, ...]:
+        return (self.channels,) * 3 if ".conv.in_proj." in name else ()
+
+    @property
     def names(self) -> Ends:
         return Ends(norm="model.embedding_norm")  # despite its name the final norm
 
@@ -60,11 +72,11 @@ class Lfm2Config(ModelConfig):
     @property
     def mixer_widths(self) -> tuple[int, int]:
         projected, mixed = super().mixer_widths
-        return max(projected, 3 * self.hidden_size), max(mixed, self.hidden_size)
+        return max(projected, 3 * self.channels), max(mixed, self.channels)
 
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:
-        return window_shapes(self.hidden_size, self.taps)
+        return window_shapes(self.channels, self.taps)
 
     def fit(self, found: Shapes) -> Self:
         """The width of MLPs is taken from their tensors, as configs state it in several ways."""
@@ -87,13 +99,13 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
 
 
 def _conv(read: Reader, stem: str, config: Lfm2Config) -> ShortConv:
-    inner, hidden, bias = f"{stem}.conv", config.hidden_size, config.conv_bias
+    inner, hidden, channels, bias = f"{stem}.conv", config.hidden_size, config.channels, config.conv_bias
     return ShortConv(
         norm=read.norm(f"{stem}.operator_norm"),
-        inputs=read.linear({f"{inner}.in_proj": 3 * hidden}, hidden, bias),
-        out=read.linear({f"{inner}.out_proj": hidden}, hidden, bias),
-        conv=read(f"{inner}.conv.weight", hidden, 1, config.taps)[:, 0].contiguous(),
-        bias=read(f"{inner}.conv.bias", hidden) if bias else None,
+        inputs=read.linear({f"{inner}.in_proj": 3 * channels}, hidden, bias),
+        out=read.linear({f"{inner}.out_proj": hidden}, channels, bias),
+        conv=read(f"{inner}.conv.weight", channels, 1, config.taps)[:, 0].contiguous(),
+        bias=read(f"{inner}.conv.bias", channels) if bias else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight, concat_experts
 from specbatch.kernels.moe.experts import Activation, Experts, shared_slices, token_bytes
 from specbatch.kernels.moe.routing import Routing
+from specbatch.models.config import shared_out
 from specbatch.models.layers import Reader
 
+MOST_EXPERTS = 1 << 16  # of a layer
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -30,6 +32,12 @@ class Mixture:
     normalise: bool = True
     shared: int = 0
     fused: bool = False
+
+    def divided(self, ranks: int, step: int = 1) -> Mixture:
+        """A rank's share of every expert, each a multiple of `step` wide."""
+        inner = shared_out("moe_intermediate_size", self.inner, ranks, step)
+        shared = shared_out("shared_expert_intermediate_size", self.shared, ranks, step)
+        return replace(self, inner=inner, shared=shared)
 
     def token_bytes(self, hidden: int, dtype: torch.dtype) -> int:
         """Peak bytes of activations per token."""
@@ -67,7 +75,7 @@ def read_experts(read: Reader, stem: str, mixture: Mixture) -> Experts:
     rule = Routing(
         mixture.experts, mixture.top_k, normalise=mixture.normalise, shared=slices, gated=bool(mixture.shared)
     )
-    return Experts(rule, router, up, down)
+    return Experts(rule, router, up, down, ranks=read.ranks)
 
 
 def swiglu_rows(stem: str, inner: int) -> dict[str, int]:
@@ -101,7 +109,7 @@ def with_shared(
 
 def mixture_of(config: dict[str, Any], *, normalise: bool) -> Mixture:
     """Read the experts of a config.json."""
-    experts = count_of(config, spelled(config, "num_experts", "num_local_experts"))
+    experts = count_of(config, spelled(config, "num_experts", "num_local_experts"), most=MOST_EXPERTS)
     chosen = count_of(config, "num_experts_per_tok")
     if chosen > experts:
         raise refuse("num_experts_per_tok", chosen, f"there are {experts} experts")

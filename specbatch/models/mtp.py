@@ -7,7 +7,6 @@ the next h. All norms are centred on zero: they multiply by 1 + weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -39,9 +38,9 @@ class MtpConfig(Qwen3NextConfig):
 
 
 class Mtp(DraftHead):
-    def __init__(self, config: MtpConfig, read: Callable[[str], torch.Tensor], target: Decoder, positions: int) -> None:
+    def __init__(self, reader: Reader, target: Decoder, positions: int) -> None:
         """positions: length of the rope tables."""
-        reader = Reader(config, read, target.dtype, target.device, of_draft=True)
+        config = reader.config
         layer = qwen3_next.layer(reader, 0, rope_tables(config, positions, target.dtype, target.device))
         assert isinstance(layer.mixer, Attention)
         super().__init__(config, layer.mixer.heads, target)

@@ -6,22 +6,23 @@ A published layer is one of these. Here a layer is a mixer with the MLPs that fo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 
 from specbatch.config_values import count_of, flag_of, limits_of, names_of, positive_of, spelled
 from specbatch.errors import refuse
 from specbatch.kernels.gemm.linear import Linear, Norm
+from specbatch.kernels.gemm.weight import SCALE_BLOCK
 from specbatch.kernels.moe.experts import Experts, token_bytes
 from specbatch.kernels.moe.routing import Routing
 from specbatch.kernels.recurrent.mamba2 import SsdHeads
 from specbatch.memory.recurrent_state import StateShape
-from specbatch.models.config import Ends, ModelConfig
+from specbatch.models.config import Ends, ModelConfig, shared_out
 from specbatch.models.layers import Layer, Mixer, Mlp, Reader, Tables
 from specbatch.models.llama import attention, final_norm  # noqa: F401 (`decoder` calls it)
-from specbatch.models.moe import MoeMlp, with_shared
+from specbatch.models.moe import MOST_EXPERTS, MoeMlp, with_shared
 from specbatch.models.recurrent import Mamba2, taps_of, window_shapes
 from specbatch.models.rope import Rope
 
@@ -116,6 +117,23 @@ class NemotronHConfig(ModelConfig):
             mamba=_ssd_sizes(config),
             mixture=_mixture(config) if MOE in pattern else None,
         )
+
+    def divided(self, ranks: int) -> Self:
+        mamba, mixture, step = self.mamba, self.mixture, 1 if self.fp8 is None else SCALE_BLOCK
+        groups = shared_out("n_groups", mamba.groups, ranks)
+        mamba = replace(mamba, count=mamba.count // mamba.groups * groups, groups=groups)
+        if mixture is not None:
+            inner = shared_out("moe_intermediate_size", mixture.inner, ranks, step)
+            shared = shared_out("moe_shared_expert_intermediate_size", mixture.shared, ranks, step)
+            mixture = replace(mixture, inner=inner, shared=shared)
+        return replace(super().divided(ranks), mamba=mamba, mixture=mixture)
+
+    def sections(self, name: str) -> tuple[int, ...]:
+        mamba = self.mamba
+        xbc = mamba.inner, mamba.groups * mamba.state, mamba.groups * mamba.state
+        if name.endswith(("mixer.in_proj.weight", "mixer.in_proj.bias")):
+            return mamba.inner, *xbc, mamba.count
+        return xbc if ".conv1d." in name else ()
 
     @property
     def names(self) -> Ends:
@@ -232,7 +250,7 @@ def _mlp(read: Reader, place: int) -> Mlp:
         shared=slices,
     )
     router = read(f"{inner}.gate.weight", mixture.experts, hidden, dtype=torch.float32)
-    return MoeMlp(norm, Experts(rule, router, up, down, "relu2"))
+    return MoeMlp(norm, Experts(rule, router, up, down, "relu2", ranks=read.ranks))
 
 
 def _pattern(config: dict[str, Any]) -> str:
@@ -272,7 +290,7 @@ def _mixture(config: dict[str, Any]) -> Relu2Mixture:
     if shares != 1:
         raise refuse("n_shared_experts", shares, "one shared expert is supported")
     return Relu2Mixture(
-        experts=count_of(config, "n_routed_experts"),
+        experts=count_of(config, "n_routed_experts", most=MOST_EXPERTS),
         top_k=count_of(config, "num_experts_per_tok"),
         inner=inner,
         shared=count_of(config, "moe_shared_expert_intermediate_size", inner),

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from specbatch.config_values import flag_of
+from specbatch.kernels.gemm.weight import SCALE_BLOCK
 from specbatch.models import llama
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import Layer, Reader, Tables
@@ -28,6 +29,13 @@ class Qwen3MoeConfig(ModelConfig):
         plain = ModelConfig.from_dict(config | {"architectures": None, "model_type": "qwen3"})
         mixture = mixture_of(config, normalise=flag_of(config, "norm_topk_prob"))
         return cls(**vars(plain), mixture=mixture, sparse=sparse_layers(config, plain.num_layers))
+
+    def divided(self, ranks: int) -> Self:
+        step = 1 if self.fp8 is None else SCALE_BLOCK
+        return replace(super().divided(ranks), mixture=self.mixture.divided(ranks, step))
+
+    def sections(self, name: str) -> tuple[int, ...]:
+        return (self.mixture.inner,) * 2 if name.endswith("experts.gate_up_proj") else ()
 
     def mlp_bytes(self, dtype: torch.dtype) -> int:
         dense = 0 if all(self.sparse) else super().mlp_bytes(dtype)

@@ -20,7 +20,7 @@ from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight, concat_outputs
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, chunk_bytes
 from specbatch.memory.recurrent_state import StateShape
-from specbatch.models.config import Ends, ModelConfig, attending
+from specbatch.models.config import Ends, ModelConfig, attending, shared_out
 from specbatch.models.layers import Attention, Layer, Mixer, Mlp, Reader, SwiGlu, Tables
 from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers
 from specbatch.models.recurrent import GatedDelta, taps_of, window_shapes
@@ -94,6 +94,24 @@ class Qwen3NextConfig(ModelConfig):
             sparse=sparse_layers(inner, layers) if moe else (False,) * layers,
             prefix="model." if text is None else "model.language_model.",
         )
+
+    def divided(self, ranks: int) -> Self:
+        delta, mixture, step = self.delta, self.mixture, 1 if self.fp8 is None else SCALE_BLOCK
+        if delta is not None:
+            keys = shared_out("linear_num_key_heads", delta.keys, ranks)
+            delta = replace(delta, keys=keys, values=delta.values // delta.keys * keys)
+        mixture = mixture and mixture.divided(ranks, step)
+        return replace(super().divided(ranks), delta=delta, mixture=mixture)
+
+    def sections(self, name: str) -> tuple[int, ...]:
+        if name.endswith("experts.gate_up_proj"):
+            assert self.mixture is not None
+            return (self.mixture.inner,) * 2
+        if name.endswith((".in_proj_qkv.weight", ".conv1d.weight")):
+            assert self.delta is not None
+            keys, values = self.delta.keys * self.delta.key_dim, self.delta.values * self.delta.value_dim
+            return keys, keys, values
+        return ()
 
     @property
     def names(self) -> Ends:

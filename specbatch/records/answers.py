@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from specbatch.errors import refuse
 from specbatch.records.metrics import Better
 from specbatch.records.run_record import RunRecord
-from specbatch.records.store import load_record, unreadable
+from specbatch.records.schema import AnsweredQuestion, AnswersTable, Question, checked, read_rows
+from specbatch.records.store import RECORD, WORKS, load_record
 
 QUESTIONS = "questions.jsonl"
+GENERATES = "generate_until"  # lm-eval's output type of tasks that generate answers
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,11 @@ class EvalAnswers:
     scores: list[Score]
     questions: list[dict[str, Any]]
     record: RunRecord
-    kind: str = "generate_until"
+    kind: str = GENERATES
 
     @property
     def generates(self) -> bool:
-        return self.kind == "generate_until"
+        return self.kind == GENERATES
 
     @property
     def finish_reasons(self) -> dict[str, int]:
@@ -65,11 +67,15 @@ class EvalAnswers:
     def load(cls, folder: Path, setting: str = "folder") -> Self:
         """What an evaluation wrote into `folder`, the value of `setting`."""
         record = load_record(setting, folder)
-        with unreadable(setting, folder / QUESTIONS):
-            settings = {item.name: record.workload[item.name] for item in fields(cls) if item.name in record.workload}
-            settings["scores"] = [Score(**score) for score in settings["scores"]]
-            lines = (folder / QUESTIONS).read_text(encoding="utf-8").split("\n")
-            return cls(**settings, questions=[json.loads(line) for line in lines if line], record=record)
+        checked(setting, str(folder / RECORD), AnswersTable, record.workload, WORKS)
+        settings = {item.name: record.workload[item.name] for item in fields(cls) if item.name in record.workload}
+        settings["scores"] = [Score(**score) for score in settings["scores"]]
+        generates = settings.get("kind", GENERATES) == GENERATES
+        row = AnsweredQuestion if generates else Question
+        questions = list(read_rows(setting, folder / QUESTIONS, row, WORKS))
+        if not questions:
+            raise refuse(setting, str(folder / QUESTIONS), f"holds no answers; {WORKS}")
+        return cls(**settings, questions=questions, record=record)
 
 
 def load_answers(setting: str, folder: Path) -> EvalAnswers | None:

@@ -15,6 +15,7 @@ from specbatch.draft_shape import AUTO
 from specbatch.records.environment import hardware, versions
 
 SCHEMA = 1
+REQUESTS = "requests.jsonl"
 # Capacities of an engine that headings show.
 CAPS = ("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk", "state_bytes", "cached_states")
 
@@ -57,9 +58,7 @@ class RunRecord:
 
     @property
     def speculation(self) -> Speculation:
-        settings = self.config["speculation"]
-        layers = settings.get("aux_layers")  # a list in JSON
-        return Speculation(**settings | {"aux_layers": None if layers is None else tuple(layers)})
+        return speculation_of(self.config["speculation"])
 
     @property
     def chooses_draft_length(self) -> bool:
@@ -92,13 +91,11 @@ class RunRecord:
 
     def save(self, folder: Path) -> None:
         """Write `record.json` (without the rows) and `requests.jsonl` into `folder`, each atomically."""
-        write_atomic(folder / "requests.jsonl", "".join(json.dumps(row) + "\n" for row in self.requests))
+        write_atomic(folder / REQUESTS, "".join(json.dumps(row) + "\n" for row in self.requests))
         write_atomic(folder / "record.json", self.summary())
 
-    @classmethod
-    def load(cls, folder: Path) -> RunRecord:
-        body = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-        rows = folder / "requests.jsonl"
-        text = rows.read_text(encoding="utf-8") if rows.exists() else ""
-        body["requests"] = [json.loads(line) for line in text.splitlines()]
-        return cls(**body)
+
+def speculation_of(settings: dict[str, Any]) -> Speculation:
+    """The settings of a record, in which tuples are lists."""
+    known: dict[str, Any] = {name: tuple(item) if isinstance(item, list) else item for name, item in settings.items()}
+    return Speculation(**known)

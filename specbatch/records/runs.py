@@ -55,14 +55,16 @@ class Replicates:
 
     @property
     def resumed(self) -> str | None:
-        """Why a job of `generate` has no times: it was interrupted and continued. None if it ran without a break."""
+        """Why a job of `generate` or `eval` has no times: it was interrupted and continued. None if it ran without a
+        break."""
         counts = [(earlier, len(one.requests)) for one in self.records if (earlier := one.workload.get(EARLIER))]
         if not counts:
             return None
         many = ", ".join(f"{earlier} of {total}" for earlier, total in counts)
+        lacks = "throughput, times and accept rate" if self.mean("accept_rate") is None else "throughput and times"
         return (
-            f"{many} answers come from earlier, interrupted runs, which left no record: throughput, times and accept "
-            "rate over all prompts are unknown. To measure them, run the whole job at once (--overwrite)"
+            f"{many} answers come from earlier, interrupted runs, which left no record: {lacks} over all prompts are "
+            "unknown. To measure them, run the whole job at once (--overwrite)"
         )
 
     @property

@@ -2,79 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import Completion
-from specbatch.records.metrics import DISTRIBUTIONS, percentile_name
 from specbatch.records.run_record import RunRecord
+from specbatch.records.run_totals import RunTotals
 
 MIN_FULL_STEPS = 20  # iterations at full batch whose mean is a step time
-
-
-def percentile(values: list[float], percent: float) -> float:
-    """Linear interpolation between order statistics (numpy's default). `values` must not be empty."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
-def _distribution(name: str, values: list[float]) -> dict[str, float | None]:
-    """Mean, percentiles and maximum of a time in seconds; None where nothing was measured."""
-    item = DISTRIBUTIONS[name]
-    found: dict[str, float | None] = {f"mean_{name}_s": sum(values) / len(values) if values else None}
-    for percent in item.percentiles:
-        found[f"{percentile_name(percent)}_{name}_s"] = percentile(values, percent) if values else None
-    found[f"max_{name}_s"] = max(values) if values else None
-    return found
 
 
 def summarize(
     completions: Iterable[Completion], duration_s: float, concurrency: int | None = None
 ) -> dict[str, float | None]:
     """All metrics of the finished requests over a window of `duration_s` seconds. Incomplete requests are ignored."""
-    done = [item for item in completions if item.is_complete]
-    rows = [item.metrics for item in done]
-    verifies = sum(row.verify_steps for row in rows)
-    emitted = sum(row.emitted for row in rows)
-    drafted = sum(row.drafted for row in rows)
-    first_drafts, first_right = total_acceptance(done).first
-    outputs = sum(row.output_tokens for row in rows)
-    inputs = sum(row.prompt_tokens for row in rows)
-    window = duration_s if duration_s > 0 else None
+    return totals_of(completions).metrics(duration_s, concurrency)
 
-    def rate(amount: float) -> float | None:
-        return amount / window if window else None
 
-    numbers: dict[str, float | None] = {
-        "requests": len(rows),
-        "duration_s": duration_s,
-        "input_tokens": inputs,
-        "cached_tokens": sum(row.cached_tokens for row in rows),
-        "output_tokens": outputs,
-        "request_throughput": rate(len(rows)),
-        "input_throughput": rate(inputs),
-        "output_throughput": rate(outputs),
-        "total_throughput": rate(inputs + outputs),
-        "per_user_throughput": outputs / window / concurrency if window and concurrency else None,
-        "accept_length": emitted / verifies if verifies else None,
-        "accept_rate": sum(row.accepted for row in rows) / drafted if drafted else None,
-        "first_draft_accept_rate": first_right / first_drafts if first_drafts else None,
-        "verify_steps": verifies,
-        "drafted_tokens": drafted,
-        "accepted_tokens": sum(row.accepted for row in rows),
-        "retractions": sum(row.retractions for row in rows),
-    }
-    numbers |= _distribution("ttft", [row.ttft_s for row in rows if row.ttft_s is not None])
-    numbers |= _distribution("queue", [row.queue_s for row in rows])
-    numbers |= _distribution("tpot", [row.tpot_s for row in rows if row.tpot_s is not None])
-    numbers |= _distribution("itl", [gap for row in rows for gap in row.itl_s])
-    numbers |= _distribution("e2e", [row.e2e_s for row in rows])
-    return numbers
+def totals_of(completions: Iterable[Completion]) -> RunTotals:
+    """The totals of some requests."""
+    totals = RunTotals()
+    for item in completions:
+        totals.add(item)
+    return totals
 
 
 def device_metrics(counters: dict[str, Any]) -> dict[str, float | None]:
@@ -139,29 +90,17 @@ def steps_at(counters: dict[str, Any], rows: int) -> tuple[int, float | None]:
 
 def error_counts(completions: Iterable[Completion]) -> dict[str, int]:
     """How many requests failed with each error."""
-    return dict(Counter(item.error for item in completions if item.error is not None))
+    return dict(totals_of(completions).errors)
 
 
 def total_acceptance(completions: Iterable[Completion]) -> Acceptance:
     """Acceptance counters of all verifies. Incomplete requests are ignored."""
-    total = Acceptance()
-    for item in completions:
-        if item.is_complete:
-            total += item.metrics.acceptance
-    return total
+    return totals_of(completions).acceptance
 
 
 def emitted_histogram(completions: Iterable[Completion]) -> list[int]:
     """How many verifies emitted 0, 1, 2, ... tokens (index = tokens, bonus included) in complete requests."""
-    total: list[int] = []
-    for item in completions:
-        if not item.is_complete:
-            continue
-        counts = item.metrics.emitted_histogram
-        total += [0] * (len(counts) - len(total))
-        for place, count in enumerate(counts):
-            total[place] += count
-    return total
+    return totals_of(completions).emitted_histogram
 
 
 def break_even(drafting: RunRecord, baselines: Iterable[RunRecord]) -> float | None:

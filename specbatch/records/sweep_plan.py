@@ -13,13 +13,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from specbatch.atomic_file import write_atomic
+from specbatch.atomic_file import write_atomic, writing
 from specbatch.errors import refuse
 from specbatch.records.differences import describe_differences
 from specbatch.records.run_record import RunRecord
+from specbatch.records.schema import Plan, checked
 from specbatch.records.store import RECORD
+from specbatch.text_files import read_json
 
 PLAN = "sweep.json"
+SWEEP = "a sweep"
 
 
 class Described(Protocol):
@@ -59,6 +62,11 @@ class Point(NamedTuple):
         return (self.folder(root) / RECORD).exists()
 
 
+def point_of(record: RunRecord) -> Point:
+    """The point that a record is of."""
+    return Point(*(record.workload[name] for name in Point._fields))
+
+
 def folder_name(configuration: str) -> str:
     return configuration.replace("/", "_")
 
@@ -88,30 +96,31 @@ def plan_of(configurations: Mapping[str, Described], options: Options) -> dict[s
     return found
 
 
-def check_plan(folder: Path, plan: dict[str, Any]) -> None:
-    """Refuse a folder that holds another sweep."""
+def check_plan(folder: Path, plan: dict[str, Any], of: str = SWEEP) -> None:
+    """Refuse a folder that holds another sweep. of: what the user calls it."""
     path = folder / PLAN
     if not path.exists():
         return
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        differs = [name for name in plan if before.get(name) != plan[name]]
-    except (OSError, ValueError, AttributeError) as error:
-        raise refuse("output", str(folder), f"its {PLAN} cannot be read ({error}); name a new folder") from error
+    before = _read_plan("output", path, "name a new folder")
+    differs = [name for name in plan if before.get(name) != plan[name]]
     if differs:
         there, now = (", ".join(one["configurations"]) for one in (before, plan))
         other = f"choice of configurations ({there} there, {now} now)"
         if there == now:
-            other = describe_differences(before, plan, differs)
-        works = f"is of a sweep with another {other}; repeat that command, or name a new folder"
+            sizes = [name for name in differs if name != "configurations"]  # a bench derives these from the sizes
+            other = describe_differences(before, plan, sizes if sizes and of != SWEEP else differs)
+        works = f"is of {of} with another {other}; repeat that command, or name a new folder"
         raise refuse("output", str(folder), works)
 
 
 def save(folder: Path, plan: dict[str, Any], point: Point, record: RunRecord) -> None:
     """Write the record of a finished point; the plan is written with the first."""
-    point.folder(folder).mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     if not (folder / PLAN).exists():
         write_atomic(folder / PLAN, json.dumps(plan, indent=1) + "\n")
+    with writing(point.folder(folder)):
+        point.folder(folder).mkdir(parents=True, exist_ok=True)
     record.workload |= point._asdict()
     record.save(point.folder(folder))
 
@@ -125,11 +134,14 @@ def unfinished(run: Path, setting: str = "folder") -> list[Point]:
     plans = sorted(place.rglob(PLAN)) or [path for folder in place.parents[:3] if (path := folder / PLAN).exists()][:1]
     found = []
     for path in plans:
-        try:
-            plan = json.loads(path.read_text(encoding="utf-8"))
-            every = list(_points(plan["configurations"], plan["concurrency"], plan["repeats"]))
-        except (OSError, ValueError, TypeError, LookupError) as error:
-            raise refuse(setting, str(run), f"its {PLAN} cannot be read ({type(error).__name__})") from error
+        plan = _read_plan(setting, path, "move it away or run the sweep again")
+        every = list(_points(plan["configurations"], plan["concurrency"], plan["repeats"]))
         missing = [point for point in every if not point.is_finished(path.parent)]
         found += [point for point in missing if point.folder(path.parent).is_relative_to(place)]
     return found
+
+
+def _read_plan(setting: str, path: Path, works: str) -> dict[str, Any]:
+    plan: dict[str, Any] = read_json(setting, path, works)
+    checked(setting, str(path), Plan, plan, works)
+    return plan

@@ -7,23 +7,43 @@ that change are read from the device. A batch is therefore padded to the next re
 from __future__ import annotations
 
 import gc
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from specbatch.config import Graphs
 from specbatch.core.sampling import SamplingFlags
+from specbatch.core.sampling_params import MOST_TOP_LOGPROBS
 from specbatch.kernels.elementwise.gather_rows import ring_push
 
-Result = tuple[torch.Tensor, torch.Tensor | None]
 Program = Callable[[], None]
 # Results that may be in flight at the same time: one being computed, one being copied, one being read.
 RING = 4
 SHORT_TOKENS = 1024  # prefill passes of up to so many, without a prefix, are recorded as a whole, too
+
+
+class Result(NamedTuple):
+    """What a pass returns of B requests.
+
+    packed        int64 [B, N + 3] of a decode step with N nodes (see `Accepted.packed`), [B, 2] of a prefill pass
+    logprobs      float32 [B, N]: of the tokens, if asked for
+    top_logprobs  float32 [B, N, K]: of the most likely tokens, if asked for
+    top_tokens    int64 [B, N, K]
+    """
+
+    packed: torch.Tensor
+    logprobs: torch.Tensor | None = None
+    top_logprobs: torch.Tensor | None = None
+    top_tokens: torch.Tensor | None = None
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What there is, in this order."""
+        return tuple(item for item in self if item is not None)
 
 
 @dataclass
@@ -160,9 +180,9 @@ class WholeGraphs:
         self._host = torch.zeros(RING, most, dtype=torch.int64)
         if device.type == "cuda":
             self._host = self._host.pin_memory()
-        rows = max(lengths) + 1
-        self._packed = torch.zeros(RING, most * (rows + 3), dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(RING, most * rows, device=device)
+        self._most_nodes = most * (max(lengths) + 1)
+        # Rings of results, by field of `Result`. Made when a recording first needs them.
+        self._rings: dict[str, torch.Tensor] = {}
 
     def __len__(self) -> int:
         return len(self._buckets) * len(self._lengths)
@@ -189,24 +209,34 @@ class WholeGraphs:
         replay()
         self.counters.replays += 1
         self.counters.padded += bucket - len(slots)
-        packed, logprobs = self._results(len(slots), drafts)
-        return packed[turn], logprobs[turn] if flags.logprobs else None
+        return Result(**{name: ring[turn] for name, ring in self._results(len(slots), drafts, flags).items()})
 
-    def _results(self, count: int, drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the ring for results of `count` requests: [RING, count, N + 3] and [RING, count, N]."""
+    def _results(self, count: int, drafts: int, flags: SamplingFlags) -> dict[str, torch.Tensor]:
+        """Views of the rings for results of `count` requests: [RING, count, ...]."""
         rows = drafts + 1
-        packed = self._packed[:, : count * (rows + 3)].unflatten(1, (count, rows + 3))
-        return packed, self._logprobs[:, : count * rows].unflatten(1, (count, rows))
+        shapes: dict[str, tuple[int, ...]] = {"packed": (count, rows + 3)}
+        shapes |= {"logprobs": (count, rows)} if flags.logprobs else {}
+        if flags.top_logprobs:
+            shapes |= dict.fromkeys(("top_logprobs", "top_tokens"), (count, rows, MOST_TOP_LOGPROBS))
+        return {name: self._ring(name)[:, : math.prod(shape)].unflatten(1, shape) for name, shape in shapes.items()}
+
+    def _ring(self, name: str) -> torch.Tensor:
+        if name not in self._rings:
+            width = {"packed": 4, "logprobs": 1}.get(name, MOST_TOP_LOGPROBS)  # numbers per node, at most
+            dtype = torch.float32 if name.endswith("logprobs") else torch.int64
+            self._rings[name] = torch.zeros(RING, self._most_nodes * width, dtype=dtype, device=self._rows.device)
+        return self._rings[name]
 
     def _capture(self, bucket: int, drafts: int, flags: SamplingFlags) -> Program:
         rows = self._rows[:bucket]
-        all_packed, all_logprobs = self._results(bucket, drafts)
+        rings = self._results(bucket, drafts, flags)
 
         def program() -> None:
-            packed, logprobs = self._run(rows, flags, drafts)
-            ring_push(all_packed, self._place, packed)
-            if logprobs is not None:
-                all_logprobs.index_copy_(0, self._place, logprobs[None])
+            result = self._run(rows, flags, drafts)
+            ring_push(rings["packed"], self._place, result.packed)
+            for name, ring in rings.items():
+                if name != "packed":
+                    ring.index_copy_(0, self._place, getattr(result, name)[None])
 
         # A step over padding slots is harmless if its result goes to the next place: others may be in flight.
         self._rows.zero_()

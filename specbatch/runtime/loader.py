@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from specbatch.kernels.attention.prefill_backends import PrefillAttention
+from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.linear import is_blocked
 from specbatch.kernels.gemm.weight import keeps_fp8
 from specbatch.memory.kv_cache import KVCache
@@ -17,18 +18,21 @@ from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.fp8 import SCALES
+from specbatch.models.layers import Reader
 from specbatch.runtime.cuda_graphs import Recorder
 from specbatch.runtime.prefill_forward import EagerForward, Forward, PiecewiseGraphs, PromptWork
 
 if TYPE_CHECKING:
     from specbatch.weights import Checkpoint
 
+C = TypeVar("C", bound=ModelConfig)
+
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Memory that a model's weights take once they are loaded."""
     count = config.parameter_count()
     if config.tie_embeddings and is_blocked(dtype, device):  # the head is then a copy of the embedding
-        count += config.vocab_size * config.hidden_size
+        count += config.head_rows * config.hidden_size
     kept, shapes = kept_fp8(config, device), config.weight_shapes()
     return count * dtype.itemsize + sum(size - math.prod(shapes[name]) * dtype.itemsize for name, size in kept.items())
 
@@ -92,18 +96,28 @@ class Loader:
     state_dtype: str  # of recurrent layers' matrix states
     cached_states: int  # places for states of prefixes
     recorder: Recorder | None = None
+    ranks: Communicator | None = None  # over which the models are divided
     forwards: dict[str, PromptWork] = field(default_factory=dict)
     caches: list[KVCache] = field(default_factory=list)
 
     def model(self, checkpoint: Checkpoint, *, of_draft: bool = False) -> Decoder:
         return Decoder(
-            checkpoint.config,
+            self.part(checkpoint.config),
             checkpoint.tensor,
             dtype=self.dtype,
             device=self.device,
             max_positions=self.max_positions,
             of_draft=of_draft,
+            ranks=self.ranks,
         )
+
+    def part(self, config: C) -> C:
+        """The config of this rank's part of a model."""
+        return config if self.ranks is None else config.divided(self.ranks.size)
+
+    def draft_reader(self, config: ModelConfig, read: Callable[[str], torch.Tensor]) -> Reader:
+        """Reads the tensors of a draft head that belong to this rank; `Reader.config` is that of its part."""
+        return Reader(self.part(config), read, self.dtype, self.device, of_draft=True, ranks=self.ranks)
 
     def target(self, model: Decoder, *, needs_all_hidden: bool) -> tuple[Forward, KVCache]:
         """The target's prefill forward pass and its cache. needs_all_hidden: of all tokens, see `DraftPlan`."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from specbatch.atomic_file import write_json
+from specbatch.atomic_file import replacing, write_json, writing
 from specbatch.errors import refuse
 from specbatch.training.answers import ANSWERS
 from specbatch.training.head import Head
@@ -28,7 +28,8 @@ def staged(folder: Path) -> Iterator[Path]:
     are removed."""
     stage = folder / UNFINISHED
     shutil.rmtree(stage, ignore_errors=True)
-    stage.mkdir()
+    with writing(stage):
+        stage.mkdir()
     try:
         yield stage
         for path in sorted(stage.iterdir(), key=lambda path: path.name == CONFIG):
@@ -82,14 +83,9 @@ def _stored(head: Head, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
-    part = path.with_name(f".{path.name}.part{os.getpid()}")
-    try:
+    with replacing(path) as part:
         save_file(tensors, part, metadata={"format": "pt"})
         part.chmod(0o644)  # the library makes it readable for its owner only
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def _link(source: Path, place: Path) -> None:

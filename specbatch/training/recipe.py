@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specbatch.algorithms import ALGORITHMS
-from specbatch.errors import refuse
+from specbatch.errors import MOST_SEED, refuse
 from specbatch.settings import check_fields, number, setting, whole
 
 HEADS = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.training)
@@ -36,7 +36,7 @@ class Recipe:
         number(lambda rate: 0 < rate < 1, "use a number above 0 and below 1"),
     )
     held_out: int = setting(32, "Number of answers held out for evaluation.", whole(1))
-    seed: int = setting(0, "", whole(0))
+    seed: int = setting(0, "", whole(0, MOST_SEED))
     unroll: int | None = setting(None, "eagle3, mtp: length of the draft chains in training. Default: 5.", whole(1, 16))
     vocab: int | None = setting(
         None,

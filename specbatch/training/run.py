@@ -17,7 +17,7 @@ from specbatch.atomic_file import write_json
 from specbatch.config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.core.request import SamplingParams
-from specbatch.errors import at_least, refuse
+from specbatch.errors import at_least, refuse, reporting
 from specbatch.jobs.prompts import read_prompts
 from specbatch.progress import Report
 from specbatch.records.environment import hardware, versions
@@ -105,7 +105,8 @@ def train_draft(
         log(f"head: {recipe.algorithm}, {count / 1e6:.1f} M parameters, for {checkpoint.name} in {type_name(dtype)}")
         history = train(head, target, kept, held_out, recipe, log=log, report=report)
         record = _record(config, recipe, described, history, checkpoint, count)
-        with files.staged(folder) as stage:
+        works = f"answers are kept in {folder}; the same command with this --out trains again"
+        with reporting(lambda: works), files.staged(folder) as stage:
             if beside is None:
                 files.write_head(stage, head, dtype)
             else:

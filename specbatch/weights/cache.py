@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from specbatch.atomic_file import scratch_folder
 from specbatch.errors import refuse
+from specbatch.text_files import open_regular
 
 
 def cache_folder() -> Path:
@@ -20,29 +22,30 @@ def cache_folder() -> Path:
 
 
 def file_hash(path: Path) -> str:
-    """sha256 of a whole file, as hex."""
-    with path.open("rb") as file:
+    """sha256 of a whole regular file, as hex. Raises UnreadableError, or OSError while it is read."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
 def staging(needed: int) -> Iterator[Path]:
-    """A temporary folder on the cache's disk, from which finished files are renamed to their place.
+    """A temporary folder on the cache's disk, from which finished files are renamed to their place. Those of killed
+    processes are removed.
 
     Raises SpecbatchError if the cache cannot be written or has fewer than `needed` bytes free.
     """
     root = cache_folder()
     try:
         root.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(dir=root, prefix=".part-", ignore_cleanup_errors=True)
+        tempfile.TemporaryFile(dir=root).close()
     except OSError as error:
         raise refuse("SPECBATCH_CACHE", str(root), f"set it to a folder that can be written ({error})") from None
-    with scratch as name:
+    with scratch_folder(root) as scratch:
         free = shutil.disk_usage(root).free
         if free < needed:
             works = f"set it to a folder with {needed / 2**30:.1f} GiB free (here {free / 2**30:.1f})"
             raise refuse("SPECBATCH_CACHE", str(root), works)
-        yield Path(name)
+        yield scratch
 
 
 def keep(scratch: Path, target: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specbatch.errors import refuse
 from specbatch.models.config import ModelConfig
+from specbatch.text_files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -68,30 +69,26 @@ def open_checkpoint(
         return _open_dummy(model, seed, override, read, device)
     from specbatch.weights.known_models import KNOWN_MODELS, pull
 
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if model in KNOWN_MODELS:
         _refuse_safetensors(load_format, model)
         known = KNOWN_MODELS[model]
         return _open_gguf(pull(model, log), model, known.origin, override, log, known.sha256)
-    if path.is_file() and path.suffix == ".gguf":
+    # os.path reports a name that is too long or not allowed as missing; pathlib raises.
+    if os.path.isfile(path) and path.suffix == ".gguf":
         _refuse_safetensors(load_format, model)
         return _open_gguf(path, path.stem, str(path), override, log)
-    if path.is_dir():
+    if os.path.isdir(path):
         return _open_folder(path, path.resolve().name, str(path), load_format, override, log, read)
     if _looks_like_a_path(model):
-        found = "this file is not a model" if path.exists() else "no such file"
+        found = "this file is not a model" if os.path.exists(path) else "no such file"
         raise refuse("model", model, f"{found}; give a .gguf file or a folder with config.json and safetensors")
     return _open_hub(model, load_format, override, log, read)
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Read a config.json."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise refuse("model", str(path), f"it cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise refuse("model", str(path), f"it is not valid JSON ({error})") from None
+    found = read_json("model", path, "download it again")
     if not isinstance(found, dict):
         raise refuse("model", str(path), "it must hold a JSON object")
     return found
@@ -100,12 +97,12 @@ def read_config(path: Path) -> dict[str, Any]:
 def _open_dummy(model: str, seed: int, tokenizer: Tokenizer | None, read: Read, device: str) -> Checkpoint:
     from specbatch.weights.dummy import SHAPES, DummyCheckpoint
 
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if model in SHAPES:
         config, name = SHAPES[model], model
-    elif path.is_dir() and (path / "config.json").is_file():
+    elif os.path.isdir(path) and (path / "config.json").is_file():
         config, name = read_config(path / "config.json"), path.resolve().name
-    elif path.is_file() and path.suffix == ".json":
+    elif os.path.isfile(path) and path.suffix == ".json":
         config, name = read_config(path), path.resolve().parent.name
     else:
         works = f"with load_format='dummy' give a config.json, its folder, or one of {', '.join(SHAPES)}"
@@ -173,8 +170,8 @@ def open_tokenizer(tokenizer: str, log: Log | None = None) -> Tokenizer:
         with TemporaryDirectory() as scratch:  # the weights are not converted
             write_tokenizer(pull(tokenizer, log), Path(scratch))
             return Tokenizer.from_folder(Path(scratch), name=tokenizer)
-    folder = Path(tokenizer).expanduser()
-    if not folder.is_dir():
+    folder = Path(os.path.expanduser(tokenizer))
+    if not os.path.isdir(folder):
         if _looks_like_a_path(tokenizer) or tokenizer.count("/") != 1:
             works = f"give a known name ({', '.join(KNOWN_MODELS)}), a folder with tokenizer.json, or a hub id"
             raise refuse("tokenizer", tokenizer, f"no such name or folder; {works}")
@@ -188,4 +185,4 @@ def _refuse_safetensors(load_format: str, model: str) -> None:
 
 
 def _looks_like_a_path(name: str) -> bool:
-    return name.startswith(("/", ".", "~")) or name.endswith((".gguf", ".json", ".safetensors")) or Path(name).exists()
+    return name.startswith(("/", ".", "~")) or name.endswith((".gguf", ".json", ".safetensors")) or os.path.exists(name)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.errors import refuse
+from specbatch.errors import refuse, shown
 from specbatch.weights import hub
 from specbatch.weights.checkpoint import read_config
 from specbatch.weights.dummy import random_tensor
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 Shapes = dict[str, tuple[int, ...]]
+_DTYPES = {f"torch.{name}" for name in ("float32", "float16", "bfloat16", "int64", "int32", "bool")}
 HEAD_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin"]
 _SPELLINGS = (
     ("model.", ""),
@@ -46,8 +48,8 @@ class DraftFiles:
 
 def open_draft(draft: str) -> DraftFiles:
     """Open a folder, or a hub id `owner/name`, optionally with `@revision`. Raises SpecbatchError for `draft`."""
-    folder = Path(draft).expanduser()
-    if not folder.is_dir():
+    folder = Path(os.path.expanduser(draft))
+    if not os.path.isdir(folder):
         works = "give a folder with config.json and safetensors, or a hub id"
         if draft.count("/") != 1 or draft.startswith((".", "~", "/")):
             raise refuse("draft", draft, f"no such folder; {works}")
@@ -82,9 +84,9 @@ def dummy_config(draft: str) -> dict[str, Any] | None:
     shape."""
     if draft == "dummy":
         return None
-    path = Path(draft).expanduser()
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    path = Path(os.path.expanduser(draft))
+    path = path / "config.json" if os.path.isdir(path) else path
+    if not os.path.isfile(path):
         works = "with load_format='dummy' give a config.json, its folder, or 'dummy' for the usual shape"
         raise refuse("draft", draft, works)
     return read_config(path)
@@ -95,11 +97,21 @@ def _torch_file(path: Path, draft: str) -> dict[str, torch.Tensor]:
 
     if not path.is_file():
         raise refuse("draft", draft, "the folder has neither safetensors nor a pytorch_model.bin")
+    works = "it is damaged or not a file of tensors ({})"
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # the errors of pickle, zip and torch have no common class
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise refuse("draft", str(path), f"it is damaged or not a file of tensors ({reason})") from None
+        raise refuse("draft", str(path), works.format(reason)) from None
+    if not isinstance(found, dict):
+        raise refuse("draft", str(path), works.format(f"it holds a {type(found).__name__}"))
+    for name, tensor in found.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise refuse("draft", str(path), works.format(f"{shown(name)} is a {type(tensor).__name__}"))
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or str(tensor.dtype) not in _DTYPES:
+            raise refuse("draft", str(path), works.format(f"{shown(name)} is not a plain tensor of numbers"))
+        if tensor.nbytes > tensor.untyped_storage().nbytes():  # a view of a few values can have any size
+            raise refuse("draft", str(path), works.format(f"{shown(name)} is larger than its data"))
     return {_canonical(name): tensor for name, tensor in found.items() if not name.endswith("rotary_emb.inv_freq")}
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.errors import SpecbatchError, refuse
+from specbatch.errors import SpecbatchError, refuse, shown
 from specbatch.models.config import ModelConfig
 from specbatch.models.fp8 import SCALES
+from specbatch.text_files import UnreadableError, open_regular
 from specbatch.tokenizer import Tokenizer
 from specbatch.weights.checkpoint import Log, Read, read_config
 
@@ -138,8 +140,10 @@ def _weight_files(folder: Path) -> dict[Path, set[str]]:
             raise _damaged(index, "it has no weight_map")
         files: dict[Path, set[str]] = {}
         for name, file in weight_map.items():
-            if not isinstance(file, str):
-                raise _damaged(index, f"its weight_map has {file!r} for {name}; it must name a file")
+            if not isinstance(file, str) or not file:
+                raise _damaged(index, f"its weight_map has {shown(file)} for {shown(name)}; it must name a file")
+            if Path(file).is_absolute() or ".." in Path(file).parts:
+                raise _damaged(index, f"its weight_map names {shown(file)}, which is outside of the folder")
             files.setdefault(folder / file, set()).add(name)
         return files
     found = sorted(folder.glob("*.safetensors"))
@@ -153,10 +157,14 @@ def _weight_files(folder: Path) -> dict[Path, set[str]]:
 def _open_file(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
+    if not os.path.exists(path):
+        raise _damaged(path, "the file is in the index, but missing")
+    try:
+        open_regular(path).close()
+    except UnreadableError as error:
+        raise _damaged(path, f"it {error}") from None
     try:
         return safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise _damaged(path, "the file is in the index, but missing") from None
     except (SafetensorError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise _damaged(path, f"it is damaged or truncated ({reason}); download it again") from None

@@ -16,6 +16,7 @@ import numpy as np
 
 from specbatch.errors import refuse
 from specbatch.models.config import ModelConfig
+from specbatch.text_files import UnreadableError
 from specbatch.tokenizer import Tokenizer
 from specbatch.weights.cache import cache_folder, file_hash, keep, staging
 from specbatch.weights.checkpoint import Log
@@ -24,6 +25,8 @@ from specbatch.weights.gguf_file import GgufFile, read_config, rename
 
 if TYPE_CHECKING:
     import torch
+
+    from specbatch.weights.gguf_header import GgufTensor
 
 SHARD_BYTES = 1 << 30  # size of the files with converted weights, which bounds the memory in use
 FORMAT = "gguf-1"  # the cache's subfolder; raise the number when the conversion changes
@@ -63,6 +66,8 @@ def convert(path: Path, log: Log | None = None, sha256: str | None = None) -> Pa
     """
     try:
         target = cache_folder() / FORMAT / (sha256 or file_hash(path))
+    except UnreadableError as error:
+        raise refuse("model", str(path), f"it {error}") from None
     except OSError as error:
         raise refuse("model", str(path), f"it cannot be read ({error.strerror})") from None
     if target.is_dir():
@@ -70,9 +75,9 @@ def convert(path: Path, log: Log | None = None, sha256: str | None = None) -> Pa
     file = GgufFile(path)
     config = read_config(file)
     tensors = rename(file)
-    shapes = {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     check_tensors(ModelConfig.from_dict(config).tensor_shapes(), shapes, path)
-    size = sum(4 * tensor.n_elements for tensor in tensors.values())
+    size = sum(4 * tensor.size for tensor in tensors.values())
     if log:
         log(f"dequantizing {path.name} once, to {size / 2**30:.1f} GiB in {target}")
     with staging(size) as scratch:
@@ -89,7 +94,7 @@ def unpermute(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _write(folder: Path, tensors: dict[str, Any], config: dict[str, Any]) -> None:
+def _write(folder: Path, tensors: dict[str, GgufTensor], config: dict[str, Any]) -> None:
     """Write config, index and the dequantized tensors, in files of about SHARD_BYTES, with a few threads."""
     from safetensors.torch import save_file
 
@@ -111,7 +116,7 @@ def _write(folder: Path, tensors: dict[str, Any], config: dict[str, Any]) -> Non
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _shards(tensors: dict[str, Any]) -> list[list[str]]:
+def _shards(tensors: dict[str, GgufTensor]) -> list[list[str]]:
     """Names in groups of about SHARD_BYTES."""
     shards: list[list[str]] = [[]]
     size = 0
@@ -120,22 +125,23 @@ def _shards(tensors: dict[str, Any]) -> list[list[str]]:
             shards.append([])
             size = 0
         shards[-1].append(name)
-        size += 4 * tensor.n_elements
+        size += 4 * tensor.size
     return shards
 
 
-def dequantize_tensor(tensor: Any, permuted_heads: int | None) -> torch.Tensor:
+def dequantize_tensor(tensor: GgufTensor, permuted_heads: int | None) -> torch.Tensor:
     """One tensor in its own dtype or dequantized to float32, with rows in the order of the checkpoint."""
     import torch
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    kind, values = tensor.tensor_type, tensor.data
+    kind, values = tensor.kind, tensor.data
     if kind == GGMLQuantizationType.BF16:
         values = values.view(np.uint16)  # numpy has no bfloat16; torch reinterprets the bits below
     elif kind not in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
         try:
-            values = dequantize(values, kind)
+            with np.errstate(all="ignore"):  # of scales that are not finite
+                values = dequantize(values, kind)
         except NotImplementedError:
             raise refuse(tensor.name, kind.name, "use a file in Q4_K_M, Q8_0, F16 or another") from None
     if permuted_heads is not None:

@@ -5,13 +5,19 @@ Unknown architectures, rope scalings and tensors are refused: ignoring them woul
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specbatch.config_values import count_of, positive_of
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.models.config import FAMILIES
+from specbatch.text_files import UnreadableError
+
+if TYPE_CHECKING:
+    from specbatch.weights.gguf_header import GgufTensor
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -43,38 +49,45 @@ class GgufFile:
     """An open GGUF file.
 
     arch     its `general.architecture`
-    tensors  name in the file -> tensor; its `shape` has the fastest dimension first
+    tensors  name in the file -> tensor
     """
 
     def __init__(self, path: Path) -> None:
-        from gguf import GGUFReader
+        from specbatch.weights.gguf_header import GgufError, read_gguf
 
         self.path = path
         try:
-            self._reader = GGUFReader(path)
-        except Exception as error:  # a damaged file can raise any exception in the reader
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise self.refusal(f"it is not a complete GGUF file ({reason}); download it again") from None
-        if self._reader.byte_order == "S":
-            raise self.refusal("big-endian files are not supported; use the little-endian one")
-        if self.metadata("split.count", 1) > 1:
+            self._metadata, self.tensors = read_gguf(path)
+        except (GgufError, UnreadableError) as error:
+            raise self.refusal(str(error)) from None
+        if self.metadata("split.count", 1) != 1:
             raise self.refusal("it is one part of several; merge them with llama-gguf-split --merge")
-        self.arch = self.required("general.architecture")
-        self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self.arch: str = self.required("general.architecture", str)
 
     def refusal(self, works: str) -> SpecbatchError:
         return refuse("model", str(self.path), works)
 
     def metadata(self, key: str, default: Any = None) -> Any:
-        """The value of a key. A key that starts with a dot gets the architecture as prefix."""
-        field = self._reader.fields.get(self.full(key))
-        return default if field is None else field.contents()
+        """The value of a key: a text, a number, a boolean or a list of them. A key that starts with a dot gets the
+        architecture as prefix."""
+        return self._metadata.get(self.full(key), default)
 
-    def required(self, key: str) -> Any:
+    def required(self, key: str, *kinds: type) -> Any:
+        """The value of a key, of one of these types, if any are given."""
         value = self.metadata(key)
         if value is None:
             raise self.refusal(f"its metadata has no {self.full(key)}")
+        if kinds and type(value) not in kinds:
+            raise refuse(self.full(key), value, f"it must be of type {' or '.join(kind.__name__ for kind in kinds)}")
         return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """The positive whole number under a key; without a default it is required."""
+        return count_of({self.full(key): self.metadata(key)}, self.full(key), default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """The positive number under a key; without a default it is required."""
+        return positive_of({self.full(key): self.metadata(key)}, self.full(key), default)
 
     def full(self, key: str) -> str:
         return f"{self.arch}{key}" if key.startswith(".") else key
@@ -82,9 +95,7 @@ class GgufFile:
     def keys(self, prefix: str) -> list[str]:
         """Keys that start with `prefix`, in the form that `metadata` takes."""
         return [
-            prefix + key.removeprefix(self.full(prefix))
-            for key in self._reader.fields
-            if key.startswith(self.full(prefix))
+            prefix + key.removeprefix(self.full(prefix)) for key in self._metadata if key.startswith(self.full(prefix))
         ]
 
 
@@ -97,8 +108,8 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         raise refuse(file.full(".expert_count"), file.metadata(".expert_count"), "only dense models are supported")
     if "token_embd.weight" not in file.tensors:
         raise file.refusal("tensor token_embd.weight is missing")
-    heads, hidden = _same_in_all_layers(file, ".attention.head_count"), file.required(".embedding_length")
-    head_dim = file.metadata(".attention.key_length", hidden // heads)
+    heads, hidden = _same_in_all_layers(file, ".attention.head_count"), file.count(".embedding_length")
+    head_dim = file.count(".attention.key_length", hidden // heads)
     for key in (".attention.value_length", ".rope.dimension_count"):
         if file.metadata(key, head_dim) != head_dim:
             raise refuse(file.full(key), file.metadata(key), f"it must equal the head size, {head_dim}")
@@ -106,7 +117,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     return {
         "architectures": [architecture],
         "model_type": file.arch,
-        "vocab_size": int(file.tensors["token_embd.weight"].shape[-1]),
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
         "intermediate_size": _same_in_all_layers(file, ".feed_forward_length"),
         "num_hidden_layers": file.required(".block_count"),
@@ -114,7 +125,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         "num_key_value_heads": _same_in_all_layers(file, ".attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": file.required(".context_length"),
-        "rms_norm_eps": _short(file.required(".attention.layer_norm_rms_epsilon")),
+        "rms_norm_eps": _short(file.number(".attention.layer_norm_rms_epsilon")),
         "sliding_window": window,
         "use_sliding_window": window is not None,
         "max_window_layers": 0,
@@ -132,24 +143,26 @@ def _rope(file: GgufFile) -> dict[str, Any]:
         if key not in _ROPE_KEYS:
             raise refuse(file.full(key), file.metadata(key), "rope with this key is not supported")
     rope: dict[str, Any] = {"rope_type": "default"}
-    theta = file.metadata(".rope.freq_base")
-    if theta is not None:
-        rope["rope_theta"] = _short(theta)
+    if file.metadata(".rope.freq_base") is not None:
+        rope["rope_theta"] = _short(file.number(".rope.freq_base"))
     kind = file.metadata(".rope.scaling.type", "none")
     if kind in ("linear", "yarn"):
-        rope |= {"rope_type": kind, "factor": _short(file.required(".rope.scaling.factor"))}
+        rope |= {"rope_type": kind, "factor": _short(file.number(".rope.scaling.factor"))}
     elif kind != "none":
         raise refuse(file.full(".rope.scaling.type"), kind, "supported are none, linear and yarn")
     if kind == "yarn":
         rope["original_max_position_embeddings"] = file.required(".rope.scaling.original_context_length")
         for name in ("beta_fast", "beta_slow"):
-            turns = file.metadata(f".rope.scaling.yarn_{name}")
-            if turns is not None:
-                rope[name] = _short(turns)
+            key = f".rope.scaling.yarn_{name}"
+            if file.metadata(key) is not None:
+                rope[name] = _short(file.number(key))
     if "rope_freqs.weight" in file.tensors:
         if kind != "none":
             raise refuse(file.full(".rope.scaling.type"), kind, "with rope_freqs.weight it must be none")
-        rope |= {"rope_type": "divisors", "divisors": file.tensors["rope_freqs.weight"].data.tolist()}
+        divisors = file.tensors["rope_freqs.weight"].data
+        if divisors.dtype != np.float32 or divisors.ndim != 1:
+            raise file.refusal("tensor rope_freqs.weight must be a vector of float32 numbers")
+        rope |= {"rope_type": "divisors", "divisors": divisors.tolist()}
     return rope
 
 
@@ -159,7 +172,7 @@ def _same_in_all_layers(file: GgufFile, key: str, default: int | None = None) ->
     layers = value if isinstance(value, list) else [value]
     if len(set(layers)) != 1:
         raise refuse(file.full(key), value, "layers that differ in size are not supported")
-    return int(layers[0])
+    return count_of({file.full(key): layers[0]}, file.full(key))
 
 
 def _short(value: float) -> float:
@@ -167,19 +180,19 @@ def _short(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def rename(file: GgufFile) -> dict[str, Any]:
+def rename(file: GgufFile) -> dict[str, GgufTensor]:
     """Tensors by their checkpoint names. Unknown tensors are refused."""
     renamed = {}
     for name, tensor in file.tensors.items():
         if name == "rope_freqs.weight":
             continue  # part of the rope parameters
-        stem, _, kind = name.rpartition(".")
-        if stem.startswith("blk."):
-            _, layer, part = stem.split(".", 2)
+        if in_layer := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(\w+)", name):
+            layer, part, kind = in_layer.groups()
             known, known_name = part in _LAYER_NAMES, f"model.layers.{layer}.{_LAYER_NAMES.get(part)}.{kind}"
         else:
+            stem, _, kind = name.rpartition(".")
             known, known_name = stem in _NAMES, f"{_NAMES.get(stem)}.{kind}"
         if not known:
-            raise file.refusal(f"tensor {name} is not part of any supported model")
+            raise file.refusal(f"tensor {name!r} is not part of any supported model")
         renamed[known_name] = tensor
     return renamed

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.atomic_file import write_atomic, write_json
+from specbatch.config_values import flag_of
 from specbatch.errors import refuse
 from specbatch.weights.gguf_file import GgufFile
 
+_ADD_BOS = "tokenizer.ggml.add_bos_token"
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
 
 # Control tokens that end a response. Files declare only one of them as the end token.
@@ -34,18 +36,27 @@ def write_tokenizer(path: Path, folder: Path) -> None:
     Raises SpecbatchError for an unknown tokenizer or pre-tokenizer.
     """
     file = GgufFile(path)
-    tokens, types = file.required("tokenizer.ggml.tokens"), file.required("tokenizer.ggml.token_type")
+    tokens, types = _list(file, "tokens", str), _list(file, "token_type", int)
+    if len(tokens) != len(types):
+        raise file.refusal(f"its metadata has {len(tokens)} tokens and the types of {len(types)}")
     backend = _backend(file, tokens, types)
-    ends = [file.metadata("tokenizer.ggml.eot_token_id")]  # in addition to the eos token below
-    ends += [tokens.index(mark) for mark in END_MARKS if mark in tokens and types[tokens.index(mark)] == CONTROL]
+
+    def identity(key: str) -> int | None:
+        name = f"tokenizer.ggml.{key}_token_id"
+        found = file.metadata(name)
+        if found is not None and (type(found) is not int or not 0 <= found < len(tokens)):
+            raise refuse(name, found, f"it must be the id of one of {len(tokens)} tokens")
+        return found
 
     def token(key: str) -> str | None:
-        found = file.metadata(f"tokenizer.ggml.{key}_token_id")
+        found = identity(key)
         return None if found is None else tokens[found]
 
-    pre = file.required("tokenizer.ggml.pre")
+    ends = [identity("eot")]  # in addition to the eos token below
+    ends += [tokens.index(mark) for mark in END_MARKS if mark in tokens and types[tokens.index(mark)] == CONTROL]
+    pre = file.required("tokenizer.ggml.pre", str)
     described = {
-        "add_bos_token": file.metadata("tokenizer.ggml.add_bos_token", pre == "llama-bpe"),
+        "add_bos_token": flag_of({_ADD_BOS: file.metadata(_ADD_BOS)}, _ADD_BOS, pre == "llama-bpe"),
         "bos_token": token("bos"),
         "eos_token": token("eos"),
         "pad_token": token("padding"),
@@ -57,17 +68,28 @@ def write_tokenizer(path: Path, folder: Path) -> None:
     write_atomic(folder / "tokenizer.json", backend.to_str())  # last: it marks the files as complete
 
 
+def _list(file: GgufFile, key: str, kind: type) -> list[Any]:
+    """The list under a key of the tokenizer, of one type."""
+    name = f"tokenizer.ggml.{key}"
+    found: list[Any] = file.required(name, list)
+    if not all(type(item) is kind for item in found):
+        raise file.refusal(f"its metadata has {name} with items that are not of type {kind.__name__}")
+    return found
+
+
 def _backend(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
     kind = file.required("tokenizer.ggml.model")
     if kind != "gpt2":
         raise refuse("tokenizer.ggml.model", kind, "only 'gpt2' is supported; pass tokenizer=FOLDER of the original")
-    pre = file.required("tokenizer.ggml.pre")
+    pre = file.required("tokenizer.ggml.pre", str)
     vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
-    merges = [tuple(merge.split(" ", 1)) for merge in file.required("tokenizer.ggml.merges")]
-    # Llama 3 looks up whole words before it merges.
-    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
+    merges = [tuple(merge.split(" ", 1)) for merge in _list(file, "merges", str)]
+    try:  # Llama 3 looks up whole words before it merges.
+        backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
+    except Exception as error:  # the library raises plain Exception, among others
+        raise file.refusal(f"its tokenizer cannot be read ({error})") from None
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizer(pre)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specbatch.errors import SpecbatchError, refuse
+from specbatch.text_files import UnreadableError
 from specbatch.weights import hub
 from specbatch.weights.cache import cache_folder, file_hash, keep, staging
 from specbatch.weights.checkpoint import Log
@@ -187,7 +188,9 @@ def pull(name: str, log: Log | None = None, copy: Path | None = None) -> Path:
 def _check(model: KnownModel, path: Path, works: str) -> None:
     """Refuse a file that is not the model's."""
     try:
-        size, digest = path.stat().st_size, file_hash(path)
+        digest, size = file_hash(path), path.stat().st_size
+    except UnreadableError as error:
+        raise refuse("from", str(path), f"it {error}") from None
     except OSError as error:
         raise refuse("from", str(path), f"it cannot be read ({error.strerror})") from None
     if (size, digest) != (model.size, model.sha256):

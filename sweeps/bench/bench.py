@@ -17,7 +17,7 @@ from typing import Any
 
 from specbatch.atomic_file import write_atomic
 from specbatch.config import EngineConfig
-from specbatch.errors import refuse
+from specbatch.errors import refuse, reporting
 from specbatch.progress import Report
 from specbatch.records.sweep_plan import PLAN, check_plan, plan_of
 from specbatch.sweeps.bench.limits import Limits
@@ -51,39 +51,42 @@ def run_bench(
         works = f"is of a bench with other sections ({', '.join(there)} there, {', '.join(now)} now); name a new folder"
         raise refuse("output", str(folder), works)
     for section in sections:
-        check_plan(folder / section.name, plan_of(section.configs, section.options))
+        check_plan(folder / section.name, plan_of(section.configs, section.options), f"a bench ({section.name})")
     machine = read_machine(folder) or (_measure_machine(base) if MACHINE in options.sections else {})
     configs = {name: config for section in sections for name, config in section.configs.items()}
     limits, failed = Limits(machine), Failed()
-    try:
-        with ExitStack() as stack:
 
-            @cache
-            def engines() -> Engines:
-                return stack.enter_context(loaded(configs, log, failed=failed))
-
-            for section in sections:
-                run_points(
-                    section.configs,
-                    lambda: nullcontext(engines()),
-                    section.options,
-                    folder / section.name,
-                    log=log,
-                    report=report,
-                    failed=failed,
-                    measured=limits.add,
-                )
-    except KeyboardInterrupt:
+    def kept() -> str:
         finished = len(list(folder.glob("*/*/c*/r*/record.json")))
         works = "the same command with this --out continues"
-        raise KeyboardInterrupt(f"kept {finished} finished points and their tables in {folder}; {works}") from None
-    finally:
-        records = load_sections(folder)
-        if records or not sections:
-            for name, content in ((MACHINE_FILE, json.dumps(machine) if machine else ""), (PEERS, peers)):
-                if content:
-                    write_atomic(folder / name, content)
-            text = write_tables(folder)
+        return f"kept {finished} finished points and their tables in {folder}; {works}"
+
+    with reporting(kept):
+        try:
+            with ExitStack() as stack:
+
+                @cache
+                def engines() -> Engines:
+                    return stack.enter_context(loaded(configs, log, failed=failed))
+
+                for section in sections:
+                    run_points(
+                        section.configs,
+                        lambda: nullcontext(engines()),
+                        section.options,
+                        folder / section.name,
+                        log=log,
+                        report=report,
+                        failed=failed,
+                        measured=limits.add,
+                    )
+        finally:
+            records = load_sections(folder)
+            if records or not sections:
+                for name, content in ((MACHINE_FILE, json.dumps(machine) if machine else ""), (PEERS, peers)):
+                    if content:
+                        write_atomic(folder / name, content)
+                text = write_tables(folder)
     for name, own in records.items():
         if log is not None and (below := losses_of(own, KINDS[kind_of(name)].view)):
             log(f"{name}: {below.log_text}")

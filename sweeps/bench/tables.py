@@ -6,7 +6,6 @@ speculation.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from specbatch.errors import refuse
 from specbatch.records.markdown import markdown_table
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import CAPS, RunRecord
+from specbatch.records.schema import BenchRecord
 from specbatch.records.sweep_plan import PLAN, unfinished
 from specbatch.sweeps.bench.peers import Figures, figures_of
 from specbatch.sweeps.bench.sections import KINDS, MACHINE, Kind, kind_of
@@ -25,6 +25,7 @@ from specbatch.sweeps.report.summaries import caps_text, heading, run_on
 from specbatch.sweeps.report.sweep_notes import MEDIANS
 from specbatch.sweeps.report.tables import described, load_records, notes, shown, table
 from specbatch.sweeps.run.workloads import lines_of
+from specbatch.text_files import read_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,10 +38,11 @@ _CAPS = (*CAPS, "kv_dtype", "attention_backend", "capture_s")
 def read_machine(folder: Path) -> dict[str, Any]:
     """What was measured of the device; empty without the section machine."""
     path = folder / MACHINE_FILE
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise refuse("output", str(folder), f"its {MACHINE_FILE} cannot be read ({error})") from error
+    if not path.exists():
+        return {}
+    found = read_json("output", path)
+    if not isinstance(found, dict):
+        raise refuse("output", str(path), "it must hold a JSON object; measure the section machine again")
     return found
 
 
@@ -48,7 +50,7 @@ def load_sections(folder: Path) -> dict[str, list[RunRecord]]:
     """The records of each section in `folder`, in the order of `KINDS`; first tokens from the shortest prompt."""
     names = [path.parent.name for path in folder.glob(f"*/{PLAN}")]
     names.sort(key=lambda name: ([*KINDS].index(kind_of(name)), int(name.partition("-")[2] or 0)))
-    return {name: load_records(folder / name) for name in names}
+    return {name: load_records(folder / name, BenchRecord) for name in names}
 
 
 def rows_of(records: dict[str, list[RunRecord]]) -> dict[str, pd.DataFrame]:

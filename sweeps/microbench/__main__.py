@@ -21,12 +21,14 @@ from specbatch.records.environment import hardware, versions
 from specbatch.sweeps.microbench import (
     accept,
     acceptance,
+    all_reduce,
     attention,
     attention_tiles,
     cpu_decode,
     cpu_gemm,
     equal_rows,
     gemm,
+    job_memory,
     moe,
     prefill,
     recurrent,
@@ -79,9 +81,10 @@ def _machine() -> str:
 
 for kernels in (accept, attention, attention_tiles, gemm, moe, prefill, recurrent):
     _add(kernels, needs_cuda=True, inference=True)
-_add(equal_rows, needs_cuda=True)
+for alone in (all_reduce, equal_rows):
+    _add(alone, needs_cuda=True)
 _add(cpu_gemm, needs_cuda=False, inference=True)
-for engines in (acceptance, cpu_decode):
+for engines in (acceptance, cpu_decode, job_memory):
     _add(engines, needs_cuda=False)
 app.command("state-sizes", help=state_sizes.__doc__)(state_sizes.main)
 

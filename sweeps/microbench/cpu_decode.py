@@ -90,8 +90,9 @@ def _transformers(name: str) -> Generate:
 
     path = pull(name) if name in KNOWN_MODELS else Path(name)
     where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-    config = AutoConfig.from_pretrained(path.parent if where else path, **where)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    closed = {"trust_remote_code": False, "local_files_only": True}
+    config = AutoConfig.from_pretrained(path.parent if where else path, **where, **closed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
     checkpoint = open_checkpoint(name)
     weights = {tensor: checkpoint.tensor(tensor).float() for tensor in checkpoint.names()}
     missing, unknown = model.load_state_dict(weights, strict=False)

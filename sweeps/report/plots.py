@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from specbatch.core.request import INCOMPLETE
 from specbatch.records.markdown import sum_lists
 from specbatch.records.run_record import RunRecord
-from specbatch.records.summarize import percentile
 from specbatch.sweeps.report.plot_style import INK, legend, marks, panels
 from specbatch.sweeps.report.tables import points_of
 
@@ -125,10 +126,10 @@ def _latency(points: Points, own: Looks, which: str, what: str) -> Plot:
             if not values:
                 continue
             x = spot + _offset(place, len(own))
-            low, middle, high = (percentile(values, percent) for percent in (LOW, 50, HIGH))
+            low, middle, high = np.percentile(values, (LOW, 50, HIGH)).tolist()
             axes.vlines(x, low, high, color=own[configuration]["color"], linewidth=4, alpha=0.4)
             if len(found) > 1:
-                each = [1000 * percentile(own_values, 50) for one in found if (own_values := _of_requests(one, metric))]
+                each = [1000 * median(own_values) for one in found if (own_values := _of_requests(one, metric))]
                 axes.plot([x] * len(each), each, ".", color=own[configuration]["color"], markersize=3)
             line.append((x, middle))
             drawn += [low, high]

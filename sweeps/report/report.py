@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbatch.atomic_file import write_atomic
-from specbatch.errors import refuse
+from specbatch.atomic_file import write_atomic, writing
 from specbatch.records.low_acceptance import is_low
 from specbatch.records.markdown import acceptance_cells
 from specbatch.records.metrics import ACCEPTANCE, glossary
@@ -73,23 +72,18 @@ class Picture:
 def write_report(folder: Path, output: Path | None = None) -> list[Path]:
     """Write all files from the records in `folder` to `output` (default: `folder`); return their paths, the page last.
 
-    Refused: a folder without records of a sweep, and an output that cannot be written.
+    Refused: a folder without records of a sweep. Raises UnwritableError.
     """
     records = load_records(folder)
     target = output or folder
-    try:
+    with writing(target):
         target.mkdir(parents=True, exist_ok=True)  # fail before the work
-        files = _files(records, unfinished(folder), command_of(folder, output))
-        for name, content in files.items():
-            path = target / name
+    files = _files(records, unfinished(folder), command_of(folder, output))
+    for name, content in files.items():
+        path = target / name
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(content, bytes):
-                path.write_bytes(content)
-            else:
-                write_atomic(path, content)
-    except OSError as error:
-        works = f"cannot be written ({error.strerror}); name another with --output"
-        raise refuse("output", str(target), works) from None
+        write_atomic(path, content)
     return [target / name for name in files]
 
 

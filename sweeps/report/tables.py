@@ -20,9 +20,10 @@ from specbatch.records.intervals import Interval, over_runs
 from specbatch.records.markdown import acceptance_table, markdown_table
 from specbatch.records.metrics import METRICS, RELATIVE, Metric
 from specbatch.records.run_record import RunRecord
-from specbatch.records.store import find_records
+from specbatch.records.schema import PointRecord
+from specbatch.records.store import RECORD, WORKS, find_records
 from specbatch.records.summarize import break_even
-from specbatch.records.sweep_plan import Point, unfinished
+from specbatch.records.sweep_plan import Point, point_of, unfinished
 from specbatch.sweeps.report.conclusion import conclusion
 from specbatch.sweeps.report.gain import BREAK_EVEN, Gain, gain_of, losses
 from specbatch.sweeps.report.notes import Note
@@ -67,9 +68,14 @@ COLUMNS = SWEEP.columns
 Points = dict[tuple[Any, ...], list[RunRecord]]  # repeats by (concurrency, configuration)
 
 
-def load_records(folder: Path) -> list[RunRecord]:
+def load_records(folder: Path, schema: type[PointRecord] = PointRecord) -> list[RunRecord]:
     """The records of a sweep, ordered by concurrency, repeat and position in the round."""
-    records = [record for _, record in find_records("folder", folder, "*/c*/r*/record.json")]
+    records = []
+    for place, record in find_records("folder", folder, "*/c*/r*/record.json", schema):
+        if point_of(record).folder(folder) != place:
+            works = f"is the record of {point_of(record).folder(folder)}; {WORKS}"
+            raise refuse("folder", str(place / RECORD), works)
+        records.append(record)
     if not records:
         several = sorted({path.parents[3].name for path in folder.glob("*/*/c*/r*/record.json")})
         works = f"holds several sweeps; name the folder of one: {', '.join(several)}"

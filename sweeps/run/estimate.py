@@ -61,7 +61,9 @@ def dry_run(configs: Mapping[str, EngineConfig], options: SweepOptions, folder: 
 def _memory(plans: Mapping[str, MemoryPlan]) -> Iterator[str]:
     for name, plan in plans.items():
         weights = f"{size_text(plan.weights + plan.draft_weights)} of weights"
-        yield f"* {name}: {size_text(plan.available)}, {weights}, {plan.kv_pages} KV pages"
+        used = plan.weights + plan.draft_weights + plan.kv + plan.states + plan.workspace + plan.graphs
+        kv = f"{plan.kv_pages} KV pages ({size_text(plan.kv)})"
+        yield f"* {name}: {size_text(used)} of {size_text(plan.available)} available: {weights}, {kv}"
 
 
 def _speeds(device: torch.device) -> tuple[float, float]:

@@ -15,7 +15,6 @@ the command line. A list makes one configuration for each of its values, and sev
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from itertools import product
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 from specbatch.config import EngineConfig
 from specbatch.errors import refuse
 from specbatch.records.sweep_plan import folder_name
+from specbatch.text_files import read_toml, read_yaml
 
 Settings = dict[str, str | int | float | bool]
 SUFFIXES = (".toml", ".yaml", ".yml")
@@ -48,13 +48,8 @@ def by_model(configs: Mapping[str, EngineConfig]) -> dict[str, dict[str, EngineC
 
 def read_grid(path: Path) -> dict[str, Settings]:
     """The settings of each configuration of a file: keys with underscores, lists expanded."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise refuse("configs", str(path), f"cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise refuse("configs", str(path), f"cannot be read ({error})") from error
-    tables = _parse(path, text)
+    read = read_toml if path.suffix == ".toml" else read_yaml
+    tables = read("configs", path, "name a TOML or YAML file of configurations")
     if not isinstance(tables, Mapping) or not tables:
         raise refuse("configs", str(path), "has no configurations: write a table of options for each")
     found: dict[str, Settings] = {}
@@ -79,28 +74,6 @@ def _check_folder(path: Path, label: str, others: Iterable[str]) -> None:
     if len(folder.encode()) > NAME_BYTES:
         works = f"too long for a folder's name ({NAME_BYTES} bytes); use a table for each value, with a short name"
         raise refuse("configs", f"{path}: {label}", works)
-
-
-def _parse(path: Path, text: str) -> Any:
-    if path.suffix == ".toml":
-        try:
-            return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise refuse("configs", str(path), f"not TOML ({error})") from error
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """Reads `off` as text, as YAML 1.2 does: it is a value of spec."""
-
-        yaml_implicit_resolvers = {  # noqa: RUF012
-            first: [(tag, form) for tag, form in known if first in "tTfF" or not tag.endswith(":bool")]
-            for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-        }
-
-    try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise refuse("configs", str(path), f"not YAML ({' '.join(str(error).split())})") from error
 
 
 def _combined(path: Path, name: str, table: Mapping[Any, Any]) -> dict[str, Settings]:

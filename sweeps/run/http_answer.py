@@ -1,75 +1,127 @@
-"""Parses the streamed answer of an OpenAI-compatible server and records when its tokens arrive."""
+"""The streamed answer of an OpenAI-compatible server: its text, when its tokens arrive, and whether its counts can be
+right."""
 
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from typing import Any
 
 from specbatch.core.request import Completion, RequestMetrics
+from specbatch.sweeps.run.http_client import Failed, message_of, one_line
 
-
-class Failed(Exception):
-    """A request that failed; the message has the reason."""
+SPECIAL_TOKENS = 8  # that a server may add to a prompt
+_BASE_BYTES, _TOKEN_BYTES = 2**20, 2**13  # of a stream, with the JSON around its tokens
 
 
 class Answer:
     """A request in flight, and what has arrived of it."""
 
-    def __init__(self, index: int, prompt: list[int], submitted: float) -> None:
-        self.index, self.prompt = index, prompt
+    def __init__(
+        self, index: int, prompt: list[int], submitted: float, max_tokens: int, text: str | None = None
+    ) -> None:
+        """text: the prompt, if it is sent as text."""
+        self.index, self.prompt, self.max_tokens = index, prompt, max_tokens
+        # A server that drops part of a prompt measures something else. A token has at least one byte.
+        least, most = (len(prompt),) * 2 if text is None else (bool(text), len(text.encode("utf-8", "replace")))
+        self.prompt_range = (least, most + SPECIAL_TOKENS)
         self.submitted = self.sent = submitted
         self.first: float | None = None
         self.last = submitted
-        self.text = ""
+        self.texts: list[str] = []  # of the chunks that have one
         self.finish_reason: str | None = None
         self.error: str | None = None
-        self.usage: dict[str, Any] | None = None
-        self.counted = 0  # tokens so far, according to usage
+        self.prompt_tokens: int | None = None
+        self.cached_tokens = 0
+        self.completion_tokens: int | None = None  # by the last usage
+        self.counted = 0  # tokens that have arrived, by the usage of their chunks
         self.is_counted = True  # does every chunk have usage?
         self.gaps: list[float] = []
         self.finished = submitted  # when the finish reason arrived
 
+    @property
+    def most_bytes(self) -> int:
+        """How long the stream may be."""
+        return _BASE_BYTES + _TOKEN_BYTES * self.max_tokens
+
     def take(self, chunk: dict[str, Any], now: float) -> int:
-        """Add a chunk of the stream; return how many tokens it is known to hold."""
+        """Add a chunk of the stream; return how many tokens it is known to hold. Raises Failed."""
         if error := chunk.get("error"):
             raise Failed(f"the stream ended with an error: {message_of(json.dumps({'error': error}))}")
         usage, choices = chunk.get("usage"), chunk.get("choices")
-        if isinstance(usage, dict):
-            self.usage = usage
+        if usage is not None:
+            self._take_usage(usage)
         if not choices:  # a last chunk, only of usage
             return 0
         if not isinstance(choices, list) or not isinstance(choices[0], dict):
             raise Failed("the stream has a chunk that is not of a completion")
-        text = choices[0].get("text") or ""
-        self.text += str(text)
-        if reason := choices[0].get("finish_reason"):
-            self.finish_reason, self.finished = str(reason), now
-        if isinstance(usage, dict):
-            return self._count(_whole(usage, "completion_tokens") - self.counted, now)
+        text, reason = choices[0].get("text") or "", choices[0].get("finish_reason")
+        if not isinstance(text, str) or not isinstance(reason, str | None):
+            raise Failed("the stream has a text or finish_reason that is not a string")
+        if text:
+            self._take_text(text)
+        if reason:
+            self.finish_reason, self.finished = reason, now
+        if usage is not None:
+            assert self.completion_tokens is not None
+            return self._count(self.completion_tokens - self.counted, now)
         if text:
             self.is_counted = False
         if text or (reason and not self.counted):  # the end token of an answer has no text
             self._arrived(now)
         return 0
 
+    def _take_text(self, text: str) -> None:
+        if self.finish_reason is not None:
+            raise Failed("the stream has text after its finish_reason")
+        self.texts.append(text)
+        if len(self.texts) > self.max_tokens + 1:  # the last chunk may be text that was held back
+            raise Failed(f"the stream has more than {self.max_tokens + 1} chunks for max_tokens={self.max_tokens}")
+
+    def _take_usage(self, usage: Any) -> None:
+        if not isinstance(usage, dict):
+            raise Failed("the stream has usage that is not an object")
+        prompt, completion = _count_of(usage, "prompt_tokens"), _count_of(usage, "completion_tokens")
+        total, details = _count_of(usage, "total_tokens"), usage.get("prompt_tokens_details")
+        if completion is None:
+            raise Failed("usage has no completion_tokens")
+        if completion > self.max_tokens:
+            raise Failed(f"usage has {completion} completion_tokens for max_tokens={self.max_tokens}")
+        if completion < (self.completion_tokens or 0):
+            raise Failed(f"completion_tokens of usage fell from {self.completion_tokens} to {completion}")
+        self.completion_tokens = completion
+        if prompt is not None:
+            if self.prompt_tokens not in (None, prompt):
+                raise Failed(f"prompt_tokens of usage changed from {self.prompt_tokens} to {prompt}")
+            least, most = self.prompt_range
+            if not least <= prompt <= most:
+                raise Failed(f"usage has {prompt} prompt_tokens for a prompt of {len(self.prompt)} tokens")
+            if total is not None and total != prompt + completion:
+                raise Failed(f"usage has {total} total_tokens, but {prompt} + {completion}")
+            self.prompt_tokens = prompt
+        if isinstance(details, dict) and (cached := _count_of(details, "cached_tokens")) is not None:
+            if cached > (self.prompt_tokens or 0):
+                raise Failed(f"usage has {cached} cached_tokens of {self.prompt_tokens} prompt_tokens")
+            self.cached_tokens = cached
+
     def check(self) -> None:
         """Refuse an answer that is not complete, at the end of the stream."""
         if self.finish_reason is None:
             raise Failed("the stream ended before its answer did")
         if self.finish_reason not in ("stop", "length"):
-            raise Failed(f"the server ended the answer: {self.finish_reason}")
-        if self.usage is None or not _whole(self.usage, "completion_tokens"):
+            raise Failed(f"the server ended the answer: {one_line(self.finish_reason, 40)}")
+        tokens = self.completion_tokens
+        if tokens is None:
             raise Failed("the stream has no usage (stream_options.include_usage), so tokens cannot be counted")
+        if not tokens or tokens < len(self.texts) - 1:
+            raise Failed(f"usage has {tokens} completion_tokens for {len(self.texts)} chunks of text")
         if self.is_counted:  # an end token may come with the finish reason, uncounted
-            self._count(_whole(self.usage, "completion_tokens") - self.counted, self.finished)
+            self._count(tokens - self.counted, self.finished)
 
     def completion(self) -> Completion:
-        usage = self.usage or {}
-        tokens, details = _whole(usage, "completion_tokens"), usage.get("prompt_tokens_details")
+        tokens = self.completion_tokens or 0
         metrics = RequestMetrics(
-            prompt_tokens=_whole(usage, "prompt_tokens") or len(self.prompt),
-            cached_tokens=_whole(details, "cached_tokens") if isinstance(details, dict) else 0,
+            prompt_tokens=len(self.prompt) if self.prompt_tokens is None else self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
             output_tokens=tokens,
             queue_s=self.sent - self.submitted,
             ttft_s=None if self.first is None else self.first - self.submitted,
@@ -77,8 +129,10 @@ class Answer:
             e2e_s=self.last - self.submitted,
             itl_s=self.gaps if self.is_counted else [],
         )
+        # Surrogates that JSON escapes: pairs are joined, others are replaced.
+        text = "".join(self.texts).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         reason = self.finish_reason or "abort"
-        return Completion(self.index, list(self.prompt), [], self.text, reason, metrics, error=self.error)
+        return Completion(self.index, list(self.prompt), [], text, reason, metrics, error=self.error)
 
     def _count(self, new: int, now: float) -> int:
         """Tokens that usage has counted since the last chunk."""
@@ -96,26 +150,11 @@ class Answer:
         self.last = now
 
 
-def parsed(data: bytes) -> dict[str, Any]:
-    try:
-        chunk = json.loads(data)
-    except ValueError:
-        raise Failed("the stream has a line that is not JSON") from None
-    if not isinstance(chunk, dict):
-        raise Failed("the stream has JSON that is not an object")
-    return chunk
-
-
-def _whole(table: dict[str, Any], name: str) -> int:
-    """A count from the server; 0 if it is not a whole number."""
+def _count_of(table: dict[str, Any], name: str) -> int | None:
+    """A count of the server, None without one. Raises Failed unless it is a whole number of at least 0."""
     value = table.get(name)
-    return value if isinstance(value, int) else 0
-
-
-def message_of(text: str) -> str:
-    """The message of a server's error, in one line."""
-    with suppress(ValueError, AttributeError):
-        body = json.loads(text)
-        error = body.get("error", body)
-        text = str(error.get("message") or error) if isinstance(error, dict) else str(error)
-    return " ".join(text.split())[:120] or "no reason given"
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise Failed(f"usage has {name}={one_line(repr(value), 40)}, which is not a count")
+    return value

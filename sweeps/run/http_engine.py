@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -29,16 +30,16 @@ from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import error_counts, summarize
-from specbatch.sweeps.run.http_answer import Answer, Failed, message_of, parsed
+from specbatch.sweeps.run import http_client
+from specbatch.sweeps.run.http_answer import Answer
+from specbatch.sweeps.run.http_client import CONNECT_S, ERRORS, Failed, describe, events, parsed
 from specbatch.sweeps.run.server_counters import accepted, counters_of
 
 if TYPE_CHECKING:
     from specbatch.tokenizer import Tokenizer
 
 SENDS = ("ids", "text")
-SILENCE_S = 600.0  # without a byte from the server a request has failed
-CONNECT_S = 10.0
-LINE_BYTES = 2**22  # of a piece of the stream
+NAME_LENGTH = 200  # of a model, which becomes the name of a folder
 EMPTYING = ("/flush_cache", "/reset_prefix_cache")  # SGLang, vLLM (where its development endpoints are open)
 
 
@@ -51,6 +52,8 @@ class Server:
     tokenizer    known name, folder or hub id; None: that of the model that the server reports
     send         "ids": prompts as token ids; "text": as text, which the server tokenizes
     api_key_env  environment variable that holds the server's key
+    idle_timeout     seconds without an event of the stream after which its request has failed
+    request_timeout  seconds from sending a request to the end of its answer
     """
 
     base_url: str
@@ -58,6 +61,8 @@ class Server:
     tokenizer: str | None = None
     send: str = "ids"
     api_key_env: str | None = None
+    idle_timeout: float = 300.0
+    request_timeout: float = 3600.0
     prefix_cache: ClassVar[bool] = True  # the server may have one
 
     def __post_init__(self) -> None:
@@ -72,10 +77,15 @@ class Server:
             raise refuse("send", self.send, f"use one of {', '.join(SENDS)}")
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             raise refuse("api_key_env", self.api_key_env, "no such environment variable; set it to the server's key")
+        for name in ("idle_timeout", "request_timeout"):
+            seconds = getattr(self, name)
+            if not 0 < seconds < math.inf:
+                raise refuse(name, seconds, "use a positive number of seconds")
         object.__setattr__(self, "base_url", self.base_url.rstrip("/").removesuffix("/v1"))
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """What its records are of. Timeouts can change when a sweep continues."""
+        return {name: value for name, value in asdict(self).items() if not name.endswith("_timeout")}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -95,13 +105,13 @@ class HttpEngine:
         self.tokenizer = self._open_tokenizer(found)
         self.config = server
         self.caps: dict[str, Any] = {"device": server.base_url, "dtype": "the server's own"}
-        if isinstance(longest := found.get("max_model_len"), int):
+        longest = found.get("max_model_len")
+        if isinstance(longest, int) and not isinstance(longest, bool) and 0 < longest < 2**31:
             self.caps["max_model_len"] = longest
         self._emptied: str | None = None
         kind = found.get("owned_by")
-        self._name = (
-            f"server{f' ({kind})' if isinstance(kind, str) else ''} at {server.base_url}, prompts as {server.send}"
-        )
+        owner = f" ({http_client.one_line(kind, NAME_LENGTH)})" if isinstance(kind, str) else ""
+        self._name = f"server{owner} at {server.base_url}, prompts as {server.send}"
         self._log(f"{self._name}, model {self.model}")
         self._before: dict[str, float] = {}
         self._start_window()
@@ -150,6 +160,8 @@ class HttpEngine:
                 "speculation": asdict(Speculation()),  # the server does not report it
                 "graphs": asdict(Graphs()),
                 "prefix_cache": f"the server's own, {emptied}",
+                "idle_timeout_s": self.server.idle_timeout,
+                "request_timeout_s": self.server.request_timeout,
             },
             caps=dict(self.caps),
             metrics=metrics,
@@ -176,7 +188,7 @@ class HttpEngine:
     ) -> list[Completion]:
         waiting: deque[int] = deque(range(len(prompts)))
         done: dict[int, Completion] = {}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
+        timeout = aiohttp.ClientTimeout(total=self.server.request_timeout, sock_connect=CONNECT_S)
         start = time.perf_counter()
         if self._opened is None:
             self._opened = start + (arrivals[0] if arrivals else 0.0)
@@ -186,33 +198,30 @@ class HttpEngine:
                 index = waiting.popleft()
                 arrived = time.perf_counter() if arrivals is None else start + arrivals[index]
                 await asyncio.sleep(max(0.0, arrived - time.perf_counter()))
-                answer = Answer(index, prompts[index], arrived)
+                text = self._text(prompts[index]) if self.server.send == "text" else None
+                answer = Answer(index, prompts[index], arrived, params[index].max_new_tokens, text)
                 try:
-                    await self._ask(session, answer, params[index])
-                except (aiohttp.ClientError, OSError, TimeoutError, ValueError, Failed) as error:
-                    answer.finish_reason, answer.error = "error", _message(error)
+                    await self._ask(session, answer, params[index], text)
+                except ERRORS as error:
+                    answer.finish_reason, answer.error = "error", describe(error)
                 self._closed = max(self._closed, time.perf_counter())
                 done[index] = completion = answer.completion()
                 self._completions.append(completion)
                 if on_completion is not None:
                     on_completion(completion)
 
-        connector = aiohttp.TCPConnector(limit=0)
-        async with (
-            aiohttp.ClientSession(
-                connector=connector, timeout=timeout, headers=self.server.headers, read_bufsize=LINE_BYTES
-            ) as session,
-            asyncio.TaskGroup() as group,
-        ):
+        async with http_client.session(self.server.headers, timeout) as session, asyncio.TaskGroup() as group:
             for _ in range(min(concurrency, len(prompts))):
                 group.create_task(worker(session))
         return [done[index] for index in range(len(prompts))]
 
-    async def _ask(self, session: aiohttp.ClientSession, answer: Answer, params: SamplingParams) -> None:
-        """Send a request and read its stream to the end. Raises what went wrong."""
+    async def _ask(
+        self, session: aiohttp.ClientSession, answer: Answer, params: SamplingParams, text: str | None
+    ) -> None:
+        """Send a request and read its stream to the end. Raises what went wrong, one of ERRORS."""
         body: dict[str, Any] = {
             "model": self.model,
-            "prompt": answer.prompt if self.server.send == "ids" else self._text(answer.prompt),
+            "prompt": answer.prompt if text is None else text,
             "max_tokens": params.max_new_tokens,
             "temperature": params.temperature,
             "ignore_eos": params.ignore_eos,
@@ -223,14 +232,22 @@ class HttpEngine:
         if params.stop:
             body["stop"] = list(params.stop)
         answer.sent = time.perf_counter()
-        async with session.post(f"{self.server.base_url}/v1/completions", json=body) as response:
-            if response.status != 200:
-                raise Failed(f"HTTP {response.status}: {message_of(await response.text())}")
-            async for line in response.content:
-                now = time.perf_counter()
-                if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+        url, loop = f"{self.server.base_url}/v1/completions", asyncio.get_running_loop()
+        idle = asyncio.timeout(self.server.idle_timeout)  # aiohttp's own does not see a broken chunk encoding
+        try:
+            async with idle, session.post(url, json=body, allow_redirects=False) as response:
+                await http_client.check_status(response)
+                async for event in events(response, answer.most_bytes):
+                    now = time.perf_counter()
+                    idle.reschedule(loop.time() + self.server.idle_timeout)
                     assert self._opened is not None
-                    self._per_second[int(now - self._opened)] += answer.take(parsed(data), now)
+                    self._per_second[int(now - self._opened)] += answer.take(parsed(event), now)
+        except aiohttp.ConnectionTimeoutError:
+            raise
+        except TimeoutError:
+            if idle.expired():
+                raise Failed(f"no data for {self.server.idle_timeout:g} s (--idle-timeout)") from None
+            raise Failed(f"not finished after {self.server.request_timeout:g} s (--request-timeout)") from None
         answer.check()
 
     def _text(self, prompt: list[int]) -> str:
@@ -244,13 +261,12 @@ class HttpEngine:
         """The server's description of the requested model."""
         url, wanted = self.server.base_url, self.server.model
         try:
-            text = self._get("/v1/models")
-            models = [item for item in json.loads(text)["data"] if isinstance(item["id"], str)]
-        except (aiohttp.ClientError, OSError, TimeoutError, Failed) as error:
-            raise refuse("base_url", url, f"no answer from /v1/models ({_message(error)}); is the server up?") from None
-        except (ValueError, LookupError, TypeError):
+            models = [item for item in json.loads(self._ask_text("/v1/models"))["data"] if _is_name(item["id"])]
+        except (LookupError, TypeError, RecursionError, json.JSONDecodeError):
             raise refuse("base_url", url, "/v1/models did not answer with OpenAI's list of models") from None
-        names = ", ".join(item["id"] for item in models)
+        except ERRORS as error:
+            raise refuse("base_url", url, f"no answer from /v1/models ({describe(error)}); is the server up?") from None
+        names = http_client.one_line(", ".join(item["id"] for item in models), 1_000)
         if wanted is None and len(models) == 1:
             return dict(models[0])
         found = next((item for item in models if item["id"] == wanted), None)
@@ -263,7 +279,8 @@ class HttpEngine:
 
         if self.server.tokenizer is not None:
             return open_tokenizer(self.server.tokenizer, self._log)
-        name = str(found.get("root") or self.model)
+        root = found.get("root")
+        name = root if _is_name(root) else self.model
         try:
             return open_tokenizer(name, self._log)
         except SpecbatchError as error:
@@ -271,39 +288,21 @@ class HttpEngine:
             raise refuse("tokenizer", None, works) from None
 
     def _post(self, path: str) -> bool:
-        async def ask() -> bool:
-            async with self._session() as session, session.post(self.server.base_url + path) as response:
-                return response.status == 200
-
-        try:
-            return asyncio.run(ask())
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return False
-
-    def _get(self, path: str) -> str:
-        async def ask() -> str:
-            async with self._session() as session, session.get(self.server.base_url + path) as response:
-                text = await response.text()
-                if response.status != 200:
-                    raise Failed(f"HTTP {response.status}: {message_of(text)}")
-                return text
-
-        return asyncio.run(ask())
+        with suppress(*ERRORS):
+            self._ask_text(path, method="POST")
+            return True
+        return False
 
     def _get_text(self, path: str) -> str:
         """The text at `path`; "" without an answer."""
-        with suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError, Failed):
-            return self._get(path)
+        with suppress(*ERRORS):
+            return self._ask_text(path)
         return ""
 
-    def _session(self) -> aiohttp.ClientSession:
-        timeout = aiohttp.ClientTimeout(total=CONNECT_S)
-        return aiohttp.ClientSession(timeout=timeout, headers=self.server.headers)
+    def _ask_text(self, path: str, *, method: str = "GET") -> str:
+        return asyncio.run(http_client.read_text(self.server.base_url + path, self.server.headers, method=method))
 
 
-def _message(error: BaseException) -> str:
-    if isinstance(error, Failed):
-        return str(error)
-    if isinstance(error, TimeoutError):
-        return "timed out"
-    return f"{type(error).__name__}: {message_of(str(error))}"
+def _is_name(model: object) -> TypeGuard[str]:
+    """Whether a model can be named in messages, tables and folders."""
+    return isinstance(model, str) and model.isprintable() and 0 < len(model) <= NAME_LENGTH

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.config import EngineConfig
+from specbatch.algorithms import NO_SPECULATION
+from specbatch.config import EngineConfig, Speculation
 from specbatch.core.request import Completion, SamplingParams
-from specbatch.errors import SpecbatchError, at_least, each_once, refuse
+from specbatch.errors import SpecbatchError, at_least, each_once, refuse, reporting
 from specbatch.jobs.configurations import check_draft, load_engine
 from specbatch.memory.page_pool import held_at_once
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
@@ -75,11 +77,14 @@ def run_sweep(
 ) -> str:
     """Run every point that is not finished, write its record as soon as it is done, and return the Markdown summary.
 
-    `folder` exists; where it holds points of the same sweep, they stay as they are. On an error or Ctrl-C the summary
-    of what is finished is written first. Refused: a concurrency that an engine cannot hold.
+    `folder` exists; where it holds points of the same sweep, they stay as they are, except for failed ones, which run
+    again. On an error or Ctrl-C the summary of what is finished is written first. A configuration that fails (it does
+    not fit, its draft is unknown) leaves records with the error, and the others go on. Refused: what concerns all of
+    them, such as an unknown model, a draft that all share, or a concurrency that none can hold.
     """
-    fit = fitted(configs, options)
-    return _summarized(fit, lambda: loaded(fit, log, options.workload), options, folder, log, report)
+    fit, failed = fitted(configs, options), Failed()
+    load = partial(loaded, fit, log, options.workload, failed)
+    return _summarized(fit, load, options, folder, log, report, failed)
 
 
 def run_server(
@@ -90,11 +95,10 @@ def run_server(
     log: Log | None = None,
     report: Report | None = None,
 ) -> str:
-    """Run a sweep with a server as the only configuration, named by its model. A point whose requests all fail ends the
-    sweep with an error."""
-    return _summarized(
-        {server.model: server.config}, lambda: nullcontext({server.model: server}), options, folder, log, report
-    )
+    """Run a sweep with a server as the only configuration, named by its model. A point whose requests all fail leaves a
+    record with the error, and the others go on."""
+    name = server.model
+    return _summarized({name: server.config}, lambda: nullcontext({name: server}), options, folder, log, report)
 
 
 def _summarized(
@@ -104,17 +108,22 @@ def _summarized(
     folder: Path,
     log: Log | None,
     report: Report | None,
+    failed: Failed | None = None,
 ) -> str:
     """Run all points and write the summary, also of a sweep that is interrupted or fails."""
     every = list(points(configs, options))
-    try:
-        run_points(configs, load, options, folder, log=log, report=report)
-    except KeyboardInterrupt:
+
+    def kept() -> str:
         finished = sum(point.is_finished(folder) for point in every)
-        works = "the same command with this --out continues"
-        raise KeyboardInterrupt(f"kept {finished} finished points and their summary in {folder}; {works}") from None
-    finally:
-        summary = write_summary(folder) if any(point.is_finished(folder) for point in every) else ""
+        return (
+            f"kept {finished} finished points and their summary in {folder}; the same command with this --out continues"
+        )
+
+    with reporting(kept):
+        try:
+            run_points(configs, load, options, folder, log=log, report=report, failed=failed)
+        finally:
+            summary = write_summary(folder) if any(point.is_finished(folder) for point in every) else ""
     if log is not None and (below := losses_of(load_records(folder))):
         log(below.log_text)
     return summary
@@ -169,9 +178,12 @@ def _run(
     workload, most, shown_before = options.workload, max(options.concurrency), set[str]()
     every = workload.prompts(next(iter(engines.values())).tokenizer, workload.count(most))
     params = workload.params(len(every))
-    if failed is None:
-        for name, engine in engines.items():
+    held: dict[str, str] | None = None if failed is None else {}
+    for name, engine in engines.items():
+        with noted(held, name):
             _check_concurrency(name, engine.caps, most, every, params)
+    if held and len(held) == len(engines) and not options.section:  # a bench records the points that fit
+        raise SpecbatchError(next(iter(held.values())))
     for concurrency, ours in groupby(left, key=lambda point: point.concurrency):
         now, prompts = list(ours), every[: workload.count(concurrency)]
         wanted = params[: len(prompts)]
@@ -189,23 +201,27 @@ def _run(
                 assert errors is not None
                 record = RunRecord(configs[name].as_dict(), {}, {}, {}, [], workload.describe(prompts))
                 record.workload["error"] = errors[name]
-            else:
-                _check_measured(point, record, log, shown_before)
+            if record.error:
+                if log is not None and (line := f"failed: {_where(point)}: {record.error}") not in shown_before:
+                    log(line)
+                    shown_before.add(line)
+            elif log is not None:
+                _log_warnings(point, record, log, shown_before)
             if options.section:
                 record.workload["section"] = options.section
             yield point, record
 
 
-def _check_measured(point: Point, record: RunRecord, log: Log | None, shown_before: set[str]) -> None:
-    """Refuse a point without a finished request; log warnings that were not shown before."""
-    where = f"{point.configuration} at concurrency {point.concurrency}, repeat {point.repeat}"
-    errors = "; ".join(f"{error} ({number})" for error, number in failures(record))
-    if errors and not record.metrics["requests"]:
-        raise SpecbatchError(f"every request of {where} failed: {errors}; finished points are kept")
+def _log_warnings(point: Point, record: RunRecord, log: Log, shown_before: set[str]) -> None:
+    """Log warnings that were not shown before."""
     for line in record.workload["warnings"]:
-        if log is not None and line not in shown_before:
-            log(f"warning: {where}: {line}")
+        if line not in shown_before:
+            log(f"warning: {_where(point)}: {line}")
         shown_before.add(line)
+
+
+def _where(point: Point) -> str:
+    return f"{point.configuration} at concurrency {point.concurrency}, repeat {point.repeat}"
 
 
 @contextmanager
@@ -220,18 +236,37 @@ def loaded(
     """
     with ExitStack() as stack:
         engines: dict[str, Engine] = {}
-        check_draft(configs.values(), log)
+        _check_drafts(configs, log, failed)
         are_sized = all(config.kv_pages for config in configs.values())
         for index, (name, config) in enumerate(configs.items()):
             first = next(iter(engines.values()), None)
             side = EXCLUSIVE if are_sized else MemoryShare(index, len(configs))
-            with noted(failed, name), of_lengths(config, workload):
-                engines[name] = stack.enter_context(load_engine(name, config, log, weights_of=first, share=side))
+            if failed is None or name not in failed:
+                with noted(failed, name), of_lengths(config, workload):
+                    engines[name] = stack.enter_context(load_engine(name, config, log, weights_of=first, share=side))
             if failed and name in failed and log is not None:
                 log(f"{name}: {failed[name]}")
         if not engines and failed:
             raise SpecbatchError(next(iter(failed.values())))
         yield engines
+
+
+def _check_drafts(configs: Mapping[str, EngineConfig], log: Log | None, failed: Failed | None) -> None:
+    """Check each draft before any weights are loaded. One that does not fit fails its configurations; it is refused if
+    all configurations with speculation have it, or without `failed`."""
+    speculating = {name for name, config in configs.items() if config.speculation.algorithm != NO_SPECULATION}
+    drafts: dict[Speculation, list[str]] = {}
+    for name, config in configs.items():
+        if config.speculation.entry.loads_draft:
+            drafts.setdefault(replace(config.speculation, schedule="v1"), []).append(name)
+    for names in drafts.values():
+        errors = None if failed is None or speculating <= {*names} else dict[str, str]()
+        with noted(errors, names[0]):
+            check_draft([configs[names[0]]], log)
+        if errors and failed is not None:
+            failed |= dict.fromkeys(names, errors[names[0]])
+    if drafts and failed and speculating <= failed.keys():
+        raise SpecbatchError(next(iter(failed.values())))
 
 
 @contextmanager
@@ -340,6 +375,9 @@ def _measure(
     record.workload["output_sha256"] = sha256_of([item.token_ids or item.text for item in completions])
     real = record.simulated_accept_length is None  # a simulated accept length makes the text meaningless
     record.workload["warnings"] = list(warnings(workload, completions, params)) if real else []
+    if (errors := failures(record)) and not record.metrics["requests"]:
+        reasons = "; ".join(f"{error} ({number})" for error, number in errors)
+        record.workload["error"] = f"every request failed: {reasons}"
     return record
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import count, islice, repeat
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from specbatch.config import EngineConfig
 from specbatch.core.request import Completion, RequestMetrics, SamplingParams
+from specbatch.engine.open_requests import StreamEvent
 from specbatch.errors import refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.records.run_record import RunRecord
@@ -101,25 +104,33 @@ class StubEngine:
 
     def stream(
         self,
-        prompts: list[Any],
+        prompts: Iterable[Any],
         params: Any = None,
         *,
         concurrency: int | None = None,
         arrivals: list[float] | None = None,
-    ) -> Iterator[Any]:
+        text: bool = True,
+    ) -> Iterator[StreamEvent]:
         StubEngine.arrived.append(arrivals)
         StubEngine.order.append(f"{self.config.speculation.algorithm}/{self.config.speculation.schedule}/{concurrency}")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        for index in reversed(range(len(prompts))):  # completions arrive in another order than the input's
-            if StubEngine.interrupt_after == 0:
-                raise KeyboardInterrupt
-            if StubEngine.interrupt_after is not None:
-                StubEngine.interrupt_after -= 1
-            completion = self._complete(index, prompts[index], each[index])
+        each = repeat(params) if isinstance(params, SamplingParams) else params
+        requests = zip(count(), prompts, each, strict=False)
+        # Prompts are taken as far as the concurrency allows, and completions arrive in another order than the input's.
+        while taken := list(islice(requests, None if arrivals is not None else concurrency)):
+            for index, prompt, own in reversed(taken):
+                yield from self._answer(index, prompt, own)
+
+    def _answer(self, index: int, prompt: Any, params: SamplingParams) -> Iterator[StreamEvent]:
+        if StubEngine.interrupt_after == 0:
+            raise KeyboardInterrupt
+        if StubEngine.interrupt_after is not None:
+            StubEngine.interrupt_after -= 1
+        for sample in range(params.n):
+            completion = replace(self._complete(index, prompt, params), sample=sample)
             self.done.append(completion)
             for token in completion.token_ids:
-                yield types.SimpleNamespace(index=index, token_ids=[token], completion=None)
-            yield types.SimpleNamespace(index=index, token_ids=[], completion=completion)
+                yield StreamEvent(index, [token], None, sample=sample)
+            yield StreamEvent(index, [], completion, completion.text, sample)
 
     def check(self, tokens: list[int], params: SamplingParams, index: int = 0) -> None:
         if len(tokens) + params.max_new_tokens > self.caps["max_model_len"]:
@@ -128,7 +139,7 @@ class StubEngine:
     def forget_prefixes(self) -> None:
         StubEngine.forgot += 1
 
-    def reset_record(self) -> None:
+    def reset_record(self, *, rows: bool = True) -> None:
         self.done = []
 
     def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:

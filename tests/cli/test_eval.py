@@ -31,7 +31,10 @@ def evals(monkeypatch):
         def engine_config(self, config):
             return config
 
-        def run(self, engine, progress=None):
+        def finished(self, config):
+            return None
+
+        def run(self, engine, progress=None, kept=None):
             seen["engine"] = engine.config
             progress(1, 2)
             if seen["interrupt"]:
@@ -54,7 +57,7 @@ def test_options_reach_the_evaluation(run, evals, tmp_path):
     assert vars(evals["options"]) == {
         "task": "gsm8k", "limit": 3, "num_fewshot": 2, "data": Path("d.jsonl"), "fewshot_data": None,
         "chat_template": True, "max_new_tokens": 11, "concurrency": 7, "seed": 1234, "output": tmp_path / "o",
-            "thinking": False,
+            "thinking": False, "overwrite": False,
     }  # fmt: skip
 
 

@@ -13,10 +13,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from specbatch.cli.generate import summary
 from specbatch.config import EngineConfig
 from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError
-from specbatch.jobs.batch_job import BatchJob, read_output, summary
+from specbatch.jobs.batch_job import BatchJob
+from specbatch.jobs.output_files import read_output
 
 PROMPTS = [{"prompt": "a", "id": "first"}, {"prompt_token_ids": [5, 6]}, {"question": "b?"}, {"prompt": "d", "id": 4}]
 LONG = {"prompt": "x" * 300}  # the stub takes 256 tokens
@@ -78,8 +80,8 @@ def test_messages_are_rendered_or_joined(generate, tmp_path, option, text):
 
 def test_one_prompt_is_singular(generate):
     result = generate(lines=PROMPTS[:1])
-    assert result.stdout.startswith("1 row in ")
-    assert "generate: 1 prompt, " in result.stderr
+    assert result.stdout.startswith("answers to 1 prompt in ")
+    assert "generate: 1 answer, " in result.stderr
 
 
 def test_interrupted_run_continues(generate, engine, tmp_path):
@@ -207,7 +209,7 @@ def test_skip_bad_skips_malformed_lines(generate, tmp_path):
     assert [line.split(":")[1] for line in skipped] == ["2", "3", "4", "5", "8"]
     assert skipped[-1].endswith("prompt 7='300 tokens': too long for the stub")
     assert [(row["index"], row.get("id")) for row in rows(tmp_path / "out.jsonl")] == [(0, "first"), (6, None), (8, 4)]
-    assert "3 rows in" in result.stdout
+    assert "answers to 3 prompts in" in result.stdout
     assert "5 malformed lines skipped" in result.stdout
     assert json.loads((tmp_path / "out.jsonl.record.json").read_text())["workload"]["skipped"] == 5
     assert json.loads(generate("--skip-bad --json", lines, "b.jsonl").stdout)["skipped"] == 5
@@ -260,7 +262,7 @@ def test_failed_prompts_have_rows_with_their_reason(generate, engine, tmp_path):
     assert generate("--max-failures 2", lines, interrupt_after=3).exit_code == 130
     result = generate("--max-failures 2", lines)
     assert result.exit_code == 0
-    assert "4 rows in" in result.stdout
+    assert "answers to 4 prompts in" in result.stdout
     assert "2 of them failed" in result.stdout
     error = {"finish_reason": "error", "error": "its logits are not finite"}
     found = rows(tmp_path / "out.jsonl")
@@ -284,7 +286,8 @@ def test_rows_that_another_process_finished_meanwhile_are_kept(generate, engine,
     kept = rows(first.partial)[1:]
     engine.interrupt_after = None
     running = engine(EngineConfig())
-    written = second.run(running)
+    assert second.run(running)
+    written = rows(out)
     assert len(running.done) == len(PROMPTS) - 3
     assert [row["index"] for row in written] == list(range(len(PROMPTS)))
     assert all(row in written for row in kept)
@@ -329,11 +332,11 @@ def test_rows_after_any_interruptions_are_the_valid_lines_in_order(engine, lines
         def work(interrupt_after):
             engine.interrupt_after = interrupt_after
             job = BatchJob.open(source, out, config, params, skip_bad=True)
-            return job.run(engine(config))
+            assert job.run(engine(config))
 
         for after, lost in [*cuts, (None, 0)]:
             try:
-                done = work(after)
+                work(after)
             except KeyboardInterrupt:
                 assert not out.exists()
                 partial = Path(f"{out}.partial")
@@ -345,7 +348,7 @@ def test_rows_after_any_interruptions_are_the_valid_lines_in_order(engine, lines
                 return
             else:
                 break
-        assert done == rows(out)
+        done = rows(out)
         assert [row["index"] for row in done] == list(wanted)
         assert [row["token_ids"][0] for row in done] == [(ids[-1] + 1) % 256 for ids in wanted.values()]
         assert sorted(path.name for path in Path(folder).iterdir()) == ["in.jsonl", "out.jsonl"]
@@ -436,9 +439,9 @@ def test_input_is_never_replaced(run, jsonl, engine, tmp_path, name):
 def test_summary_is_the_last_line_on_standard_error(generate):
     for options, accepted in (("", ""), ("--spec v2 --overwrite", ", accept length 2.00")):
         result = generate(f"--max-new-tokens 3 {options}")
-        assert result.stderr.splitlines()[-1] == f"generate: 4 prompts, 12 output tokens in 2.0 s: 6 tok/s{accepted}"
+        assert result.stderr.splitlines()[-1] == f"generate: 4 answers, 12 output tokens in 2.0 s: 6 tok/s{accepted}"
     nothing = {"requests": 0, "output_tokens": 0, "duration_s": 0.0, "output_throughput": None, "accept_length": None}
-    assert summary(nothing, drafts=True) == "0 prompts, 0 output tokens in 0.0 s"
+    assert summary(nothing, drafts=True) == "0 answers, 0 output tokens in 0.0 s"
 
 
 def test_remaining_time_ignores_earlier_work(generate, monkeypatch):
@@ -466,3 +469,14 @@ def test_progress_shows_speed_and_where_an_earlier_run_stopped(engine, jsonl, tm
     assert [done for done, *_ in after][-1] == 4
     assert min(done for done, *_ in after) >= 2
     assert all(" tok/s, " in note and note.endswith(" running") for *_, note in before + after)
+
+
+def test_progress_counts_failed_rows(engine, jsonl, tmp_path):
+    notes = []
+    job = BatchJob.open(
+        jsonl({"prompt": "!fail"}, *PROMPTS), tmp_path / "out.jsonl", EngineConfig(), SamplingParams(max_new_tokens=3)
+    )
+    job.run(engine(EngineConfig()), report=lambda done, total, note="": notes.append((done, total, note)))
+    done, total, note = notes[-1]
+    assert (done, total) == (5, 5)
+    assert note.startswith("1 failed, ")

@@ -106,10 +106,13 @@ def test_same_command_continues_after_a_server_failed(run, tmp_path, tokenizer):
     with serving(script) as url:
         words = ("sweep", "--engine", "http", "--base-url", url, "--concurrency", "1", "--repeats", 3, *TINY_SWEEP)
         result = run(*words, "--output", tmp_path / "out")
-        assert result.exit_code == 2
-        assert "every request of org/toy at concurrency 1, repeat 2 failed: HTTP 502: gone (4)" in result.stderr
-        assert list(records(tmp_path / "out")) == ["org_toy/c1/r1"]
-        assert (tmp_path / "out/summary.md").exists()
+        assert result.exit_code == 1, result.output
+        where = "org/toy at concurrency 1, repeat 2"
+        assert f"failed: {where}: every request failed: HTTP 502: gone (4)" in result.stderr
+        found = records(tmp_path / "out")
+        failed = [record["workload"].get("error") for record in found.values()]
+        assert failed == [None, "every request failed: HTTP 502: gone (4)", None]
+        assert "every request failed: HTTP 502: gone" in (tmp_path / "out/summary.md").read_text()
         again = run(*words, "--output", tmp_path / "out")
         assert again.exit_code == 0, again.output
     assert list(records(tmp_path / "out")) == [f"org_toy/c1/r{repeat}" for repeat in (1, 2, 3)]
@@ -125,3 +128,27 @@ def test_draft_counters_of_a_server_are_in_the_table(sweep, tmp_path):
     (row,) = json.loads(result.stdout)["rows"]
     assert (row["accept_length"], row["accept_rate"]) == (2.5, 0.5)
     assert "No accept length" not in (tmp_path / "out/summary.md").read_text()
+
+
+def test_other_points_run_after_one_failed(sweep, tmp_path):
+    script = Script(fails=lambda number: {"status": 502, "message": "gone"} if number < 5 else None)
+    result = sweep(script, "--concurrency", "1,2", *TINY_SWEEP)
+    assert result.exit_code == 1
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    first, second = records(tmp_path / "out").values()
+    assert first["workload"]["error"] == "every request failed: HTTP 502: gone (4)"
+    assert second["metrics"]["requests"] == 4
+    assert "| org/toy" in (tmp_path / "out/summary.md").read_text()
+
+
+def test_server_that_fails_every_request_ends_with_status_1(sweep, run, tmp_path):
+    script = Script(fails=lambda number: {"status": 500, "message": "no GPU"})
+    result = sweep(script, "--concurrency", "1,2", "--json", *TINY_SWEEP)
+    assert result.exit_code == 1
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert [row["failed"] for row in json.loads(result.stdout)["rows"]] == [
+        "every request failed: HTTP 500: no GPU (4)"
+    ] * 2
+    for command in ("report", "compare"):
+        folders = [tmp_path / "out"] * (2 if command == "compare" else 1)
+        assert run(command, *folders).exit_code in (0, 2)

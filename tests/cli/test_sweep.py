@@ -9,7 +9,7 @@ from datetime import datetime
 import pytest
 
 from specbatch.cli.output import fresh_folder
-from specbatch.errors import refuse
+from specbatch.errors import SpecbatchError, refuse
 from specbatch.memory.planner import MemoryShare
 from specbatch.sweeps.report.tables import write_summary
 
@@ -107,6 +107,91 @@ def test_same_command_continues(sweep, engine, tmp_path):
     assert engine.order == []
     other = sweep(command, "--seed", 3)
     assert (other.exit_code, "seed (0 there, 3 now)" in other.stderr) == (2, True)
+
+
+@pytest.fixture
+def no_room_for_v1(engine, monkeypatch):
+    """The engine of v1 cannot be built, until the list is emptied."""
+    reasons, build = ["kv_pages=9: out of memory"], engine.__init__
+
+    def init(self, config, **known):
+        if config.speculation.schedule == "v1" and reasons:
+            raise SpecbatchError(reasons[0])
+        build(self, config, **known)
+
+    monkeypatch.setattr(engine, "__init__", init)
+    return reasons
+
+
+def test_failed_configuration_does_not_end_the_sweep(sweep, run, engine, no_room_for_v1, tmp_path):
+    result = sweep("--concurrency 1,2 --json")
+    assert result.exit_code == 1, result.output
+    assert "failed: v1 at concurrency 2, repeat 1: kv_pages=9: out of memory" in result.stderr
+    rows = json.loads(result.stdout)["rows"]
+    assert [(row["configuration"], row["failed"]) for row in rows if row["concurrency"] == 2] == [
+        ("baseline", None), ("v1", "kv_pages=9: out of memory"), ("v2", None),
+    ]  # fmt: skip
+    summary = (tmp_path / "out/summary.md").read_text()
+    assert "FAILED: v1 at concurrency 1, repeat 1: kv_pages=9: out of memory" in summary
+    assert run("report", tmp_path / "out").exit_code == 0
+    assert "kv_pages=9: out of memory" in (tmp_path / "out/report.html").read_text()
+    engine.order.clear()
+    no_room_for_v1.clear()
+    again = sweep("--concurrency 1,2")
+    assert again.exit_code == 0, again.output
+    assert set(engine.order) == {"ngram/v1/1", "ngram/v1/2"}, "the points that failed run again, and no other"
+    assert "FAILED" not in (tmp_path / "out/summary.md").read_text()
+
+
+def test_unknown_draft_fails_its_configuration_unless_all_have_it(sweep, monkeypatch, tmp_path):
+    unknown = "[bad]\nalgorithm = 'eagle3'\ndraft = '/nope/m'\n"
+
+    def check(configs, log=None):
+        for config in configs:
+            if config.speculation.draft == "/nope/m":
+                raise SpecbatchError("draft='/nope/m': no such folder")
+
+    monkeypatch.setattr("specbatch.sweeps.run.runner.check_draft", check)
+    (grid := tmp_path / "grid.toml").write_text("[baseline]\n[ng]\nalgorithm = 'ngram'\n" + unknown)
+    result = sweep(f"--concurrency 1 --configs {grid} --json")
+    assert result.exit_code == 1, result.output
+    assert [(row["configuration"], row["failed"]) for row in json.loads(result.stdout)["rows"]] == [
+        ("baseline", None), ("ng", None), ("bad", "draft='/nope/m': no such folder"),
+    ]  # fmt: skip
+    grid.write_text("[baseline]\n" + unknown)
+    other = sweep(f"--concurrency 1 --configs {grid}", "--out", tmp_path / "other")
+    assert (other.exit_code, "error: draft='/nope/m': no such folder" in other.stderr) == (2, True)
+
+
+def test_engine_that_fails_while_it_runs_fails_its_point(sweep, engine, monkeypatch, tmp_path):
+    stream = engine.stream
+
+    def fails(self, prompts, params, *, concurrency=None, **known):
+        if self.config.speculation.schedule == "v1" and concurrency == 2:
+            raise RuntimeError("CUDA error: an illegal memory access\nmore lines")
+        return stream(self, prompts, params, concurrency=concurrency, **known)
+
+    monkeypatch.setattr(engine, "stream", fails)
+    assert sweep("--concurrency 1,2").exit_code == 1
+    errors = {
+        str(path.parent.relative_to(tmp_path / "out")): json.loads(path.read_text())["workload"].get("error")
+        for path in tmp_path.glob("out/*/c*/r1/record.json")
+    }
+    assert {name: error for name, error in errors.items() if error} == {
+        "v1/c2/r1": "RuntimeError: CUDA error: an illegal memory access"
+    }
+    assert len(errors) == 6
+
+
+def test_what_fails_in_all_configurations_is_refused(sweep, engine, monkeypatch, tmp_path):
+    def init(self, config, **known):
+        raise SpecbatchError("model='typo': no such model")
+
+    monkeypatch.setattr(engine, "__init__", init)
+    result = sweep("--concurrency 1")
+    assert result.exit_code == 2
+    assert "error: model='typo': no such model" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_json_rows(sweep):

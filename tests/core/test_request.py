@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specbatch.core.acceptance import Acceptance
-from specbatch.core.request import Completion, IncrementalText, Request, SamplingParams
+from specbatch.core.output_text import IncrementalText
+from specbatch.core.request import Completion, Logprobs, Request, SamplingParams
 
 EOS, OTHER_END = 0, 1
 PIECES = [b"", b"", b"a", b"b", b"ab", b"ba ", b"\xc3", b"\xa9", b"b\xf0\x9f", b"\x98\x80", "ß".encode(), b"\n\n"]
@@ -33,7 +34,7 @@ def run(tokens: list[int], split: list[int] | None = None, **params: Any) -> Com
     now, at = 11.0, 0
     while at < len(tokens) and not request.finished:
         part = tokens[at : at + next(lengths)]
-        request.append(part, now, [float(-token) for token in part])
+        request.append(part, now, Logprobs([float(-token) for token in part]))
         at, now = at + len(part), now + 1
     if not request.finished:
         request.finish_reason = "abort"
@@ -178,7 +179,7 @@ def test_timings_follow_their_definitions() -> None:
     found = request.completion(99.0).metrics
     assert (found.queue_s, found.ttft_s, found.e2e_s) == (2.0, 4.0, 9.0)
     assert found.tpot_s == pytest.approx(5.0 / 4)
-    assert found.itl_s == [1.0, 1.0, 1.0, 2.0]
+    assert list(found.itl_s) == [1.0, 1.0, 1.0, 2.0]
     assert (found.prompt_tokens, found.output_tokens) == (3, 5)
     assert sum(found.itl_s) == pytest.approx(found.e2e_s - found.ttft_s)
 
@@ -187,7 +188,7 @@ def test_single_token_has_no_inter_token_latency() -> None:
     request = make(max_new_tokens=1)
     request.append([2], 14.0)
     found = request.completion(99.0).metrics
-    assert (found.ttft_s, found.tpot_s, found.itl_s, found.e2e_s) == (4.0, None, [], 4.0)
+    assert (found.ttft_s, found.tpot_s, list(found.itl_s), found.e2e_s) == (4.0, None, [], 4.0)
 
 
 def test_request_that_never_ran_has_queue_time_only() -> None:

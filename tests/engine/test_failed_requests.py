@@ -82,6 +82,24 @@ def test_only_the_request_itself_fails(
         assert engine._scheduler._pool.free == engine._scheduler._pool.total
 
 
+@pytest.mark.parametrize("schedule", ["v1", "v2"])
+@pytest.mark.parametrize("chunk", [6, 64])
+def test_requests_that_share_pages_with_a_failing_one_succeed(
+    toy_engine: Callable[..., Engine], schedule: str, chunk: int
+) -> None:
+    """Causal attention spreads NaN to earlier tokens of the same pass (0 x NaN), whose pages others share at once."""
+    prefix = [3 + (index * 7) % 30 for index in range(16)]
+    prompts = [[*prefix, 36, 9], [*prefix, 11], [*prefix, 36, 9, 12], [*prefix, 12, 13]]
+    speculation = Speculation(schedule=schedule)
+    with toy_engine(model="toy-nan", speculation=speculation, prefill_chunk=chunk, page_size=2) as engine:
+        expected = [engine.generate([prompts[place]], GREEDY)[0].token_ids for place in (1, 3)]
+        engine.forget_prefixes()
+        found = engine.generate(prompts, GREEDY)
+        assert [item.finish_reason for item in found] == ["error", "length", "error", "length"]
+        assert [found[place].token_ids for place in (1, 3)] == expected
+        assert [item.finish_reason for item in engine.generate(prompts[::-1], GREEDY)] == ["length", "error"] * 2
+
+
 def test_record_counts_failures_and_leaves_them_out_of_metrics(targets: Targets) -> None:
     with targets.engine("llama", "ngram", "v2", page_size=4, max_model_len=40) as engine:
         damage(engine, BAD)
@@ -101,6 +119,7 @@ def test_logits_that_break_later_keep_the_tokens_before(
     engine = toy_engine(speculation=Speculation(schedule=schedule))
     prompts = [list(prompt) for prompt in toy.prompts()[3:6]]
     expected = [item.token_ids for item in engine.generate(prompts, GREEDY)]
+    engine.forget_prefixes()
     logits = engine._worker.decode_step.model.logits
     calls = 0
 

@@ -187,8 +187,8 @@ def test_the_record_of_scoring(toy_engine: Callable[..., Any]) -> None:
     [
         (([], [1]), "context of pair 1=[]: give the token that begins a text"),
         (([1], []), "continuation of pair 1=[]: it has no tokens"),
-        (([1], [37]), "pair 1='token 37': token ids go from 0 to 36"),
-        (([-1], [3]), "pair 1='token -1'"),
+        (([1], [37]), "pair 1=[37]: token ids go from 0 to 36"),
+        (([-1], [3]), "pair 1=[-1]"),
         (("ab", [3]), "pair 1="),
         (7, "pair 1="),
         (([1] * 60, [2] * 62), "max_model_len=120: pair 1 has 121 tokens before its last"),

@@ -213,6 +213,8 @@ def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder of tasks in place of lm-eval's 14,000."""
     import lm_eval.tasks
 
+    from specbatch.evals import task
+
     folder, manager = tmp_path / "lm_eval_tasks", lm_eval.tasks.TaskManager
     folder.mkdir()
 
@@ -220,6 +222,8 @@ def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return manager(include_path=folder if include_defaults else include_path, include_defaults=False)
 
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", either)
+    found = task._names_in
+    monkeypatch.setattr(task, "_names_in", lambda _, name: found(folder, name))
     return folder
 
 

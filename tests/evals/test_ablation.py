@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,8 @@ def ablate(
         engine = make_engine(lambda text: (odd.pop() if odd and forgot else "") + mixed_reply(text))
         forgot: list[int] = []  # calls before prefixes were forgotten
         engine.forget_prefixes = lambda: forgot.append(len(engine.calls))
-        plain, config_of = engine.record, asdict(config.speculation)
-        engine.record = lambda **known: replace(plain(**known), config={"model": "fake", "speculation": config_of})
+        plain = engine.record
+        engine.record = lambda **known: replace(plain(**known), config=config.as_dict() | {"model": "fake"})
         made.append((name, weights_of, share))
         yield engine
 
@@ -93,6 +93,41 @@ def test_interruption_reports_what_is_kept(ablate: Any, monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt, match=r"^kept 1 of 3 configurations \(baseline\) in "):
         ablate()
     assert "baseline" in (tmp_path / "ablation.md").read_text()
+
+
+def test_interrupted_ablation_continues(ablate: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The finished configuration is not run again, and of the other one only the missing answers are generated."""
+    warm_up, started = ablation._warm_up, []
+
+    def stop_in_v1(ready: Any, engine: Any) -> None:
+        warm_up(ready, engine)
+        started.append(engine)
+        if len(started) == 2:
+            engine.stop_after = 3
+
+    monkeypatch.setattr(ablation, "_warm_up", stop_in_v1)
+    with pytest.raises(KeyboardInterrupt, match=r"^kept 1 of 3 configurations \(baseline\) in .*; the same command"):
+        ablate()
+    found, made, seen = ablate()
+    names = ["baseline", "v1"]  # of the interrupted run
+    assert [name for name, _, _ in made] == [*names, "v1", "v2"]
+    assert [share for _, _, share in made[2:]] == [MemoryShare(0, 3), MemoryShare(1, 3)]
+    assert len(started[2].calls[-1]["prompts"]) == 5
+    assert [row["same answers"] for row in found.rows()] == ["8 of 8", "8 of 8", "7 of 8"]
+    assert found.reports["v1"].record.workload["earlier_answers"] == 3
+    assert seen[-1] == (24, 24)
+    assert not list(tmp_path.rglob("*.partial.jsonl"))
+
+
+def test_ablation_with_other_settings_is_refused(ablate: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def stop(ready: Any, engine: Any) -> None:
+        engine.stop_after = 0
+
+    monkeypatch.setattr(ablation, "_warm_up", stop)
+    with pytest.raises(KeyboardInterrupt, match="kept 0 of 3 configurations in"):
+        ablate()
+    with pytest.raises(SpecbatchError, match=r"ablation.partial.jsonl.*num_fewshot \(3 there, 5 now\)"):
+        run_ablation(configurations(BASE, False)[0], EvalOptions("gsm8k", num_fewshot=5), tmp_path)
 
 
 def test_configurations_get_the_same_prompts(

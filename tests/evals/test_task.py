@@ -15,7 +15,7 @@ import pytest
 import specbatch
 from specbatch.errors import SpecbatchError
 from specbatch.evals.prompts import task_prompts
-from specbatch.evals.run import EvalOptions, run_eval
+from specbatch.evals.run import EvalOptions, prepare, run_eval
 from specbatch.evals.task import EvalTask, load_task
 from specbatch.jobs.questions import bundled_questions
 
@@ -279,3 +279,16 @@ def test_imports_are_lazy() -> None:
     root = Path(specbatch.__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_unknown_task_is_refused_without_parsing_all_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    manager = lm_eval.tasks.TaskManager
+
+    def of_few_files(include_path: Any = None, include_defaults: bool = True) -> Any:
+        assert not include_defaults, "this takes half a minute"
+        return manager(include_path=include_path, include_defaults=False)
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", of_few_files)
+    with pytest.raises(SpecbatchError, match=r"task='hellaswagg': no such task; did you mean hellaswag"):
+        prepare(EvalOptions("hellaswagg"))

@@ -11,7 +11,8 @@ import datasets
 import pytest
 
 from specbatch.errors import SpecbatchError
-from specbatch.jobs.dataset import is_dataset, is_saved, read_rows, write_rows
+from specbatch.jobs import dataset
+from specbatch.jobs.dataset import is_dataset, is_saved, write_rows
 
 ROWS = [
     {"prompt": "a\nb", "id": "007", "other": "x"},
@@ -19,6 +20,12 @@ ROWS = [
     {"prompt": "NA", "id": "12", "other": "z"},
 ]
 WANTED = [{"prompt": row["prompt"], "id": row["id"]} for row in ROWS]
+
+
+def read_rows(*arguments):
+    return list(dataset.read_rows(*arguments))
+
+
 TYPES = {"index": "int64", "id": "string", "token_ids": "[int32]", "accept_length": "float64"}
 OUT = [{"index": 0, "id": "a", "token_ids": [1, 2]}, {"index": 4, "token_ids": [], "accept_length": None}]
 
@@ -147,7 +154,7 @@ def test_failed_write_keeps_the_old_table(tmp_path, monkeypatch, name, fails):
             raise KeyboardInterrupt
         replace(source, target)
 
-    monkeypatch.setattr("specbatch.jobs.dataset.os.replace", move)
+    monkeypatch.setattr("specbatch.atomic_file.os.replace", move)
     with pytest.raises((ValueError, KeyboardInterrupt)):
         write_rows(path, OUT if fails == "move" else [{"index": "no number"}], TYPES)
     assert list(tmp_path.iterdir()) == [path]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import tracemalloc
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_job_continues_from_what_a_crash_leaves(opened, left, taken):
     kept = opened()
     kept.path.write_text(left)
     kept.load()
-    assert list(kept.rows.values()) == taken
+    assert list(kept.rows.values()) == sorted(taken, key=lambda row: row["index"])
     more = {"index": 1, "text": ""}
     with kept.claim() as keep:
         keep(more)
@@ -101,6 +102,48 @@ def test_file_that_another_process_removes_before_the_lock_is_made_again(opened,
         keep(ROWS[0])
     assert len(calls) == 2
     assert kept.path.read_text() == text_of(HEADER, ROWS[0])
+
+
+def test_last_row_with_an_index_counts_and_failed_ones_are_counted(opened):
+    kept = opened()
+    kept.path.write_text(
+        text_of(HEADER, {"index": 2, "error": "x"}, {"index": 0, "error": "y"}, {"index": 2, "error": None})
+    )
+    kept.load()
+    assert (len(kept.rows), kept.rows.failed) == (2, 1)
+    assert (2 in kept.rows, 1 in kept.rows, 7 in kept.rows, "2" in kept.rows) == (True, False, False, False)
+    assert kept.rows[2] == {"index": 2, "error": None}
+    assert [row["index"] for row in kept.rows.ordered()] == [0, 2]
+    with kept.claim() as keep:
+        keep({"index": 0})
+        assert kept.rows.failed == 0
+    with pytest.raises(KeyError):
+        kept.rows[1]
+
+
+def test_failed_rows_are_missing_when_they_are_retried(tmp_path):
+    path = tmp_path / "rows"
+    path.write_text(text_of(HEADER, {"index": 2, "error": "x"}, ROWS[1]))
+    kept = PartialRows(path, HEADER, lambda row: True, start_over="go", retry_failed=True)
+    kept.load()
+    assert list(kept.rows) == [0]
+    with kept.claim() as keep:
+        keep({"index": 2})
+    assert path.read_text() == text_of(HEADER, {"index": 2, "error": "x"}, ROWS[1], {"index": 2})
+
+
+def test_memory_holds_offsets_and_no_rows(tmp_path):
+    path, count = tmp_path / "rows", 20_000
+    rows = (json.dumps({"index": index, "text": "x" * 200}) + "\n" for index in range(count))
+    path.write_text(text_of(HEADER) + "".join(rows))
+    kept = PartialRows(path, HEADER, lambda row: True, start_over="go")
+    tracemalloc.start()
+    kept.load()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(kept.rows) == count
+    assert held < 12 * count  # the array grows by more than it needs
+    assert kept.rows[count - 1]["index"] == count - 1
 
 
 def test_folder_is_an_error(opened):

@@ -126,3 +126,28 @@ def test_row_without_a_prompt_in_the_column_is_malformed(scanned, row, what):
 def test_jsonl_has_no_splits(scanned):
     with pytest.raises(SpecbatchError, match=r"split='test': .*in\.jsonl has no splits"):
         scanned(b'{"prompt": "a"}', split="test")
+
+
+@pytest.mark.parametrize("form", ["prompt", "question", "messages"])
+def test_texts_that_cannot_fit_are_refused_before_they_are_encoded(form):
+    """Neither the template nor the whole text is tried."""
+    longest = []
+
+    class Spy:
+        def encode(self, text, **options):
+            longest.append(len(text))
+            return list(text)
+
+        def apply_chat_template(self, messages, **options):
+            return "<" + messages[0]["content"] + ">"
+
+    def encoded(text, **options):
+        value = [{"role": "user", "content": text}] if form == "messages" else text
+        return Prompt(1, form, value).encode(Spy(), most=100, **options)
+
+    with pytest.raises(
+        SpecbatchError, match=r"prompt='\d+ characters': its first 800 characters have more than max_model"
+    ):
+        encoded("a" * 30_000_000)
+    assert longest == [800]
+    assert len(encoded("a" * 500)) >= 500  # the engine refuses it

@@ -31,7 +31,7 @@ def test_keeps_question_and_answer_and_skips_blank_lines(tmp_path: Path) -> None
         (f'{GOOD}\n{{"question": "  ", "answer": "1"}}\n', "line 2 has no text in 'question'"),
         ('{"question": "a?", "answer": 18}\n', "line 1 has no text in 'answer'"),
         ("\n\n", "has no rows"),
-        (b'{"question": "\xff\xfe", "answer": "1"}\n', "line 1 is not JSON"),
+        (b'{"question": "\xff\xfe", "answer": "1"}\n', "line 1 is not UTF-8"),
         (None, "cannot be read"),
     ],
 )

@@ -65,7 +65,7 @@ class Case:
     def settings(self) -> dict[str, Any]:
         found = {"graphs": GRAPHS[self.graphs], "prefill_chunk": 16} | settings_of(self.target, self.drafter)
         if self.memory == "tight":  # little more than one request needs: others are retracted
-            rows = _rows(**SPECULATIONS[self.drafter])
+            rows = slots_per_step(**SPECULATIONS[self.drafter])
             found |= {"max_model_len": 24, "page_size": 2, "kv_pages": 12 + rows + 4, "prefill_chunk": 8}
         if self.memory == "no-cache":
             found |= {"prefix_cache": False, "page_size": 1, "prefill_chunk": 5}
@@ -77,7 +77,7 @@ def settings_of(target: str, drafter: str) -> dict[str, Any]:
     return {"load_format": "dummy"} if drafter.startswith("mtp") and target not in MTP else {}
 
 
-def _rows(algorithm: str = "none", *, draft_steps: int | None = None, **how: Any) -> int:
+def slots_per_step(algorithm: str = "none", *, draft_steps: int | None = None, **how: Any) -> int:
     """KV slots that a request reserves for one verify."""
     tokens, topk = how.get("draft_tokens"), how.get("draft_topk")
     shape = shape_of(algorithm, draft_steps, topk, None if tokens == "auto" else tokens)

@@ -11,7 +11,8 @@ import pytest
 from crossed import first_quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from targets import HYBRIDS, SIZES
+from limits import limited
+from targets import HYBRIDS, SIZES, TARGETS
 
 import specbatch.models
 from specbatch.errors import SpecbatchError
@@ -233,3 +234,22 @@ def test_defaults_of_dense_families() -> None:
 )
 def test_disabled_sliding_window_is_ignored(family: str, changes: dict[str, Any]) -> None:
     assert read_dense(family, **changes) == read_dense(family)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"hidden_size": 2**31 - 2, "head_dim": 2}),
+        ("llama", {"intermediate_size": 2**31 - 1, "hidden_size": 2**20}),
+        ("llama", {"num_hidden_layers": 10_000, "vocab_size": 2**31 - 1, "hidden_size": 2**12}),
+        ("llama", {"vocab_size": 2**23}),
+        ("lfm2", {"hidden_size": 2**31 - 4}),
+        ("qwen3-moe", {"num_experts": 2**31 - 1}),
+        ("qwen3-moe", {"num_experts": 2**16, "num_hidden_layers": 10_000}),
+        ("nemotron-h-moe", {"n_routed_experts": 10**6}),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_without_memory_for_them(family: str, changes: dict[str, Any]) -> None:
+    config = SIZES | TARGETS[family] | changes
+    with limited(20, 1 << 29), pytest.raises(SpecbatchError):
+        ModelConfig.from_dict(config).tensor_shapes()

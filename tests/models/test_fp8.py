@@ -218,7 +218,8 @@ def test_fp8_mtp_head_matches_dequantized_head(
     assert isinstance(layer, MtpConfig)
     assert "M parameters, FP8; 4 heads" in lines[0]
     found = []
-    for head in (Mtp(config, meant.__getitem__, target, 64), Mtp(layer, checkpoint.tensor, target, 64)):
+    for own, tensor in ((config, meant.__getitem__), (layer, checkpoint.tensor)):
+        head = Mtp(Reader(own, tensor, torch.float32, CPU, of_draft=True), target, 64)
         generator = torch.Generator().manual_seed(6)
         embedded, hidden = torch.randn(2, 7, config.hidden_size, generator=generator)
         x, qkv = head.enter(embedded, hidden)
@@ -261,7 +262,11 @@ def test_dummy_mtp_head_is_created_on_the_targets_device(monkeypatch: pytest.Mon
     of_target = set(made.values())
     made.clear()
     asked = EngineConfig(model="next", load_format="dummy", speculation=Speculation("mtp"))
-    mtp.plan(checkpoint, asked, print).build(target, SimpleNamespace(max_positions=64))
+
+    def read(config: ModelConfig, tensor: Any) -> Reader:
+        return Reader(config, tensor, torch.bfloat16, torch.device("meta"), of_draft=True)
+
+    mtp.plan(checkpoint, asked, print).build(target, SimpleNamespace(max_positions=64, draft_reader=read))
     assert set(made.values()) == of_target == {("meta", torch.bfloat16)}
     assert {"mtp.fc.weight", "mtp.layers.0.mlp.experts.gate_up_proj"} <= set(made)
 

@@ -17,8 +17,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 def test_constraints_fit_the_dependencies() -> None:
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     pinned = {canonicalize_name(item.name): item for item in map(Requirement, lines)}
-    for text in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]]:
+    extras = {name: items for name, items in PROJECT["optional-dependencies"].items() if name != "reasoning"}
+    for text in [*PROJECT["dependencies"], *(item for items in extras.values() for item in items)]:
         needed = Requirement(text)
+        if needed.name == "specbatch":
+            continue
         (version, *_) = [str(part).lstrip("<>=~") for part in pinned[canonicalize_name(needed.name)].specifier]
         assert needed.specifier.contains(version.replace("*", "0")), text
 

@@ -18,14 +18,20 @@ SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setupto
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The names in a wheel built from a copy, so that no build folder is left in the tree."""
-    folder = tmp_path_factory.mktemp("wheel")
-    tree = folder / "tree"
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, so that no build folder is left in the checkout."""
+    tree = tmp_path_factory.mktemp("wheel") / "tree"
     for name in FOLDERS:
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path) -> list[str]:
+    """The names in a wheel."""
+    folder = tree.parent
     options = ("--quiet", "--no-deps", "--no-build-isolation")
     command = [sys.executable, "-m", "pip", "wheel", *options, "-w", str(folder), str(tree)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -46,6 +52,17 @@ def test_every_file_is_in_the_wheel(wheel):
                 continue
             inside = path.relative_to(ROOT).as_posix()
             assert (inside if name == "specbatch" else f"specbatch/{inside}") in wheel
+
+
+def test_editable_installation_is_a_path_that_type_checkers_read(tree, tmp_path):
+    code = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as file:
+        (name,) = [name for name in file.namelist() if ".dist-info/" not in name]
+        assert name.endswith(".pth"), "a module is an import hook"
+        assert file.read(name).decode().strip() == str(tree)
 
 
 def test_every_folder_with_code_is_listed():

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
-from made_runs import make_record, metrics_of
+from made_runs import make_record, make_report, metrics_of
 from swept import saved
 
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
-from specbatch.jobs.batch_job import read_output
+from specbatch.jobs.output_files import read_output
+from specbatch.records.answers import load_answers
 from specbatch.records.runs import PointKey, load_run
 from specbatch.sweeps.compare import compare
 
@@ -73,11 +78,16 @@ def test_folder_of_different_runs_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "JSONDecodeError"), ("[]", "TypeError"), ("{}", "TypeError"), ('{"schema": 2}', "TypeError")],
+    [
+        ("{", "is not JSON"),
+        ("[]", "should be a valid dictionary"),
+        ("{}", "config is missing (8 more mistakes)"),
+        ('{"schema": 2}', "has schema 2 and this version reads 1"),
+    ],
 )
 def test_damaged_record_is_refused_in_one_line(tmp_path, text, message):
     (tmp_path / "record.json").write_text(text)
-    with pytest.raises(SpecbatchError, match=message) as error:
+    with pytest.raises(SpecbatchError, match=rf"^before='.*record\.json': {re.escape(message)}") as error:
         load_run("before", tmp_path, read_output)
     assert "\n" not in str(error.value)
 
@@ -105,3 +115,33 @@ def test_points_of_a_bench(tmp_path):
     assert list(load_run("before", tmp_path, read_output).points) == found
     row, _ = (row for row in compare(tmp_path, tmp_path).rows if row.metric == "full-batch step")
     assert (row.section, row.before) == ("decode", pytest.approx(4.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "record.json",
+            {"metrics": {"requests": "4"}},
+            r"record\.json': metrics\.requests is '4': should be a valid number",
+        ),
+        ("record.json", {"metrics": {"requests": -1}}, "metrics: requests should not be negative"),
+        ("record.json", {"config": {}}, r"config\.model is missing"),
+        ("record.json", {"counters": {"graphs": {"decode": {}}}}, r"counters\.graphs\.decode\.replays is missing"),
+        ("requests.jsonl", {"index": True}, r"requests\.jsonl:1': index is True: should be a valid integer"),
+        ("requests.jsonl", {"finish_reason": None}, "finish_reason should be given"),
+        ("questions.jsonl", {"doc_id": []}, r"questions\.jsonl:1': doc_id should be a valid integer"),
+        ("questions.jsonl", {"finish_reason": 3}, "finish_reason is 3: should be a valid string"),
+    ],
+)
+def test_edited_file_is_refused_with_field_and_value(
+    tmp_path: Path, name: str, change: dict[str, object], message: str
+) -> None:
+    make_report("1100").save(tmp_path)
+    first, *others = (
+        (tmp_path / name).read_text().split("\n") if name != "record.json" else [(tmp_path / name).read_text()]
+    )
+    (tmp_path / name).write_text("\n".join([json.dumps(json.loads(first) | change), *others]))
+    with pytest.raises(SpecbatchError, match=message) as error:
+        load_answers("before", tmp_path)
+    assert str(error.value).endswith("; move it away or run it again")

@@ -20,7 +20,7 @@ from specbatch.config import Graphs
 from specbatch.core.request import Completion, RequestMetrics
 from specbatch.engine import acceptance
 from specbatch.jobs.configurations import load_engine
-from specbatch.records.run_record import RunRecord
+from specbatch.records.store import load_record
 from specbatch.sweeps.check import CheckOptions, CheckReport, _compare, _encode, run_check
 
 SPECULATIONS = {
@@ -89,7 +89,7 @@ def test_equal_output(toy: Any, check: Any, tmp_path: Path, name: str, schedule:
     assert work["source"].endswith("in.jsonl")
     assert len(report.record.requests) == COUNT, "passes for margins, and the baseline's, are not among them"
     folder = tmp_path / "out"
-    assert RunRecord.load(folder) == report.record
+    assert load_record("folder", folder) == report.record
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     assert [row["id"] for row in rows] == names
     assert (folder / "summary.md").read_text() == report.markdown() + "\n"

@@ -10,6 +10,7 @@ from targets import HYBRIDS
 
 from specbatch.kernels.attention.qkv import split_qkv_rope_ref
 from specbatch.models.decoder import Decoder
+from specbatch.models.layers import Reader
 from specbatch.models.mtp import Mtp, mtp_config
 from specbatch.training.chain import Memory, ahead
 from specbatch.training.data import Batch, Example
@@ -57,7 +58,7 @@ def test_engine_runs_the_trained_mtp_head(targets, name):
     config = mtp_config(checkpoint.config, found)
     assert found == config.tensor_shapes()
     model = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=LENGTH)
-    ours = Mtp(config, tensors.__getitem__, model, LENGTH)
+    ours = Mtp(Reader(config, tensors.__getitem__, torch.float32, CPU, of_draft=True), model, LENGTH)
     x, qkv = ours.enter(embedded[0], last[0])
     q, k, v = (part.transpose(0, 1)[None] for part in split_qkv_rope_ref(qkv, ours.heads, torch.arange(12)))
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -18,6 +18,7 @@ from specbatch.kernels.sampling.rng import DRAFT, uniform_ref
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.dflash import DFlash, DFlashConfig
+from specbatch.models.layers import Reader
 
 VOCABULARY, HIDDEN, LAYERS = 13, 24, 4
 LENGTHS = (2, 3, 5, 6, 13, 21)
@@ -73,7 +74,8 @@ class Run:
             tensors["lm_head.weight"] = target.logits(torch.eye(HIDDEN)).T[list(known)]
         cache = self.here.cache_of(config, config.num_layers)
         cache.keys.fill_(1e4), cache.values.fill_(1e4)  # stale entries must not be attended to
-        self.drafter = DFlashDrafter(DFlash(config, tensors.__getitem__, target, 256), cache, count)
+        read = Reader(config, tensors.__getitem__, torch.float32, torch.device("cpu"), of_draft=True)
+        self.drafter = DFlashDrafter(DFlash(read, target, 256), cache, count)
         self.features = torch.randn(len(LENGTHS), 128, 2 * HIDDEN, generator=torch.Generator().manual_seed(9))
         self.prefill(chunk)
 

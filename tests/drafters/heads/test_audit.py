@@ -75,6 +75,11 @@ OF_CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"fc_norm": True, "norm_before_fc": True}, "norm_before_fc is true, too", "layers.0"),
     ({"norm_output": "no"}, "norm_output='no': use true or false", "layers.0"),
     ({"draft_vocab_size": "9"}, "draft_vocab_size='9'", "layers.0"),
+    (
+        {"draft_vocab_size": 2**31 - 1},
+        "draft_vocab_size=2147483647: the head's vocab_size is 13; use at most that",
+        "layers.0",
+    ),
     ({"target_hidden_size": 0}, "target_hidden_size=0", "layers.0"),
     ({"norm_after_fc": True}, "norm_after_fc=True", "layers.0"),
     ({"eagle_config": {"use_mtp_layernorm": True}}, "eagle_config.use_mtp_layernorm=True", "layers.0"),

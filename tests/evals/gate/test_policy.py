@@ -45,7 +45,7 @@ def test_unreadable_policies_are_refused(tmp_path):
     with pytest.raises(SpecbatchError, match="cannot be read"):
         load_policy(tmp_path / "none.toml")
     (tmp_path / "bytes.toml").write_bytes(b"\xff")
-    with pytest.raises(SpecbatchError, match="is not TOML"):
+    with pytest.raises(SpecbatchError, match="is not UTF-8"):
         load_policy(tmp_path / "bytes.toml")
 
 

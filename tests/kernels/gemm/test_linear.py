@@ -84,3 +84,20 @@ def test_rows_do_not_depend_on_batch() -> None:
     alone = torch.cat([layer(row[None]) for row in x])
     for rows in (2, 5, 16, 33, 65):
         torch.testing.assert_close(layer(x[:rows]), alone[:rows], rtol=0, atol=5e-5)
+
+
+@pytest.mark.skipif(not linear.is_blocked(torch.float32, torch.device("cpu")), reason="oneDNN is missing")
+def test_few_numbers_of_rows_reach_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps a compiled kernel for each."""
+    seen: set[int] = set()
+
+    def gemm(x: torch.Tensor, *_: object) -> torch.Tensor:
+        seen.add(len(x))
+        return x
+
+    layer = Linear(numbers(37, 37, seed=1))
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", gemm)
+    for rows in range(1, 2049):
+        assert len(layer(torch.empty(rows, 37))) == rows
+        assert rows <= max(seen) < 1.25 * rows or rows <= 8
+    assert len(seen) == 40

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from specbatch.cli.app import app
-from specbatch.jobs.batch_job import read_output
+from specbatch.jobs.output_files import read_output
 from specbatch.records.runs import load_run
 from specbatch.sweeps.bench import limits
 from specbatch.sweeps.bench.tables import load_sections, write_tables
@@ -116,6 +116,7 @@ def test_requests_of_the_first_token_run_alone(run: Callable[..., Result]) -> No
         assert record.metrics["max_queue_s"] < 0.5 * record.metrics["mean_e2e_s"]  # none waited for another
 
 
+@pytest.mark.slow
 def test_drafts_are_compared_with_a_baseline(run: Callable[..., Result]) -> None:
     Path("peers.csv").write_text(PEERS)
     result = run(**DRAFT, sections="decode,ttft,verify", ttft_tokens="5", new_tokens=48, peers="peers.csv")
@@ -238,6 +239,9 @@ def test_an_interrupted_bench_continues(run: Callable[..., Result], monkeypatch:
     result = run(sections="decode")
     assert result.exit_code == 2
     assert "output='out': is of a bench with other sections (decode, ttft-5 there, decode now)" in result.stderr
+    other = run(sections="decode,ttft", ttft_tokens="5", batch="2")
+    assert other.exit_code == 2
+    assert "is of a bench (decode) with another concurrency ([1, 3] there, [2] now); repeat" in other.stderr
     report = CliRunner().invoke(app, ["report", "out"])
     assert report.stdout.splitlines()[:2] == ["out/summary.md", "out/summary.csv"]
     assert run(sections="decode,ttft", ttft_tokens="5", repeats=2).exit_code == 2

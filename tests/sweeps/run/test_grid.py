@@ -181,5 +181,5 @@ def test_folder_of_another_sweep_is_refused(
 
 def test_unreadable_plan_is_refused(tmp_path: Path) -> None:
     (tmp_path / PLAN).write_text("{")
-    with pytest.raises(SpecbatchError, match="cannot be read"):
+    with pytest.raises(SpecbatchError, match=r"sweep\.json': is not JSON .*; name a new folder"):
         check_plan(tmp_path, plan_of(named(EngineConfig(), ("baseline",)), OPTIONS))

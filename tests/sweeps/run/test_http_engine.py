@@ -14,7 +14,6 @@ from openai_server import Script, serving
 
 from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError
-from specbatch.sweeps.run import http_engine
 from specbatch.sweeps.run.http_answer import Answer
 from specbatch.sweeps.run.http_engine import HttpEngine, Server
 from specbatch.sweeps.run.server_counters import accepted, counters_of
@@ -96,7 +95,7 @@ def test_end_token_without_text_counts_when_it_arrives(serve, usage):
 
 
 def test_gaps_are_unknown_if_some_chunks_are_uncounted():
-    answer = Answer(0, [5], 1.0)
+    answer = Answer(0, [5], 1.0, max_tokens=4)
     for now, text, counted in ((2.0, "a", 1), (3.0, "b", None), (4.0, "c", 3), (5.0, "", None)):
         usage = {"usage": {"completion_tokens": counted}} if counted else {}
         answer.take({"choices": [{"text": text, "finish_reason": None if text else "stop"}], **usage}, now)
@@ -179,10 +178,13 @@ def test_errors_are_counted_by_message(serve):
     assert engine.record().counters["errors"] == {}
 
 
-def test_timeouts_and_missing_token_counts_are_errors(serve, monkeypatch):
-    monkeypatch.setattr(http_engine, "SILENCE_S", 0.1)
-    _, record = run(serve(Script(first_s=0.5)))
-    assert record.counters["errors"] == {"timed out": 1}
+def test_timeouts_and_missing_token_counts_are_errors(serve):
+    _, record = run(serve(Script(first_s=0.5), idle_timeout=0.1))
+    assert record.counters["errors"] == {"no data for 0.1 s (--idle-timeout)": 1}
+    _, record = run(serve(Script(gap_s=0.1), request_timeout=0.25))
+    assert record.counters["errors"] == {"not finished after 0.25 s (--request-timeout)": 1}
+    _, record = run(serve(Script(gap_s=0.1), idle_timeout=0.3))
+    assert record.counters["errors"] == {}
     (done,), record = run(serve(Script(usage="never")))
     assert (done.finish_reason, done.text, record.metrics["requests"]) == ("error", "abc ", 0)
     assert list(record.counters["errors"]) == [

@@ -1,0 +1,142 @@
+"""Finished results of an evaluation: kept on disk as they finish, so that an interrupted evaluation continues."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from specbatch.core.acceptance import Acceptance
+from specbatch.core.request import Completion, RequestMetrics
+from specbatch.jobs.partial_output import MAKES_TOKENS, PartialRows
+from specbatch.records.metrics import METRICS
+from specbatch.records.store import EARLIER
+from specbatch.records.summarize import emitted_histogram, summarize, total_acceptance
+
+if TYPE_CHECKING:
+    from specbatch.config import EngineConfig
+    from specbatch.engine.scoring import Likelihood
+    from specbatch.evals.options import EvalOptions
+    from specbatch.records.run_record import RunRecord
+
+PARTIAL = "answers.partial.jsonl"
+Row = dict[str, Any]
+
+
+class Answer(NamedTuple):
+    """A finished request and the document of the task that it answers.
+
+    request      hash of its prompt and generation arguments
+    completion   its index is its position among the requests of the task
+    """
+
+    doc_id: int
+    request: str
+    completion: Completion
+
+    def as_row(self) -> Row:
+        done = self.completion
+        return {
+            "index": done.index,
+            "doc_id": self.doc_id,
+            "request": self.request,
+            "text": done.text,
+            "token_ids": done.token_ids,
+            **done.as_row(),
+        }
+
+    @classmethod
+    def from_row(cls, row: Row, prompt_token_ids: list[int]) -> Answer:
+        numbers = {item.name: row[item.name] for item in fields(RequestMetrics)}
+        metrics = RequestMetrics(**numbers | {"acceptance": Acceptance(**row["acceptance"])})
+        done = (row["index"], prompt_token_ids, row["token_ids"], row["text"], row["finish_reason"], metrics)
+        return cls(row["doc_id"], row["request"], Completion(*done))
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The log-likelihood of one text of a document.
+
+    index     its position among the texts of the task
+    part      counts the document's choices, or the windows of a text that is longer than the model's context
+    request   hash of its token ids
+    """
+
+    index: int
+    doc_id: int
+    part: int
+    request: str
+    prompt_tokens: int
+    scored_tokens: int
+    likelihood: Likelihood
+
+    def as_row(self) -> Row:
+        return {"doc_id": self.doc_id, "part": self.part, "request": self.request, **self.numbers()}
+
+    def numbers(self) -> Row:
+        """The entry of the text in a record."""
+        counts = {"prompt_tokens": self.prompt_tokens, "scored_tokens": self.scored_tokens}
+        return {"index": self.index, **counts, **self.likelihood._asdict()}
+
+    @classmethod
+    def from_row(cls, row: Row) -> Scored:
+        from specbatch.engine.scoring import Likelihood
+
+        own = {item.name: row[item.name] for item in fields(cls) if item.name != "likelihood"}
+        return cls(**own, likelihood=Likelihood(row["logprob"], row["is_greedy"]))
+
+
+def hash_of(request: Any) -> str:
+    return hashlib.sha256(json.dumps(request, default=str).encode()).hexdigest()
+
+
+def finished_rows(options: EvalOptions, num_fewshot: int, config: EngineConfig, *, generates: bool) -> PartialRows:
+    """The file of finished results in the output folder of `options`, with the rows of an interrupted run.
+
+    Refused: results that were made with other settings.
+    """
+    assert options.output is not None
+    settings = config.as_dict()
+    header = {
+        "command": "eval",
+        "task": options.task,
+        "num_fewshot": num_fewshot,
+        "fewshot_seed": options.seed,
+        **{name: getattr(options, name) for name in ("limit", "chat_template", "thinking", "max_new_tokens")},
+        **{name: settings[name] for name in MAKES_TOKENS},
+    }
+
+    def is_row(row: Row) -> bool:
+        found = Answer.from_row(row, []) if generates else Scored.from_row(row)
+        return isinstance(row["index"], int) and isinstance(found.request, str)
+
+    kept = PartialRows(options.output / PARTIAL, header, is_row, start_over="pass --overwrite")
+    if kept.path.exists() and not options.overwrite:
+        kept.load()
+    return kept
+
+
+def with_earlier(record: RunRecord, earlier: int, results: Sequence[Answer] | Sequence[Scored]) -> None:
+    """Extend the record of a continued run, which covers the last run only, by the results of the earlier ones.
+
+    As for `generate` (`records.store.load_output`), metrics that follow from the results cover all of them, and
+    throughput and times are left out: the times between the runs are unknown.
+    """
+    record.workload[EARLIER] = earlier
+    completions = [one.completion for one in results if isinstance(one, Answer)]
+    scored = [one for one in results if isinstance(one, Scored)]
+    if scored:
+        record.requests = [one.numbers() for one in scored]
+        tokens = sum(one.scored_tokens for one in scored)
+        total = tokens + sum(one.prompt_tokens for one in scored)
+        record.metrics = {"requests": len(scored), "input_tokens": total, "scored_tokens": tokens}
+        record.counters["scoring"] = record.metrics
+        return
+    record.requests = [one.as_row() for one in completions]
+    numbers = summarize(completions, 0.0)
+    counts = [name for name in numbers if name == "requests" or (name in METRICS and not METRICS[name].is_time)]
+    record.metrics = {name: numbers[name] for name in counts}
+    record.counters["emitted_histogram"] = emitted_histogram(completions)
+    record.counters["acceptance"] = total_acceptance(completions).as_counters()

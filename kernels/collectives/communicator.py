@@ -1,0 +1,121 @@
+"""Collectives over the ranks of a tensor-parallel group: all-reduce with residual, and all-gather.
+
+Every rank gets the same bits: sums are taken in the order of the ranks, in float32, and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+MOST_PUSHED = 1 << 20  # bytes: from here on NCCL is as fast
+
+
+class Communicator(Protocol):
+    """This process's end of a group. All ranks call the same methods in the same order, with the same shapes."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of x over all ranks, plus `residual`, which is the same on all of them: a tensor like x."""
+        ...
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensors x [...] of all ranks: [size, ...]."""
+        ...
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a collective has given up waiting for another rank; its results are wrong."""
+        ...
+
+    def abort(self) -> None:
+        """Let collectives that wait for another rank end."""
+
+    def close(self) -> None:
+        """Leave the group."""
+
+
+def sum_ref(parts: Sequence[torch.Tensor], residual: torch.Tensor | None = None) -> torch.Tensor:
+    """The parts of ranks 0, 1, ... and then `residual`, added in this order in float32 and cast once."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    if residual is not None:
+        total = total + residual.float()
+    return total.to(parts[0].dtype)
+
+
+class GroupCommunicator:
+    """Collectives of a `torch.distributed` group, on CPUs through gloo. Slow: for tests, and to try things out."""
+
+    def __init__(self, group: torch.distributed.ProcessGroupGloo) -> None:
+        self._group = group
+        self.rank, self.size = group.rank(), group.size()
+
+    def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return sum_ref(self.all_gather(x).unbind(), residual)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._group.allgather([parts], [x.contiguous()]).wait()  # type: ignore[attr-defined]
+        return torch.stack(parts)
+
+    is_late = False  # a collective raises RuntimeError instead
+
+    def abort(self) -> None:
+        """A rank whose process ended has closed its connections, which ends the collectives of the others."""
+
+    def close(self) -> None:
+        pass
+
+
+class DeviceCommunicator:
+    """Collectives of CUDA devices of one host: small tensors through peer memory (`push_triton`), others by NCCL.
+
+    Sums of large tensors are NCCL's: the same bits on all ranks, too, but rounded at each addition.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """The default group of `torch.distributed` must be initialized, with NCCL."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        from specbatch.kernels.collectives.push_triton import Mailboxes
+
+        group: Any = torch.distributed.group.WORLD
+        self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        memory = symmetric.empty(Mailboxes.bytes_for(MOST_PUSHED, self.size) // 4, dtype=torch.int32, device=device)
+        addresses = list(symmetric.rendezvous(memory, group).buffer_ptrs)
+        self._mailboxes = Mailboxes(memory, addresses, self.rank, MOST_PUSHED)
+        torch.cuda.synchronize(device)
+        torch.distributed.barrier()
+
+    def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if self._mailboxes.fits(x):
+            return self._mailboxes.all_reduce(x, residual)
+        y = x.contiguous()  # of a GEMM or a mixture of experts, and used nowhere else
+        torch.distributed.all_reduce(y)
+        return y if residual is None else residual + y
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        if self._mailboxes.fits(x):
+            return self._mailboxes.all_gather(x)
+        parts = x.new_empty(self.size, *x.shape)
+        torch.distributed.all_gather_into_tensor(parts, x.contiguous())
+        return parts
+
+    @property
+    def is_late(self) -> bool:
+        return bool(self._mailboxes.late)
+
+    def abort(self) -> None:
+        self._mailboxes.abort.fill_(1)
+
+    def close(self) -> None:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,143 @@
+"""Chat templates of checkpoints: Jinja programs, rendered in a sandbox in a process with limits.
+
+A template is code from a checkpoint. The sandbox keeps it from Python's objects, and the process bounds its CPU time,
+memory and output, so that a template that never ends costs seconds and not the job. See `specbatch.template_worker`.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from contextlib import suppress
+from typing import Any
+
+from specbatch import template_worker
+from specbatch.errors import refuse
+from specbatch.template_worker import MEMORY_EXCEEDED, REFUSED
+
+LONGEST = 1 << 20  # characters of a template
+CPU_SECONDS = 3.0  # for a rendering
+MEMORY = 512 << 20  # bytes of address space of the process
+LONGEST_OUTPUT = 64 << 20  # bytes
+CHANCES = 8  # renderings that may exceed a limit, of a template that has rendered nothing yet
+
+_Process = subprocess.Popen[bytes]
+
+
+class ChatTemplate:
+    """A chat template. Its process starts with the first rendering, and again after one that exceeded a limit.
+
+    source  the template
+    name    of the model, for error messages
+    """
+
+    def __init__(self, source: str, name: str) -> None:
+        self.source = source
+        self.name = name
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+        self._owner = 0  # the process id that started it; a fork must not share its pipes
+        self._exceeded = 0
+        self._rendered = False  # a text, once
+        self._failure: str | None = None
+
+    def render(self, **variables: Any) -> str:
+        """The text for these variables, which are lists, dicts with string keys, strings, numbers, booleans or None.
+
+        Raises SpecbatchError if the template is not valid, raises an error or exceeds a limit.
+        """
+        try:
+            request = marshal.dumps(variables)
+        except ValueError as error:
+            works = f"use lists, dicts, strings and numbers ({error})"
+            raise refuse("messages", variables.get("messages"), works) from None
+        with self._lock:
+            if self._failure is None and (self._process is None or self._owner != os.getpid()):
+                self._start()
+            if self._failure is not None:
+                raise refuse("chat_template", self.name, self._failure)
+            kind, text = self._ask(request)
+        if kind == REFUSED:
+            raise refuse("chat_template", self.name, f"it does not accept these messages ({text})")
+        self._rendered = True
+        return text
+
+    def _start(self) -> None:
+        if len(self.source) > LONGEST:
+            self._failure = f"it has {len(self.source):,} characters; a template has at most {LONGEST:,}"
+            return
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", template_worker.__file__, *map(str, (CPU_SECONDS, MEMORY, LONGEST_OUTPUT))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            process_group=0,  # Ctrl-C is for this process only
+        )
+        self._owner = os.getpid()
+        weakref.finalize(self, _stop, self._process, self._owner)
+        kind, text = self._ask(marshal.dumps(self.source))
+        if kind == REFUSED:
+            self._failure = f"it cannot be read ({text})"
+
+    def _ask(self, request: bytes) -> tuple[int, str]:
+        """The kind and the text of the reply. Raises SpecbatchError if there is none because of a limit."""
+        process = self._process
+        assert process is not None
+        try:
+            reply = _exchange(process, request)
+        except BaseException:  # Ctrl-C: the reply would be taken for that of the next request
+            self._close(process)
+            raise
+        if reply is not None and reply[0] != MEMORY_EXCEEDED:
+            return reply
+        self._close(process)
+        self._exceeded += 1
+        works = f"it {_excess(process.returncode if reply is None else None)}"
+        if self._exceeded >= CHANCES and not self._rendered:
+            self._failure = f"{works}, nor for {CHANCES - 1} others; use another template, or --no-chat-template"
+        raise refuse("chat_template", self.name, works)
+
+    def _close(self, process: _Process) -> None:
+        _stop(process, self._owner)
+        self._process = None
+
+
+def _exchange(process: _Process, request: bytes) -> tuple[int, str] | None:
+    """Send a request and return the kind and text of the reply; None if the process ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(len(request).to_bytes(8, "little") + request)
+        process.stdin.flush()
+    except BrokenPipeError:
+        return None
+    header = process.stdout.read(9)
+    size = int.from_bytes(header[:8], "little")
+    text = process.stdout.read(size)
+    return (header[8], text.decode()) if len(header) == 9 and len(text) == size else None
+
+
+def _stop(process: _Process, owner: int) -> None:
+    """End a process, if this one started it."""
+    if owner != os.getpid():
+        return
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with suppress(BrokenPipeError):  # closing sends what is left of a request
+            pipe.close()
+
+
+def _excess(status: int | None) -> str:
+    """What a template did, by the exit status of its process; None: it reported that its memory was exhausted."""
+    if status == -signal.SIGPROF:
+        return f"needs more than {CPU_SECONDS:g} seconds for these messages"
+    if status is None:
+        return f"needs more than {MEMORY >> 20} MiB for these messages"
+    return f"ended its process (status {status})"

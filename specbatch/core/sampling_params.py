@@ -1,0 +1,112 @@
+"""Sampling parameters of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specbatch.errors import MOST, MOST_SEED, refuse
+from specbatch.settings import FLAG, Rule, check_fields, foreign_names, is_whole, number, setting, whole
+
+MOST_TOP_LOGPROBS = 20
+_UNSUPPORTED = "it is not supported; leave it out"
+# Parameters of vLLM, OpenAI's API and transformers that users try, and what works here.
+FOREIGN_NAMES = {
+    "max_tokens": "use max_new_tokens",
+    "max_completion_tokens": "use max_new_tokens",
+    "max_length": "use max_new_tokens",
+    "min_new_tokens": "use min_tokens",
+    "stop_tokens": "use stop_token_ids",
+    "stop_sequences": "use stop",
+    "stop_strings": "use stop",
+    "num_return_sequences": "use n",
+    "best_of": "it is not supported; use n, which returns all samples",
+    "num_logprobs": "use logprobs=True, or top_logprobs=K for the K most likely tokens",
+    "prompt_logprobs": "use Engine.score",
+    "do_sample": "use temperature; 0 is greedy",
+    "frequency_penalty": _UNSUPPORTED,
+    "presence_penalty": _UNSUPPORTED,
+    "repetition_penalty": _UNSUPPORTED,
+    "length_penalty": _UNSUPPORTED,
+    "logit_bias": _UNSUPPORTED,
+    "bad_words": _UNSUPPORTED,
+    "use_beam_search": _UNSUPPORTED,
+    "guided_decoding": _UNSUPPORTED,
+    "structured_outputs": _UNSUPPORTED,
+    "response_format": _UNSUPPORTED,
+    "include_stop_str_in_output": _UNSUPPORTED,
+}
+_STOP = Rule(
+    lambda x: isinstance(x, tuple) and all(isinstance(text, str) for text in x), "use a text or a list of texts"
+)
+_STOP_TOKENS = Rule(
+    lambda x: isinstance(x, tuple) and all(is_whole(token) and 0 <= token <= MOST for token in x),
+    "use a list of token ids",
+)
+_SEED = Rule(lambda x: is_whole(x) and abs(x) <= MOST_SEED, f"use a whole number up to {MOST_SEED}, or None")
+_LOGPROBS = Rule(FLAG.fits, "use True or False; top_logprobs=K adds the K most likely tokens")
+
+
+@foreign_names(FOREIGN_NAMES)
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is continued.
+
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off; they apply in the order temperature, top-k,
+    top-p, min-p. `stop` strings end the output and are not part of the text; `stop_token_ids` end it like the
+    model's own end tokens, which `ignore_eos` switches off. Within the first `min_tokens` tokens end tokens are not
+    sampled and stop strings are ignored. `seed` None derives one from the engine's seed and the request's index; each
+    of `n` samples has its own, derived from it. `logprobs` asks for the log-probability of each emitted token under
+    the model's own distribution (before temperature, truncation and `min_tokens`); `top_logprobs` also for the most
+    likely tokens in its place.
+    """
+
+    temperature: float = setting(
+        0.0, "Sampling temperature; 0 is greedy.", number(lambda x: x >= 0, "use 0 (greedy) or a positive number")
+    )
+    top_p: float = setting(
+        1.0,
+        "Nucleus sampling; 1 is off.",
+        number(lambda x: 0 < x <= 1, "use a value above 0 and up to 1 (1 is off)"),
+    )
+    top_k: int = setting(
+        0,
+        "Sample from the K most likely tokens; 0 is off.",
+        whole(0, works="use 0 (off) or a positive whole number"),
+    )
+    min_p: float = setting(
+        0.0,
+        "Least probability relative to the most likely token; 0 is off.",
+        number(lambda x: 0 <= x <= 1, "use a value from 0 (off) to 1"),
+    )
+    max_new_tokens: int = setting(128, "Maximum number of tokens per answer.", whole(1))
+    stop: Sequence[str] = setting((), "", _STOP)
+    stop_token_ids: Sequence[int] = setting((), "", _STOP_TOKENS)
+    ignore_eos: bool = setting(False, "Continue after the model's end-of-text tokens.")
+    seed: int | None = setting(None, "", _SEED)
+    logprobs: bool = setting(False, "Write the log-probability of each token.", _LOGPROBS)
+    skip_special_tokens: bool = True
+    n: int = setting(1, "Samples per prompt. The prompt is computed once.", whole(1))
+    min_tokens: int = setting(
+        0, "Minimum number of tokens before an end token or a stop string can end the answer.", whole(0)
+    )
+    top_logprobs: int = setting(
+        0, "Write the log-probabilities of the K most likely tokens in each place.", whole(0, MOST_TOP_LOGPROBS)
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", _tuple_of([self.stop] if isinstance(self.stop, str) else self.stop))
+        object.__setattr__(self, "stop_token_ids", _tuple_of(self.stop_token_ids))
+        check_fields(self)
+        if not all(self.stop):
+            raise refuse("stop", self.stop, "a stop string must not be empty")
+        if self.min_tokens > self.max_new_tokens:
+            raise refuse("min_tokens", self.min_tokens, f"use at most max_new_tokens={self.max_new_tokens}")
+        if self.top_logprobs:
+            object.__setattr__(self, "logprobs", True)
+
+
+def _tuple_of(values: Any) -> Any:
+    """`values` as a tuple; what is not iterable stays as it is, and is refused."""
+    return tuple(values) if isinstance(values, Iterable) else values

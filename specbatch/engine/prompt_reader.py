@@ -1,0 +1,81 @@
+"""Reads prompts: text, token ids, embeddings and conversations become token ids that are known to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specbatch.core.device_batch import MOST_END_TOKENS
+from specbatch.core.embedded_prompt import EmbeddedPrompt
+from specbatch.core.sampling_params import SamplingParams
+from specbatch.engine.scheduler import Scheduler
+from specbatch.errors import refuse
+from specbatch.models.config import ModelConfig
+from specbatch.tokenizer import Tokenizer, refuse_longer
+
+Prompt = str | list[int] | EmbeddedPrompt
+Message = Mapping[str, Any]
+
+
+class PromptReader:
+    """Encodes prompts and refuses those that cannot run.
+
+    end_tokens   ids that end an answer of this model
+    """
+
+    def __init__(self, tokenizer: Tokenizer, config: ModelConfig, scheduler: Scheduler) -> None:
+        """config: of the target."""
+        self._tokenizer = tokenizer
+        self._vocabulary = config.vocab_size
+        self._hidden = config.hidden_size
+        self._scheduler = scheduler
+        self.end_tokens = frozenset(token for token in tokenizer.eos_ids if token < self._vocabulary)
+
+    def read(self, prompt: Prompt, params: SamplingParams, index: int) -> EmbeddedPrompt:
+        """The tokens of a prompt. Raises SpecbatchError, with its index, if it cannot run."""
+        if isinstance(prompt, str):
+            refuse_longer(self._tokenizer, prompt, self._scheduler.max_model_len)
+            found = EmbeddedPrompt(self._tokenizer.encode(prompt))
+        else:
+            asked = prompt if isinstance(prompt, EmbeddedPrompt) else EmbeddedPrompt(prompt)
+            found = asked.checked(index, self._hidden)
+        self.check(found.token_ids, params, index)
+        return found
+
+    def chats(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], thinking: bool | None
+    ) -> list[list[int]]:
+        """The prompts of one or several conversations. thinking: see `Tokenizer.apply_chat_template`."""
+        works = 'use a list of {"role": ..., "content": ...}, or a list of such lists'
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            raise refuse("messages", type(messages).__name__, works)
+        conversations: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        prompts = []
+        for index, conversation in enumerate(conversations):
+            if isinstance(conversation, str) or not isinstance(conversation, Sequence) or not conversation:
+                raise refuse(f"messages {index}", f"{conversation!r:.60}", works)
+            for message in conversation:
+                if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+                    raise refuse(f"messages {index}", f"{message!r:.60}", works)
+            text = self._tokenizer.apply_chat_template([dict(item) for item in conversation], enable_thinking=thinking)
+            refuse_longer(self._tokenizer, text, self._scheduler.max_model_len)
+            prompts.append(self._tokenizer.encode(text, add_special_tokens=False))
+        return prompts
+
+    def check(self, tokens: Sequence[int], params: SamplingParams, index: int) -> None:
+        """Refuse a prompt that can never run."""
+        self._scheduler.check(len(tokens), params.max_new_tokens, index)
+        wrong = [token for token in tokens if not 0 <= token < self._vocabulary]
+        if wrong:
+            raise refuse(f"prompt {index}", [wrong[0]], f"token ids go from 0 to {self._vocabulary - 1}")
+        if params.min_tokens:
+            self._check_end_tokens(params)
+
+    def _check_end_tokens(self, params: SamplingParams) -> None:
+        """Refuse end tokens that cannot be masked."""
+        highest = max(params.stop_token_ids, default=0)
+        if highest >= self._vocabulary:
+            raise refuse("stop_token_ids", highest, f"token ids go from 0 to {self._vocabulary - 1}")
+        ends, most = {*params.stop_token_ids, *self.end_tokens}, min(MOST_END_TOKENS, self._vocabulary - 1)
+        if len(ends) > most:
+            raise refuse("min_tokens", params.min_tokens, f"there are {len(ends)} end tokens; use at most {most}")

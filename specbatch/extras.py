@@ -1,0 +1,40 @@
+"""Optional packages: the modules that each extra of pyproject.toml adds, and the error where one is missing."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+from specbatch.errors import SpecbatchError
+
+_TABLES = ("matplotlib", "pandas", "scipy")
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "data": ("datasets", "pandas"),
+    "eval": ("lm_eval", "datasets", *_TABLES),
+    "http": ("aiohttp", "prometheus_client"),
+    "reasoning": ("reasoning_gym",),
+    "report": _TABLES,
+}
+
+
+def missing(extra: str) -> str | None:
+    """What to install if a module of `extra` is missing, None if all are installed. Imports nothing."""
+    absent = [module for module in EXTRAS[extra] if not is_installed(module)]
+    return f"{', '.join(absent)} not installed; pip install 'specbatch[{extra}]'" if absent else None
+
+
+def needs(extra: str) -> None:
+    """Refuse to go on without the modules of `extra`. Called before a command starts work that would end in an
+    ImportError."""
+    if reason := missing(extra):
+        raise SpecbatchError(reason)
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported; it is not imported."""
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    try:
+        return find_spec(module) is not None
+    except ImportError:
+        return False

@@ -1,0 +1,130 @@
+"""The first pass over the input of a job: checks every row, counts and hashes them, in constant memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy
+
+from specbatch.errors import SpecbatchError
+from specbatch.jobs.formats import BadRow, JobFormat, JobRow
+from specbatch.jobs.prompt_file import location
+
+SHOWN = 20  # malformed lines that are listed one by one
+
+
+@dataclass
+class BadLines:
+    """Malformed lines of one pass: the first `SHOWN` as messages, and how many there are."""
+
+    source: str | Path
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, index: int, problem: str) -> None:
+        self.count += 1
+        if len(self.first) < SHOWN:
+            self.first.append(f"{location(self.source, index + 1)}: {problem}")
+
+    def leave_out(self, total: int, *, skip: bool, log: Callable[[str], None]) -> None:
+        """Log the lines if they may be skipped. Raises SpecbatchError if not, and if all `total` lines are malformed.
+
+        The message of the error has a line for each malformed line.
+        """
+        if not self.count:
+            return
+        lines = self.first + ([f"and {self.count - SHOWN} more"] if self.count > SHOWN else [])
+        if skip and self.count < total:
+            for line in lines:
+                log(f"skipped {line}")
+            return
+        if self.count == 1:
+            place, _, problem = lines[0].partition(": ")
+            hint = " (--skip-bad leaves it out)" if total > 1 else ""
+            raise SpecbatchError(f"input={place!r}: {problem}{hint}", setting="input")
+        works = "fix them, or pass --skip-bad to leave them out" if self.count < total else "fix them"
+        head = f"input={str(self.source)!r}: {self.count} of {total} lines are malformed; {works}:"
+        raise SpecbatchError("\n".join([head, *lines]), setting="input")
+
+
+@dataclass
+class InputScan:
+    """What the first pass found.
+
+    rows        rows of the job: the valid ones, and the malformed ones if the format keeps them
+    end         above the index of every row
+    sha256      of the rows
+    duplicates  indices of rows with the id of an earlier row, if ids must be unique
+    present     columns that only some outputs have
+    """
+
+    rows: int = 0
+    end: int = 0
+    sha256: str = ""
+    duplicates: frozenset[int] = frozenset()
+    present: set[str] = field(default_factory=set)
+    id_types: set[str] = field(default_factory=set)
+
+    @property
+    def id_type(self) -> str | None:
+        """The common type of all ids as a column; None without ids, and "" for ids that one column cannot hold."""
+        if not self.id_types:
+            return None
+        return next(iter(self.id_types)) if len(self.id_types) == 1 else ""
+
+
+def scan(form: JobFormat, bad: BadLines) -> InputScan:
+    """Read all rows of the input once. Malformed rows are added to `bad`, unless the format keeps them."""
+    found, digest = InputScan(), hashlib.sha256()
+    ids, places = array("Q"), array("q")
+    for row in form.rows():
+        if isinstance(row, BadRow) and not form.keeps_bad_rows:
+            bad.add(row.index, row.problem)
+            continue
+        found.rows += 1
+        found.end = row.index + 1
+        digest.update(json.dumps(row.identity).encode() + b"\n")
+        if row.id is not None:
+            found.id_types.add(_type_of(row.id))
+            found.present.add("id")
+            if form.unique_ids:
+                ids.append(int.from_bytes(hashlib.blake2b(str(row.id).encode(), digest_size=8).digest()))
+                places.append(row.index)
+        if isinstance(row, JobRow):
+            wanted = {"sample": row.params.n > 1, "logprobs": row.params.logprobs}
+            wanted["top_logprobs"] = row.params.top_logprobs > 0
+            found.present |= {name for name, there in wanted.items() if there}
+    found.sha256 = digest.hexdigest()
+    found.duplicates = _later_ones(ids, places)
+    return found
+
+
+def job_rows(form: JobFormat, found: InputScan) -> Iterator[JobRow | BadRow]:
+    """The rows of the job in order, read anew."""
+    for row in form.rows():
+        if isinstance(row, JobRow) and row.index in found.duplicates:
+            yield BadRow(row.index, row.id, f"custom_id={row.id!r} is the id of an earlier row; each row needs its own")
+        elif isinstance(row, JobRow) or form.keeps_bad_rows:
+            yield row
+
+
+def _later_ones(ids: array[int], places: array[int]) -> frozenset[int]:
+    """Of equal ids all places but the first. Ids are 64-bit hashes, of which a million collide once in 10^7 files."""
+    if not ids:
+        return frozenset()
+    hashes = numpy.frombuffer(ids, dtype=numpy.uint64)
+    order = numpy.argsort(hashes, kind="stable")
+    ordered = hashes[order]
+    again = order[1:][ordered[1:] == ordered[:-1]]
+    return frozenset(numpy.frombuffer(places, dtype=numpy.int64)[again].tolist())
+
+
+def _type_of(own: str | int) -> str:
+    if isinstance(own, str):
+        return "string"
+    return "int64" if -(2**63) <= own < 2**63 else "larger than 64 bits"

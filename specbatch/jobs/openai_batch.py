@@ -1,0 +1,173 @@
+"""OpenAI batch files: requests for /v1/chat/completions and /v1/completions, one JSON object per line.
+
+Input       https://platform.openai.com/docs/guides/batch: custom_id, method, url, body
+Output      {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error": null}
+Error file  the same, with a `response` of status 400 (a bad request) or 500, and `error` with code and message
+
+A row that asks for something that is not supported becomes an error row; nothing is ignored silently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from specbatch.core.request import Completion, SamplingParams
+from specbatch.errors import SpecbatchError
+from specbatch.jobs.dataset import is_dataset
+from specbatch.jobs.formats import BadRow, JobFormat, JobRow, Request
+from specbatch.jobs.openai_request import BODIES, ChatBody, CompletionBody, UnsupportedError, envelope_of, first_problem
+from specbatch.jobs.openai_response import error_response, response_body
+from specbatch.jobs.partial_output import Row, row_seed
+from specbatch.jobs.prompt_file import stream_rows
+from specbatch.jobs.prompts import MalformedRowError, Prompt, is_text, parse_row
+from specbatch.memory.page_pool import reach_of
+
+if TYPE_CHECKING:
+    from specbatch.engine.engine import Engine
+
+_KEYS = {"custom_id", "method", "url", "body"}
+_LINES_TO_DETECT = 100
+_NAMES_SHOWN = 3
+
+
+def is_openai_batch(source: str | Path) -> bool:
+    """Whether the first line of JSON among the first 100 lines is a request of an OpenAI batch."""
+    if is_dataset(source):
+        return False
+    for _, line in islice(stream_rows("input", source, ()), _LINES_TO_DETECT):
+        try:
+            row = parse_row(line)
+        except MalformedRowError:
+            continue
+        return isinstance(row, dict) and len(_KEYS & row.keys()) > 1
+    return False
+
+
+class OpenAIBatch(JobFormat):
+    """Rows of an OpenAI batch. Sampling parameters that a request leaves out are OpenAI's, or those in `given`.
+
+    given   values of `SamplingParams` that the user set for all rows
+    """
+
+    keeps_bad_rows = True
+    unique_ids = True
+
+    def __init__(
+        self,
+        source: str | Path,
+        given: Mapping[str, Any],
+        *,
+        seed: int,
+        chat_template: bool,
+        model: str,
+        log: Callable[[str], None],
+    ) -> None:
+        self._source, self._given, self._seed = source, dict(given), seed
+        self._chat_template, self._model, self._log = chat_template, model, log
+        self._other_models: dict[str, None] | None = {}  # names that the file asks for; None once they are logged
+
+    def rows(self) -> Iterator[JobRow | BadRow]:
+        for number, raw in stream_rows("input", self._source, ()):
+            yield self._row(number - 1, raw)
+        if self._other_models:
+            names = ", ".join(self._other_models)
+            self._log(f"model: the requests name {names}; all of them run on {self._model}")
+        self._other_models = None
+
+    def _row(self, index: int, raw: bytes | Any) -> JobRow | BadRow:
+        value: Any = None
+        try:
+            value = parse_row(raw)
+            if not is_text(json.dumps(value, ensure_ascii=False)):
+                value = None
+                raise UnsupportedError("has half of a surrogate pair, which is not text; write the whole character")
+            envelope = envelope_of(value)
+            body = BODIES[envelope.url].read(envelope.body)
+            params = SamplingParams(**body.sampling(self._given))
+        except (MalformedRowError, UnsupportedError) as error:
+            problem = str(error)
+        except ValidationError as error:
+            problem = first_problem(error)
+        except SpecbatchError as error:
+            problem = str(error).replace("max_new_tokens", "max_tokens")
+        else:
+            self._note_model(body.model)
+            return JobRow(index, envelope.custom_id, body, params, [index, value])
+        found = value.get("custom_id") if isinstance(value, dict) else None
+        identity = [index, value if value is not None else repr(raw)]
+        return BadRow(index, found if isinstance(found, str) else None, problem, identity)
+
+    def encode(self, row: JobRow, engine: Engine) -> list[Request]:
+        body: ChatBody | CompletionBody = row.request
+        found = []
+        for number, (form, value) in enumerate(body.prompts()):
+            tokens = Prompt(row.index + 1, form, value).encode(
+                engine.tokenizer,
+                chat_template=self._chat_template,
+                thinking=body.thinking,
+                most=engine.caps["max_model_len"],
+            )
+            params = row.params
+            if isinstance(body, ChatBody) and body.limit is None and "max_new_tokens" not in self._given:
+                params = replace(params, max_new_tokens=max(params.min_tokens, _room(engine, len(tokens)), 1))
+            if params.seed is None:
+                params = replace(params, seed=row_seed(self._seed, f"{row.index}/{number}" if number else row.index))
+            try:
+                engine.check(tokens, params, row.index)
+            except SpecbatchError as error:
+                raise SpecbatchError(str(error).replace("max_new_tokens", "max_tokens")) from None
+            found.append((tokens, params))
+        return found
+
+    def answer(self, row: JobRow, completions: Sequence[Sequence[Completion]], engine: Engine) -> Row:
+        name = self._name(row)
+        content = response_body(name, self._model, row.request, completions, engine.tokenizer)
+        return self._start(row) | {
+            "response": {"status_code": 200, "request_id": f"req_{name}", "body": content},
+            "error": None,
+        }
+
+    def failure(self, row: JobRow | BadRow, reason: str) -> Row:
+        response, error = error_response(500 if isinstance(row, JobRow) else 400, reason)
+        return self._start(row) | {"response": response | {"request_id": f"req_{self._name(row)}"}, "error": error}
+
+    def is_kept(self, row: Row) -> bool:
+        return {"custom_id", "response", "error"} <= row.keys()
+
+    def output_rows(self, kept: Row) -> Iterable[Row]:
+        return [{name: value for name, value in kept.items() if name != "index"}]
+
+    def kept_rows(self, output: Iterable[Row]) -> Iterator[Row]:
+        """The output has the order of the input, so that one pass over both finds the index of each row."""
+        remaining = iter(output)
+        row = next(remaining, None)
+        for item in self.rows():
+            if row is not None and isinstance(item, JobRow) and item.id == row.get("custom_id"):
+                yield {"index": item.index, **row}
+                row = next(remaining, None)
+
+    def _start(self, row: JobRow | BadRow) -> Row:
+        return {"index": row.index, "id": f"batch_req_{self._name(row)}", "custom_id": row.id}
+
+    def _name(self, row: JobRow | BadRow) -> str:
+        """A name that depends on the row only, so that a job that is run again gives the same ids."""
+        return hashlib.sha256(f"{self._seed}/{row.index}/{row.id}".encode()).hexdigest()[:32]
+
+    def _note_model(self, name: str) -> None:
+        if self._other_models is not None and name != self._model and len(self._other_models) < _NAMES_SHOWN:
+            self._other_models[name] = None
+
+
+def _room(engine: Engine, prompt_tokens: int) -> int:
+    """The longest answer that the engine can give to a prompt: OpenAI's limit if a chat request sets none."""
+    caps = engine.caps
+    pool = caps["kv_pages"] * caps["page_size"] - reach_of(0, caps["verify_slots"])
+    return int(min(caps["max_model_len"], pool) - prompt_tokens)

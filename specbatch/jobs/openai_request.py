@@ -1,0 +1,229 @@
+"""Pydantic models of OpenAI's requests for chat completions and completions, with vLLM's extra parameters.
+
+A field that is null counts as absent. Fields that cannot change the answer are ignored (`_WITHOUT_EFFECT`), and
+`_NEUTRAL` lists the values of unsupported fields that ask for nothing. Every other field is an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from specbatch.errors import shown
+
+_WITHOUT_EFFECT = {
+    "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "safety_identifier", "service_tier", "store", "user",
+}  # fmt: skip
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "best_of": (1,),  # or the value of n
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,),
+    "stream": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+}
+_MOST_SAMPLES = 128
+_SAMPLING = (
+    *("temperature", "top_p", "min_p", "n", "stop", "seed", "min_tokens", "ignore_eos"),
+    *("stop_token_ids", "skip_special_tokens"),
+)  # fields that mean the same in `SamplingParams`
+_Prompt = str | list[int] | list[str] | list[list[int]]
+
+
+class UnsupportedError(ValueError):
+    """What a request asks for that does not work."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Envelope(_Strict):
+    """One line of a batch file."""
+
+    custom_id: str = Field(min_length=1)
+    method: Literal["POST"]
+    url: str
+    body: dict[str, Any]
+
+
+class Message(_Strict):
+    role: str
+    content: str
+    name: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _joined(cls, content: Any) -> Any:
+        """The texts of content parts, joined by newlines as in vLLM."""
+        if not isinstance(content, list):
+            return content
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text" or not isinstance(part.get("text"), str) or part.keys() - {"type", "text"}:
+                raise ValueError(f"a content part of type {shown(kind)} is not supported; use type text")
+        return "\n".join(part["text"] for part in content)
+
+
+class _Body(_Strict):
+    """The fields that both kinds of requests have."""
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = 1.0
+    top_p: float = 1.0
+    n: int = Field(1, ge=1, le=_MOST_SAMPLES)
+    stop: str | list[str] = []
+    seed: int | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []
+    skip_special_tokens: bool = True
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> Self:
+        """Raises UnsupportedError and pydantic's ValidationError."""
+        fields = {name: value for name, value in body.items() if value is not None and name not in _WITHOUT_EFFECT}
+        for name in [name for name in fields if name not in cls.model_fields]:
+            neutral = _NEUTRAL.get(name, ())
+            if fields[name] not in neutral and not (name == "best_of" and fields[name] == fields.get("n")):
+                works = f"leave it out, or use {' or '.join(map(shown, neutral))}" if neutral else "leave it out"
+                raise UnsupportedError(f"body.{name}={shown(fields[name])} is not supported; {works}")
+            del fields[name]
+        return cls(**fields)
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of an answer; None: as many as there is room for."""
+        return self.max_tokens
+
+    @property
+    def thinking(self) -> bool | None:
+        return None
+
+    def sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of `SamplingParams`. given: those for fields that the request leaves out, in place of OpenAI's."""
+        found: dict[str, Any] = {"temperature": 1.0, **given}
+        found |= {name: getattr(self, name) for name in _SAMPLING if name in self.model_fields_set}
+        if "top_k" in self.model_fields_set:
+            found["top_k"] = 0 if self.top_k == -1 else self.top_k  # both mean off
+        if self.limit is not None:
+            found["max_new_tokens"] = self.limit
+        return found
+
+
+class ChatBody(_Body):
+    """The body for /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _without_null(cls, messages: Any) -> Any:
+        if not isinstance(messages, list):
+            return messages
+        return [
+            {key: value for key, value in message.items() if value is not None or key == "content"}
+            if isinstance(message, dict)
+            else message
+            for message in messages
+        ]
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def prompts(self) -> list[tuple[str, Any]]:
+        """The form (`specbatch.jobs.prompts.FORMS`) and value of each prompt."""
+        return [("messages", [message.model_dump(exclude_none=True) for message in self.messages])]
+
+    def sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        if self.top_logprobs and not self.logprobs:
+            raise UnsupportedError(f"body.top_logprobs={self.top_logprobs} needs logprobs=true")
+        found = super().sampling(given)
+        if self.limit is None and "max_new_tokens" not in given:
+            found["max_new_tokens"] = max(self.min_tokens, 1)  # set when the length of the prompt is known
+        return found | {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
+
+
+class CompletionBody(_Body):
+    """The body for /v1/completions."""
+
+    prompt: _Prompt
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @field_validator("prompt")
+    @classmethod
+    def _not_empty(cls, prompt: Any) -> Any:
+        if not prompt or (isinstance(prompt, list) and not all(isinstance(item, int) or item for item in prompt)):
+            raise ValueError("has no tokens; give at least one")
+        return prompt
+
+    def prompts(self) -> list[tuple[str, Any]]:
+        """The form (`specbatch.jobs.prompts.FORMS`) and value of each prompt."""
+        several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        values: list[Any] = self.prompt if several else [self.prompt]  # type: ignore[assignment]
+        return [("prompt" if isinstance(value, str) else "prompt_token_ids", value) for value in values]
+
+    def sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        found = {"max_new_tokens": 16} | super().sampling(given)
+        return found | {"logprobs": self.logprobs is not None, "top_logprobs": self.logprobs or 0}
+
+
+BODIES: dict[str, type[ChatBody] | type[CompletionBody]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+}
+
+
+def envelope_of(value: Any) -> Envelope:
+    """A line of a batch file. Raises UnsupportedError and pydantic's ValidationError."""
+    if not isinstance(value, dict):
+        raise UnsupportedError("not an object; write custom_id, method, url and body")
+    envelope = Envelope(**{str(name): item for name, item in value.items()})
+    if envelope.url not in BODIES:
+        raise UnsupportedError(f"url={shown(envelope.url)} is not supported; use {' or '.join(BODIES)}")
+    return envelope
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first problem in one line, with the name of its field."""
+    found = error.errors(include_url=False)[0]
+    where = ".".join(map(str, (name for name in found["loc"] if not _is_type(name))))
+    where = f"{'' if error.title == 'Envelope' else 'body.'}{where}"
+    if found["type"] == "extra_forbidden":
+        return f"{shown_name(where)} is not supported; leave it out"
+    what = found["msg"].removeprefix("Value error, ")
+    return f"{shown_name(where)}: {what[:1].lower()}{what[1:]}"
+
+
+def shown_name(name: str) -> str:
+    return shown(name)[1:-1]
+
+
+def _is_type(name: Any) -> bool:
+    """Whether an element of a location is a branch of a union and not a field."""
+    return isinstance(name, str) and (name in ("str", "int") or name.startswith("list["))

@@ -1,0 +1,76 @@
+"""Streams the rows of a prompt file or data set: lines of JSONL, items of a JSON array, rows of a table."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from specbatch.errors import refuse
+from specbatch.jobs.dataset import is_dataset, read_rows
+from specbatch.jobs.files import open_input
+from specbatch.text_files import LARGEST, UnreadableError, parse_json
+
+LONGEST_LINE = 16 << 20  # bytes
+
+
+def location(source: str | Path, line: int) -> str:
+    """FILE:LINE for a line of JSONL; for a data set or a JSON array, whose rows are not lines, the row."""
+    return f"{source} row {line}" if is_dataset(source) or Path(source).suffix == ".json" else f"{source}:{line}"
+
+
+def stream_rows(
+    setting: str, source: str | Path, columns: Collection[str], beside: Collection[str] = (), split: str | None = None
+) -> Iterator[tuple[int, bytes | Any]]:
+    """Rows with their numbers from 1: lines that are not blank as bytes, all others as values.
+
+    columns, beside, split   of a data set, as in `read_rows`
+
+    Raises SpecbatchError for a source that cannot be read.
+    """
+    if is_dataset(source):
+        yield from enumerate(read_rows(setting, source, split, columns, beside), start=1)
+        return
+    if split is not None:
+        raise refuse("split", split, f"{source} has no splits; leave it out")
+    with open_input(setting, source) as file:
+        if Path(source).suffix == ".json" and _starts_array(file):
+            yield from enumerate(_array(setting, source, file), start=1)
+        else:
+            yield from ((number, line) for number, line in enumerate(_lines(file), start=1) if line.strip())
+
+
+def parse_line(line: bytes) -> Any:
+    """The value of a line of JSON. Raises UnreadableError."""
+    if len(line) > LONGEST_LINE:
+        raise UnreadableError(f"is longer than {LONGEST_LINE >> 20} MiB")
+    return parse_json(line)
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Lines without a byte order mark. One that is longer than `LONGEST_LINE` is cut, but stays longer than that."""
+    file.seek(len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0)
+    while line := file.readline(LONGEST_LINE + 2):
+        rest = line
+        while len(rest) > LONGEST_LINE and not rest.endswith(b"\n"):
+            rest = file.readline(LONGEST_LINE + 2)
+        yield line.removesuffix(b"\n")
+
+
+def _starts_array(file: BinaryIO) -> bool:
+    start = file.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip()
+    file.seek(0)
+    return start.startswith(b"[")
+
+
+def _array(setting: str, source: str | Path, file: BinaryIO) -> Any:
+    """The items of a JSON array, which is read as a whole."""
+    content = file.read(LARGEST["JSON"] + 1)
+    try:
+        if len(content) > LARGEST["JSON"]:
+            raise UnreadableError(f"is larger than {LARGEST['JSON'] >> 20} MiB")
+        return parse_json(content.removeprefix(codecs.BOM_UTF8))
+    except UnreadableError as error:
+        works = "write an array of objects, or one object a line (.jsonl), which is streamed"
+        raise refuse(setting, str(source), f"{str(error).removeprefix('is ')}; {works}") from None

@@ -1,0 +1,415 @@
+"""Schema of the files of a run: record.json, requests.jsonl, questions.jsonl, sweep.json and the output of `generate`.
+
+Commands that read records rely on what is declared here: `checked` refuses a file, perhaps edited by hand, that breaks
+it, with the field and its value. Fields that are not declared are kept and may hold anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from specbatch.config import Graphs
+from specbatch.errors import refuse
+from specbatch.records.metrics import METRICS
+from specbatch.records.run_record import speculation_of
+from specbatch.text_files import UnreadableError, open_regular, parse_json
+
+_SHOWN = 60  # characters of a value
+_LARGEST = 1e15
+_MOST_POINTS = 1_000_000  # of a sweep
+_SIGNED = ("launch_lead_s",)  # metrics that can be negative
+
+Number = Annotated[float, Field(ge=-_LARGEST * 1e3, le=_LARGEST * 1e3)]
+Amount = Annotated[float, Field(ge=0, le=_LARGEST)]
+Count = Annotated[int, Field(ge=0, le=int(_LARGEST))]
+Positive = Annotated[int, Field(ge=1, le=int(_LARGEST))]
+Range = Annotated[list[Positive], Field(min_length=2, max_length=2)]
+
+
+def _is_count(text: str) -> str:
+    if not (text.isascii() and text.isdigit() and len(text) <= 15):
+        raise ValueError("should be a whole number")
+    return text
+
+
+def _is_flag(value: Any) -> Any:
+    if not (value is None or isinstance(value, (bool, str))):
+        raise ValueError("should be true, false or a text")
+    return value
+
+
+Flag = Annotated[Any, AfterValidator(_is_flag)]
+CountText = Annotated[str, AfterValidator(_is_count)]
+
+
+Table = TypeVar("Table", bound=BaseModel)
+
+
+class _Table(BaseModel):
+    """Values as JSON has them: nothing is converted."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class _GraphModes(_Table):
+    model_config = ConfigDict(extra="forbid")
+
+    decode: str
+    prefill: str
+
+
+class _SpeculationSettings(_Table):
+    algorithm: str
+    draft_tokens: Any = None
+    simulate_accept_length: Amount | None = None
+
+
+class Config(_Table):
+    model: str
+    device: str
+    dtype: str
+    load_format: str
+    fp8_activations: Flag = None
+    server: str = ""
+    speculation: _SpeculationSettings
+    graphs: _GraphModes
+    prefix_cache: Flag
+
+
+class Caps(_Table):
+    """A point that failed has none."""
+
+    device: str = ""
+    dtype: str = ""
+    fp8_activations: str = ""
+    max_running: Count = 0
+    max_model_len: Count = 0
+    kv_pages: Count = 0
+    page_size: Count = 0
+    prefill_chunk: Count = 0
+    state_bytes: Amount = 0
+    cached_states: Count = 0
+    draft_length_s: dict[CountText, dict[str, Amount]] = {}
+
+
+class _Acceptance(_Table):
+    drafted: list[Count]
+    tried: list[Count]
+    accepted: list[Count]
+    context: list[Annotated[list[Count], Field(min_length=3, max_length=3)]]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not len(self.drafted) == len(self.tried) == len(self.accepted):
+            raise ValueError("drafted, tried and accepted should have one number per position")
+        if not all(verifies for _, verifies, _ in self.context):
+            raise ValueError("context should have a positive number of verifies in each bucket")
+        return self
+
+
+class _GraphCounts(_Table):
+    replays: Count
+
+
+class _States(_Table):
+    kept: Count
+    loaded: Count
+    evicted: Count
+
+
+class Counters(_Table):
+    acceptance: _Acceptance | None = None
+    emitted_histogram: list[Count] = []
+    draft_lengths: dict[CountText, dict[str, Positive]] = {}
+    graphs: dict[str, _GraphCounts] = {}
+    steps_by_rows: dict[CountText, Annotated[list[Amount], Field(min_length=2, max_length=2)]] = {}
+    errors: dict[str, Count] = {}
+    states: _States | None = None
+    no_accept_length: str = ""
+    iterations: Count = 0
+    iteration_s: Amount = 0
+    device_steps: Count = 0
+    device_s: Amount = 0
+    device_idle_s: Amount = 0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        given = self.model_fields_set
+        if "acceptance" in given and self.acceptance is None:
+            raise ValueError("acceptance should be a table")
+        if "states" in given and self.states is None:
+            raise ValueError("states should be a table")
+        drafted = self.acceptance is not None and any(self.acceptance.drafted)
+        if drafted and not any(self.emitted_histogram):
+            raise ValueError("emitted_histogram should count the verifies that acceptance has")
+        if not all(steps for steps, _ in self.steps_by_rows.values()):
+            raise ValueError("steps_by_rows should have a positive number of steps for each number of rows")
+        for count, seconds in (("iterations", "iteration_s"), ("device_steps", "device_s")):
+            if getattr(self, count) and seconds not in given:
+                raise ValueError(f"{seconds} should be given with {count}")
+        if self.device_steps and "device_idle_s" not in given:
+            raise ValueError("device_idle_s should be given with device_steps")
+        return self
+
+
+class Workload(_Table):
+    """What every command writes. A record with a `configuration` is of a point of a sweep."""
+
+    command: str = ""
+    error: str | None = None
+    section: str = ""
+    configuration: str = ""
+    concurrency: Positive | None = None
+    place: Count = 0
+    repeat: Count = 0
+    earlier_answers: Count = 0
+    remarks: list[str] = []
+    warnings: list[str] = []
+    request_rate: Amount | None = None
+
+
+class _Shared(_Table):
+    groups: Positive
+    group_prompts: Positive
+    shared_len: Any
+
+
+class PointWorkload(Workload):
+    """Of a point of a sweep (`sweeps.run.workloads.Workload.describe`)."""
+
+    configuration: Annotated[str, Field(min_length=1)]
+    concurrency: Positive
+    place: Count
+    repeat: Positive
+    dataset: str
+    prompts: Count
+    distinct_prompts: Count = 0
+    input_len: Positive | None = None
+    input_range: Range | None = None
+    output_len: Positive
+    output_range: Range | None = None
+    ignore_eos: bool
+    rendered: bool = False
+    thinking: bool | None = None
+    seed: int
+    shared: _Shared | None = None
+    burst: Count = 1
+    sequential: bool = False
+    output_sha256: str = ""
+
+    @model_validator(mode="after")
+    def _measured(self) -> Self:
+        if self.error is None and not self.output_sha256:
+            raise ValueError("output_sha256 should be given")
+        return self
+
+
+class BenchWorkload(PointWorkload):
+    input_len: Positive
+
+
+class Record(_Table):
+    """record.json."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    config: Config
+    caps: Caps
+    metrics: dict[str, Number | None]
+    counters: Counters
+    workload: Workload
+    versions: dict[str, str]
+    hardware: dict[str, Any]
+    created: str
+    schema_: int = Field(alias="schema")
+
+    @field_validator("hardware")
+    @classmethod
+    def _names(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in ("cpu", "gpu"):
+            if not isinstance(value.get(name, ""), str):
+                raise ValueError(f"{name} should be a text")
+        return value
+
+    @field_validator("metrics")
+    @classmethod
+    def _not_negative(cls, value: dict[str, float | None]) -> dict[str, float | None]:
+        for name, number in value.items():
+            if number is not None and number < 0 and name in METRICS and name not in _SIGNED:
+                raise ValueError(f"{name} should not be negative")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.workload.error is None and self.metrics.get("requests") is None:
+            raise ValueError("metrics should have the number of requests")
+        if missing := sorted(self.counters.draft_lengths.keys() - self.caps.draft_length_s.keys()):
+            raise ValueError(f"caps.draft_length_s should have batch bucket {missing[0]} of counters.draft_lengths")
+        return self
+
+
+class PointRecord(Record):
+    """record.json of a point of a sweep."""
+
+    workload: PointWorkload
+
+    @field_validator("config")
+    @classmethod
+    def _known(cls, value: Config) -> Config:
+        try:
+            speculation_of(value.speculation.model_dump(exclude_unset=True))
+            Graphs(**value.graphs.model_dump())
+        except TypeError as error:
+            raise ValueError(f"speculation: {error}") from error
+        return value
+
+
+class BenchRecord(PointRecord):
+    """record.json of a point of a bench."""
+
+    workload: BenchWorkload
+
+
+class RequestRow(_Table):
+    """A line of requests.jsonl. Rows of scored texts have no finish reason."""
+
+    index: Count
+    finish_reason: str | None = None
+    logprob: Number | None = None
+    prompt_tokens: Count = 0
+    output_tokens: Count = 0
+    cached_tokens: Count = 0
+    scored_tokens: Count = 0
+    verify_steps: Count = 0
+    emitted: Count = 0
+    drafted: Count = 0
+    accepted: Count = 0
+    accept_length: Amount | None = None
+    ttft_s: Amount | None = None
+    queue_s: Amount | None = None
+    tpot_s: Amount | None = None
+    e2e_s: Amount | None = None
+    token_ids: list[int] | None = None
+
+    @model_validator(mode="after")
+    def _generated(self) -> Self:
+        if self.finish_reason is None and "logprob" not in self.model_fields_set:
+            raise ValueError("finish_reason should be given")
+        return self
+
+
+class OutputRow(_Table):
+    """A row of an output of `generate`. That of a prompt that failed has an error in place of an answer."""
+
+    index: Count
+    finish_reason: str | None
+    error: str | None = None
+    token_ids: list[int] | None = None
+    accept_length: Amount | None
+    verify_steps: Count
+
+
+class Question(_Table):
+    """A line of questions.jsonl."""
+
+    doc_id: Count
+    prompt_hash: str
+    scores: dict[str, dict[str, Any]]
+
+
+class AnsweredQuestion(Question):
+    """Of a task that generates answers."""
+
+    finish_reason: str
+
+
+class ScoreTable(_Table):
+    model_config = ConfigDict(extra="forbid")
+
+    filter: str
+    metric: str
+    value: Number
+    stderr: Amount | None
+    n: Count
+    unparsed: Annotated[float, Field(ge=0, le=1)] | None
+    better: Literal["higher", "lower"] = "higher"
+
+
+class AnswersTable(_Table):
+    """The workload of a record of `eval`."""
+
+    task: str
+    kind: str = "generate_until"
+    scores: Annotated[list[ScoreTable], Field(min_length=1)]
+
+
+class Plan(_Table):
+    """sweep.json."""
+
+    configurations: dict[str, Any]
+    concurrency: Annotated[list[Positive], Field(min_length=1, max_length=1000)]
+    repeats: Positive
+
+    @model_validator(mode="after")
+    def _finite(self) -> Self:
+        if len(self.configurations) * len(self.concurrency) * self.repeats > _MOST_POINTS:
+            raise ValueError(f"should have at most {_MOST_POINTS} points")
+        for name in self.configurations:
+            if "\x00" in name or not 0 < len(name.encode(errors="replace")) <= 255:
+                raise ValueError("configurations should have names that a folder can have")
+        return self
+
+
+def checked(setting: str, where: str, model: type[Table], value: Any, works: str) -> Table:
+    """The value as a `model`. Raises SpecbatchError for `setting` with the first field that is wrong."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise refuse(setting, where, f"{described(error)}; {works}") from None
+
+
+def described(error: ValidationError) -> str:
+    """The first mistake in one line: field, value, what works."""
+    first, *others = error.errors(include_url=False)
+    field = ".".join(str(part) for part in first["loc"])
+    message = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    value = first["input"]
+    found = "" if isinstance(value, (dict, list)) else f" is {_short(value)}"
+    if first["type"] == "missing":
+        found, message = "", "is missing"
+    if first["type"] == "extra_forbidden":
+        found, message = "", "is not a field of it"
+    more = f" ({len(others)} more mistake{'s' if len(others) > 1 else ''})" if others else ""
+    colon = ":" if found or first["type"] == "value_error" else ""
+    text = f"{field}{found}{colon} {message}" if field else message
+    return text.strip() + more
+
+
+def _short(value: Any) -> str:
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number of more than 30 digits"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def read_rows(setting: str, path: Path, model: type[Table], works: str) -> Iterator[dict[str, Any]]:
+    """The rows of a JSONL file, each checked. Raises SpecbatchError with the line that is wrong."""
+    try:
+        with open_regular(path) as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _row(setting, f"{path}:{number}", model, line, works)
+    except (UnreadableError, OSError) as error:
+        reason = error if isinstance(error, UnreadableError) else f"cannot be read ({error.strerror})"
+        raise refuse(setting, str(path), f"{reason}; {works}") from None
+
+
+def _row(setting: str, where: str, model: type[Table], line: bytes, works: str) -> dict[str, Any]:
+    try:
+        row: dict[str, Any] = parse_json(line)
+    except UnreadableError as error:
+        raise refuse(setting, where, f"{error}; {works}") from None
+    checked(setting, where, model, row, works)
+    return row

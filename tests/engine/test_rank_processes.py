@@ -1,0 +1,113 @@
+"""Ranks as processes: tokens of one rank, and one clear error where a process ends, fails or is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from specbatch import Engine, EngineConfig, SamplingParams, SpecbatchError
+from specbatch.engine import ranks
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+LONG = SamplingParams(max_new_tokens=2_000, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def config(model: str, size: int) -> EngineConfig:
+    return EngineConfig(model=model, load_format="dummy", device="cpu", tensor_parallel=size, max_model_len=3000)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ends_within(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_running(pid)
+
+
+@pytest.mark.slow
+def test_processes_generate_the_tokens_of_one_and_errors_name_the_rank(model: str) -> None:
+    prompts, params = ["one", "two and three"], SamplingParams(max_new_tokens=8, ignore_eos=True)
+    with Engine(config(model, 1)) as engine:
+        expected = [item.token_ids for item in engine.generate(prompts, params)]
+    with Engine(config(model, 2)) as first, Engine(config(model, 2), weights_of=first) as second:
+        for engine in (first, second, first):
+            assert [item.token_ids for item in engine.generate(prompts, params)] == expected
+        [pid] = children()
+
+        events = first.stream(prompts, LONG)
+        next(events)
+        os.kill(pid, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(SpecbatchError, match="the process of rank 1 ended"):
+            list(events)
+        assert time.monotonic() - start < 5
+        with pytest.raises(SpecbatchError, match="rank 1"):
+            second.generate(prompts, params)
+    # Another group starts, whose ranks report what they raise.
+    with Engine(config(model, 2)) as engine:
+        assert [item.token_ids for item in engine.generate(prompts, params)] == expected
+        [pid] = children()
+        engine._worker.others.send("unknown_call", ())  # type: ignore[union-attr]
+        with pytest.raises(SpecbatchError, match=r"AttributeError.*unknown_call"):
+            engine.generate(prompts, LONG)
+    ranks._close_groups()
+    assert ends_within(pid, 5)
+
+
+def children() -> list[int]:
+    """Processes of other ranks that this process has started."""
+    found = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "specbatch.engine.follower"], capture_output=True)
+    return [int(line) for line in found.stdout.split() if is_running(int(line))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
+def test_ranks_end_with_the_process_that_started_them(model: str, ending: signal.Signals) -> None:
+    program = f"""
+from test_rank_processes import LONG, children, config
+from specbatch import Engine
+events = Engine(config({model!r}, 2)).stream(["one"], LONG)
+next(events)
+print(*children(), flush=True)
+list(events)
+"""
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    command, pipes = [sys.executable, "-c", program], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    leader = subprocess.Popen(command, **pipes, text=True, env=os.environ | {"PYTHONPATH": path})
+    assert leader.stdout is not None
+    pid = int(leader.stdout.readline())
+    leader.send_signal(ending)
+    _, errors = leader.communicate(timeout=20)
+    assert ends_within(pid, 5)
+    if ending == signal.SIGINT:
+        assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_sizes_that_do_not_divide_are_refused_before_a_process_starts(model: str) -> None:
+    with pytest.raises(SpecbatchError, match=r"num_key_value_heads=2, or be a multiple of it; use 2 or 4$"):
+        Engine(config(model, 3))
+    assert not children()

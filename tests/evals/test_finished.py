@@ -1,0 +1,219 @@
+"""An interrupted evaluation continues: finished answers are not generated again, and none is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specbatch.config import EngineConfig
+from specbatch.errors import SpecbatchError
+from specbatch.evals.options import EvalOptions
+from specbatch.evals.report import EvalReport
+from specbatch.evals.run import prepare, run_eval
+from specbatch.sweeps.compare import compare
+
+PARTIAL = "answers.partial.jsonl"
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_times(questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if not name.endswith("_s")} for row in questions]
+
+
+@pytest.fixture
+def interrupted(make_engine: Any, evaluate: Any, mixed_reply: Any, tmp_path: Path) -> Path:
+    """The folder of an evaluation of 8 questions that was interrupted after 3."""
+    engine = make_engine(mixed_reply)
+    engine.stop_after = 3
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(engine=engine, output=tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_only_missing_answers_are_generated(
+    interrupted: Path, make_engine: Any, evaluate: Any, mixed_reply: Any, report: EvalReport
+) -> None:
+    engine, seen = make_engine(mixed_reply), []
+    found = evaluate(engine=engine, output=interrupted, progress=lambda done, wanted: seen.append((done, wanted)))
+    assert len(engine.calls[0]["prompts"]) == 5
+    assert seen == [(done, 8) for done in range(4, 9)]
+    assert without_times(found.questions) == without_times(report.questions)
+    assert [score.value for score in found.scores] == [score.value for score in report.scores]
+    assert not (interrupted / PARTIAL).exists()
+    saved = EvalReport.load(interrupted)
+    assert saved.questions == found.questions
+    assert saved.record.workload["earlier_answers"] == 3
+    assert [row["index"] for row in saved.record.requests] == list(range(8))
+    metrics = saved.record.metrics
+    assert (metrics["requests"], metrics["accept_length"], metrics["accept_rate"]) == (8, 2.5, 3 / 8)
+    assert "output_throughput" not in metrics
+    assert "mean_ttft_s" not in metrics
+    assert "3 of 8 answers come from an interrupted run" in found.table()
+
+
+def test_compare_shows_that_an_evaluation_was_continued(
+    interrupted: Path, evaluate: Any, report: EvalReport, report_folder: Path
+) -> None:
+    evaluate(output=interrupted)
+    text = compare(report_folder, interrupted).markdown()
+    assert "3 of 8 answers come from earlier, interrupted runs" in text
+    assert "throughput and times over all prompts are unknown" in text
+    assert "8 questions, paired: 0 lost, 0 gained" in text
+
+
+def test_all_answers_finished_but_no_report(
+    make_engine: Any, evaluate: Any, mixed_reply: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EvalReport, "save", fail)
+        with pytest.raises(OSError, match="No space"):
+            evaluate(output=tmp_path / "out")
+    engine = make_engine(mixed_reply)
+    found = evaluate(engine=engine, output=tmp_path / "out")
+    assert engine.calls[0]["prompts"] == []
+    assert found.record.workload["earlier_answers"] == 8
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "difference"),
+    [
+        ("limit", 4, "limit (None there, 4 now)"),
+        ("max_new_tokens", 9, "max_new_tokens (None there, 9 now)"),
+        ("num_fewshot", 3, "num_fewshot (5 there, 3 now)"),
+        ("seed", 7, "fewshot_seed (1234 there, 7 now)"),
+        ("chat_template", True, "chat_template (False there, True now)"),
+    ],
+)
+def test_other_settings_are_refused(
+    interrupted: Path, evaluate: Any, setting: str, value: object, difference: str
+) -> None:
+    with pytest.raises(SpecbatchError, match=re.escape(difference)):
+        evaluate(output=interrupted, **{setting: value})
+    assert len(lines(interrupted / PARTIAL)) == 4
+
+
+def test_other_engine_is_refused_before_it_is_loaded(interrupted: Path, scored_file: Path) -> None:
+    ready = prepare(EvalOptions("gsm8k", data=scored_file, output=interrupted))
+    with pytest.raises(SpecbatchError, match=r"seed \(0 there, 5 now\)"):
+        ready.finished(EngineConfig(seed=5))
+
+
+def test_changed_questions_are_refused(interrupted: Path, evaluate: Any, write_rows: Any, make_rows: Any) -> None:
+    with pytest.raises(SpecbatchError, match="task='gsm8k': its prompts are not those of the run that was interrupted"):
+        evaluate(output=interrupted, data=write_rows("other.jsonl", make_rows(200, 8)))
+    assert len(lines(interrupted / PARTIAL)) == 4
+
+
+def test_overwrite_starts_over(interrupted: Path, make_engine: Any, evaluate: Any, mixed_reply: Any) -> None:
+    engine = make_engine(mixed_reply)
+    found = evaluate(engine=engine, output=interrupted, limit=4, overwrite=True)
+    assert len(engine.calls[0]["prompts"]) == 4
+    assert "earlier_answers" not in found.record.workload
+
+
+def test_finished_evaluation_is_not_overwritten(evaluate: Any, tmp_path: Path) -> None:
+    evaluate(output=tmp_path / "out", limit=1)
+    for overwrite in (False, True):
+        with pytest.raises(SpecbatchError, match="exists and is not empty; name a new folder"):
+            evaluate(output=tmp_path / "out", limit=1, overwrite=overwrite)
+
+
+def test_failed_answer_is_generated_again(
+    make_engine: Any, evaluate: Any, mixed_reply: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(mixed_reply)
+    answer = engine._answer
+
+    def fails(place: int, *args: Any) -> Any:
+        completion = answer(place, *args)
+        if place == 6:
+            completion.finish_reason, completion.error = "error", "logits are not finite"
+        return completion
+
+    monkeypatch.setattr(engine, "_answer", fails)
+    engine.stop_after = 3
+    with pytest.raises(KeyboardInterrupt, match=r"kept the finished answers \(2\)"):
+        evaluate(engine=engine, output=tmp_path / "out")
+    again = make_engine(mixed_reply)
+    evaluate(engine=again, output=tmp_path / "out")
+    assert len(again.calls[0]["prompts"]) == 6
+
+
+def test_sampled_answers_do_not_depend_on_the_interruption(make_engine: Any, evaluate: Any, tmp_path: Path) -> None:
+    """Each request has a seed of its own: an answer to the same question as a kept one must not repeat its numbers."""
+    engine, whole = make_engine(lambda prompt: " 100."), make_engine(lambda prompt: " 100.")
+    options = {"task": "gsm8k_cot_self_consistency", "limit": 1, "max_new_tokens": 40}
+    evaluate(engine=whole, **options)
+    engine.stop_after = 60
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(engine=engine, output=tmp_path / "out", **options)
+    rest = make_engine(lambda prompt: " 100.")
+    evaluate(engine=rest, output=tmp_path / "out", **options)
+    seeds = [params.seed for params in whole.calls[0]["params"]]
+    assert len(set(seeds)) == 64
+    assert [params.seed for params in rest.calls[0]["params"]] == seeds[:4]
+
+
+def test_likelihood_task_continues(make_engine: Any, tmp_path: Path) -> None:
+    options = EvalOptions("one_digit_choices", limit=5, output=tmp_path / "out")
+    whole = run_eval(make_engine(lambda prompt: " 1"), EvalOptions("one_digit_choices", limit=5))
+    engine = make_engine(lambda prompt: " 1")
+    engine.stop_after = 7
+    with pytest.raises(KeyboardInterrupt, match=r"kept the finished answers \(7\)"):
+        run_eval(engine, options)
+    rest = make_engine(lambda prompt: " 1")
+    found = run_eval(rest, options)
+    assert len(rest.pairs) == whole.record.metrics["requests"] - 7
+    assert found.questions == whole.questions
+    assert [score.value for score in found.scores] == [score.value for score in whole.scores]
+    assert found.record.metrics["requests"] == whole.record.metrics["requests"]
+    assert found.record.metrics["scored_tokens"] == whole.record.metrics["scored_tokens"]
+    assert "7 of" in found.table()
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from conftest import FakeEngine
+from specbatch.evals.run import EvalOptions, run_eval
+
+def slow(prompt):
+    time.sleep(0.05)
+    return " 1"
+
+run_eval(FakeEngine(slow), EvalOptions("gsm8k", limit=40, num_fewshot=1, output=Path(sys.argv[2])))
+"""
+
+
+@pytest.mark.slow
+def test_kill_loses_no_finished_answer(make_engine: Any, tmp_path: Path) -> None:
+    output, partial = tmp_path / "out", tmp_path / "out" / PARTIAL
+    process = subprocess.Popen([sys.executable, "-c", SLOW, str(Path(__file__).parent), str(output)], env=os.environ)
+    while process.poll() is None and (not partial.exists() or partial.read_bytes().count(b"\n") < 5):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    finished = partial.read_bytes().count(b"\n") - 1
+    assert 4 <= finished < 40
+    engine = make_engine(lambda prompt: " 1")
+    options = EvalOptions("gsm8k", limit=40, num_fewshot=1, output=output)
+    found = run_eval(engine, options)
+    assert len(engine.calls[0]["prompts"]) == 40 - finished
+    assert [row["doc_id"] for row in found.questions] == list(range(40))
+    assert found.record.workload["earlier_answers"] == finished

@@ -1,0 +1,182 @@
+"""Requests of OpenAI batch files: what each field means, and which are refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from specbatch.core.request import SamplingParams
+from specbatch.jobs.formats import BadRow
+from specbatch.jobs.openai_batch import OpenAIBatch, is_openai_batch
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture
+def read(tmp_path):
+    """The row of one request with this body."""
+
+    def call(body, url=CHAT, given=(), envelope=()):
+        required = {"messages": [{"role": "user", "content": "x"}]} if url == CHAT else {"prompt": "x"}
+        row = {"custom_id": "a", "method": "POST", "url": url, "body": {"model": "m"} | required | body}
+        row |= dict(envelope)
+        path = tmp_path / "in.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        (found,) = OpenAIBatch(path, dict(given), seed=0, chat_template=True, model="m", log=print).rows()
+        return found
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "params"),
+    [
+        (CHAT, {"max_tokens": 5}, {"max_new_tokens": 5}),
+        (CHAT, {"max_tokens": 5, "max_completion_tokens": 7}, {"max_new_tokens": 7}),
+        (TEXT, {}, {"max_new_tokens": 16}),
+        (
+            TEXT,
+            {"max_tokens": 3, "temperature": 0, "top_p": 0.5},
+            {"max_new_tokens": 3, "temperature": 0, "top_p": 0.5},
+        ),
+        (TEXT, {"n": 3, "stop": "a", "seed": 5}, {"n": 3, "stop": ("a",), "seed": 5}),
+        (TEXT, {"stop": ["a", "b"], "seed": None}, {"stop": ("a", "b"), "seed": None}),
+        (TEXT, {"logprobs": 0}, {"logprobs": True, "top_logprobs": 0}),
+        (TEXT, {"logprobs": 4}, {"logprobs": True, "top_logprobs": 4}),
+        (CHAT, {"logprobs": True, "top_logprobs": 2, "max_tokens": 1}, {"logprobs": True, "top_logprobs": 2}),
+        (TEXT, {"min_tokens": 2, "ignore_eos": True, "top_k": 4}, {"min_tokens": 2, "ignore_eos": True, "top_k": 4}),
+        (TEXT, {"top_k": -1, "min_p": 0.1, "stop_token_ids": [7]}, {"top_k": 0, "min_p": 0.1, "stop_token_ids": (7,)}),
+    ],
+)
+def test_sampling_parameters(read, url, body, params):
+    found = read(body, url)
+    assert {name: getattr(found.params, name) for name in params} == params
+    assert found.params.temperature == body.get("temperature", 1.0)
+
+
+def test_options_of_the_command_replace_defaults_of_openai_but_not_values_of_a_request(read):
+    given = {"temperature": 0.0, "max_new_tokens": 9}
+    assert read({}, TEXT, given).params == SamplingParams(temperature=0.0, max_new_tokens=9)
+    assert read({"temperature": 0.5, "max_tokens": 4}, CHAT, given).params == SamplingParams(0.5, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted"),
+    [
+        ("a", [("prompt", "a")]),
+        (["a", "b"], [("prompt", "a"), ("prompt", "b")]),
+        ([1, 2], [("prompt_token_ids", [1, 2])]),
+        ([[1], [2, 3]], [("prompt_token_ids", [1]), ("prompt_token_ids", [2, 3])]),
+    ],
+)
+def test_prompts_of_completions(read, prompt, wanted):
+    assert read({"prompt": prompt}, TEXT).request.prompts() == wanted
+
+
+def test_text_parts_of_a_message_are_joined(read):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "system", "content": "s", "name": None}, {"role": "user", "content": parts}]
+    (found,) = read({"messages": messages}).request.prompts()
+    assert found == ("messages", [{"role": "system", "content": "s"}, {"role": "user", "content": "a\nb"}])
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}},
+        {"response_format": {"type": "text"}, "tools": [], "tool_choice": "auto", "stream": False},
+        {"tools": None, "response_format": None, "n": None, "stop": None},
+        {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "best_of": 1},
+        {"n": 2, "best_of": 2},
+    ],
+)
+def test_fields_that_change_nothing_are_accepted(read, neutral):
+    assert not isinstance(read(neutral), BadRow)
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "problem"),
+    [
+        (CHAT, {"tools": [{"type": "function"}]}, "body.tools=[{'type': 'function'}] is not supported; leave it out"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "body.response_format={'type': 'json_object'} is not"),
+        (CHAT, {"frequency_penalty": 0.1}, "body.frequency_penalty=0.1 is not supported; leave it out, or use 0"),
+        (CHAT, {"presence_penalty": -1}, "body.presence_penalty=-1 is not supported"),
+        (CHAT, {"logit_bias": {"5": 1}}, "body.logit_bias={'5': 1} is not supported"),
+        (CHAT, {"stream": True}, "body.stream=True is not supported"),
+        (CHAT, {"reasoning_effort": "low"}, "body.reasoning_effort='low' is not supported; leave it out"),
+        (CHAT, {"top_logprobs": 2}, "body.top_logprobs=2 needs logprobs=true"),
+        (CHAT, {"messages": []}, "body.messages: "),
+        (CHAT, {"messages": [{"role": "user"}]}, "body.messages.0.content: field required"),
+        (CHAT, {"messages": [{"role": "user", "content": None}]}, "body.messages.0.content: "),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
+            "body.messages.0.content: a content part of type 'image_url' is not supported; use type text",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+            "body.messages.0.tool_calls is not supported; leave it out",
+        ),
+        (TEXT, {"best_of": 3}, "body.best_of=3 is not supported"),
+        (TEXT, {"echo": True}, "body.echo=True is not supported"),
+        (TEXT, {"suffix": "x"}, "body.suffix='x' is not supported"),
+        (TEXT, {"guided_json": {}}, "body.guided_json={} is not supported; leave it out"),
+        (TEXT, {"prompt": ""}, "body.prompt: has no tokens"),
+        (TEXT, {"prompt": []}, "body.prompt: has no tokens"),
+        (TEXT, {"prompt": [[]]}, "body.prompt: has no tokens"),
+        (TEXT, {"prompt": 5}, "body.prompt: "),
+        (TEXT, {"max_tokens": 0}, "body.max_tokens: input should be greater than or equal to 1"),
+        (TEXT, {"max_tokens": "5"}, "body.max_tokens: input should be a valid integer"),
+        (TEXT, {"temperature": "hot"}, "body.temperature: input should be a valid number"),
+        (TEXT, {"temperature": -1}, "temperature=-1.0: use 0 (greedy) or a positive number"),
+        (TEXT, {"temperature": math.nan}, "temperature=nan: "),
+        (TEXT, {"min_tokens": 9, "max_tokens": 4}, "min_tokens=9: use at most max_tokens=4"),
+        (TEXT, {"n": 0}, "body.n: "),
+        (TEXT, {"n": 10**20}, "body.n: "),
+        (TEXT, {"stop": [""]}, "stop=('',): a stop string must not be empty"),
+        (TEXT, {"logprobs": 21}, "body.logprobs: "),
+        (TEXT, {"prompt": "\ud800"}, "has half of a surrogate pair"),
+    ],
+)
+def test_refused_field_is_named(read, url, body, problem):
+    found = read(body, url)
+    assert isinstance(found, BadRow)
+    assert found.problem.startswith(problem)
+    assert found.id == (None if "surrogate" in problem else "a")
+
+
+@pytest.mark.parametrize(
+    ("envelope", "problem"),
+    [
+        ({"custom_id": 5}, "custom_id: "),
+        ({"custom_id": ""}, "custom_id: "),
+        ({"method": "GET"}, "method: input should be 'POST'"),
+        ({"url": "/v1/embeddings"}, "url='/v1/embeddings' is not supported; use /v1/chat/completions or"),
+        ({"body": []}, "body: "),
+        ({"more": 1}, "more is not supported; leave it out"),
+    ],
+)
+def test_refused_envelope_is_named(read, envelope, problem):
+    found = read({}, envelope=envelope)
+    assert isinstance(found, BadRow)
+    assert found.problem.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_batch"),
+    [
+        (['{"custom_id": "a", "method": "POST", "url": "u", "body": {}}'], True),
+        (["", "{", '{"method": "POST", "body": {}}'], True),
+        (['{"prompt": "a", "url": "u"}'], False),
+        (['{"prompt": "a"}', '{"custom_id": "a", "method": "POST", "url": "u", "body": {}}'], False),
+        (["5"], False),
+        ([], False),
+    ],
+)
+def test_batch_file_is_recognized_by_its_first_line(tmp_path, lines, is_batch):
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(lines))
+    assert is_openai_batch(path) == is_batch

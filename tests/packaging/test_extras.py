@@ -1,0 +1,137 @@
+"""The base installation runs `generate`; commands that need more packages name the extra that has them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from specbatch.errors import SpecbatchError
+from specbatch.extras import EXTRAS, missing, needs
+from specbatch.models.config import ModelConfig
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MODULES = {"lm-eval": "lm_eval", "reasoning-gym": "reasoning_gym"}  # of distributions with another name
+OPTIONAL = {module for modules in EXTRAS.values() for module in modules} | {"triton", "pyarrow", "sklearn", "evaluate"}
+RUN_WITHOUT = """
+import json, sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocker())
+from specbatch.cli.app import app
+from typer.testing import CliRunner
+found = []
+for words in {commands!r}:
+    result = CliRunner().invoke(app, words)
+    heavy = sorted({{"transformers", "torch._dynamo", "sympy", "gguf"}} & set(sys.modules))
+    found.append([result.exit_code, result.stdout, result.stderr, heavy, len(sys.modules)])
+print(json.dumps(found))
+"""
+
+
+def run(folder: Path, *commands: str) -> list[tuple[int, str, str, list[str], int]]:
+    """Commands in a process that has none of the optional packages: exit status, both outputs, some heavy modules that
+    are imported so far, and the number of all."""
+    code = RUN_WITHOUT.format(blocked=OPTIONAL, commands=[command.split() for command in commands])
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A small Llama in a folder, with a byte-level tokenizer."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 257, "hidden_size": 32,
+        "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "eos_token_id": 256, "torch_dtype": "float32",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = ModelConfig.from_dict(config).tensor_shapes()
+    save_file({name: torch.randn(shape) * 0.1 for name, shape in shapes.items()}, folder / "model.safetensors")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)} | {"<e>": 256}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<e>"}')
+    return folder
+
+
+def test_base_installation_runs_generate_and_its_like(model, tmp_path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Hello"}\n{"prompt_token_ids": [5, 6]}\n')
+    words = "--model model --device cpu --max-new-tokens 5 --algorithm ngram"
+    found = run(
+        tmp_path,
+        f"generate in.jsonl -o out.jsonl {words}",
+        f"send-one {words}",
+        "models list",
+        "doctor",
+        "sweep --help",
+    )
+    for status, _, errors, _, _ in found:
+        assert status == 0, errors
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [len(row["token_ids"]) for row in rows] == [5, 5]
+    _, _, _, heavy, count = found[0]
+    assert heavy == [], "imported when they are needed"
+    assert count < 1700, "torch has about 1,100 of these modules"
+    assert "pip install 'specbatch[eval]'" in found[3][1]
+
+
+def test_missing_extra_is_named_in_one_line(model, tmp_path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Hello"}\n')
+    (tmp_path / "in.parquet").write_text("")
+    words, sampled = "--model toy --load-format dummy", "-o out.jsonl --model toy --load-format dummy"
+    commands = {
+        f"sweep {words} --output out": "report",
+        f"bench {words} --output out": "report",
+        "report model": "report",
+        "compare model model --output out": "report",
+        "gate model --policy model/config.json": "report",
+        f"eval one_digit_sums {words} --output out": "eval",
+        f"generate in.parquet {sampled}": "data",
+        f"generate hf:a/b --split test {sampled}": "data",
+        f"generate in.jsonl -o out.parquet {words}": "data",
+    }
+    for (status, _, errors, _, _), extra in zip(run(tmp_path, *commands), commands.values(), strict=True):
+        assert status == 2, errors
+        (line,) = errors.splitlines()
+        assert re.fullmatch(rf"error: [a-z_, ]+ not installed; pip install 'specbatch\[{extra}\]'", line)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_http_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(SpecbatchError, match=r"^aiohttp not installed; pip install 'specbatch\[http\]'$"):
+        needs("http")
+    assert missing("report") is None
+
+
+def test_modules_of_extras_are_those_of_pyproject() -> None:
+    extras = PROJECT["optional-dependencies"]
+
+    def modules(extra: str) -> set[str]:
+        found: set[str] = set()
+        for needed in map(Requirement, extras[extra]):
+            inner = [modules(name) for name in needed.extras] if needed.name == "specbatch" else []
+            found |= set().union(*inner) if inner else {MODULES.get(needed.name, needed.name)}
+        return found
+
+    assert modules("all") == set().union(*(modules(name) for name in EXTRAS if name != "reasoning")) | {"triton"}
+    for extra, checked in EXTRAS.items():
+        assert set(checked) <= modules(extra), extra

@@ -1,0 +1,146 @@
+"""Chat templates: what they render, and the limits of those that are hostile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from chat_templates import REFUSED, RENDERED
+from crossed import slow_but
+
+from specbatch import chat_template
+from specbatch.chat_template import ChatTemplate
+from specbatch.errors import SpecbatchError
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+QUICK = (
+    "nested loops", "macros that call each other", "power", "repeated string", "center", "slice", "doubling",
+    "class", "globals of a class", "change of the messages", "include", "raise_exception of a long message", "types",
+    "surrogate", "nested loops in the source", "long sum", "template of 50 MB",
+)  # fmt: skip
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "CPU_SECONDS", 0.3)
+
+
+def refusal(template: ChatTemplate, messages: Any = MESSAGES) -> str:
+    with pytest.raises(SpecbatchError) as caught:
+        template.render(messages=messages, add_generation_prompt=True)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 2_000
+    return message
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, REFUSED))
+def test_hostile_templates_are_refused(name: str, short: None) -> None:
+    started = time.monotonic()
+    message = refusal(ChatTemplate(REFUSED[name], "mine"))
+    assert message.startswith("chat_template='mine': it ")
+    assert time.monotonic() - started < 10  # on a busy machine; the process has 0.3 seconds of CPU time
+
+
+@pytest.mark.parametrize("name", slow_but(["null bytes", "date", "raw"], RENDERED))
+def test_odd_templates_are_rendered(name: str) -> None:
+    assert len(ChatTemplate(RENDERED[name], "mine").render(messages=MESSAGES)) < 1_000
+
+
+def test_text_of_any_kind_passes_through() -> None:
+    content = "".join(chr(point) for point in range(0xD800)) + "".join(chr(point) for point in range(0xE000, 0x11000))
+    template = ChatTemplate("[{{ messages[0].content }}|{{ n }}|{{ none is none }}|{{ yes }}]", "mine")
+    shown = template.render(messages=[{"role": "user", "content": content}], n=10**30, none=None, yes=True)
+    assert shown == f"[{content}|{10**30}|True|True]"
+
+
+def test_values_that_cannot_be_sent_are_refused() -> None:
+    template = ChatTemplate("{{ messages }}", "mine")
+    assert "messages=" in refusal(template, [object()])
+    assert template.render(messages=MESSAGES) == str(MESSAGES)
+
+
+def test_a_template_that_exceeds_the_time_for_one_row_renders_the_others(short: None) -> None:
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = ChatTemplate(
+        "{% if messages[0].content == 'loop' %}" + loop + "{% endif %}{{ messages[0].content }}", "mine"
+    )
+    assert template.render(messages=MESSAGES) == "hi"
+    assert "it needs more than 0.3 seconds for these messages" in refusal(template, [{"content": "loop"}])
+    assert template.render(messages=MESSAGES) == "hi"
+
+
+def test_a_template_that_exceeds_limits_again_and_again_is_given_up() -> None:
+    template = ChatTemplate("{{ 'a' * 10000000000 }}", "mine")
+    for _ in range(chat_template.CHANCES):
+        assert "it needs more than 512 MiB for these messages" in refusal(template)
+    started = time.perf_counter()
+    for _ in range(1_000):
+        assert "nor for 7 others; use another template, or --no-chat-template" in refusal(template)
+    assert time.perf_counter() - started < 1
+
+
+def test_a_template_that_rendered_a_row_is_never_given_up() -> None:
+    """Else the outcome of a row would depend on the rows before it."""
+    template = ChatTemplate("{% if messages == 'grow' %}{{ 'a' * 10000000000 }}{% endif %}{{ messages }}", "mine")
+    assert template.render(messages="a") == "a"
+    for _ in range(chat_template.CHANCES + 1):
+        assert "it needs more than 512 MiB for these messages" in refusal(template, "grow")
+    assert template.render(messages="a") == "a"
+
+
+def test_output_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "LONGEST_OUTPUT", 1 << 20)
+    assert len(ChatTemplate("{{ 'a' * 1048576 }}", "mine").render()) == 1 << 20
+    assert "its output is longer than 1 MiB" in refusal(ChatTemplate("{{ 'a' * 1048577 }}", "mine"))
+
+
+def test_a_process_that_ends_is_replaced() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", "mine")
+    assert template.render(messages=MESSAGES) == "hi"
+    assert template._process is not None
+    os.kill(template._process.pid, signal.SIGKILL)
+    template._process.wait()
+    assert "it ended its process (status -9)" in refusal(template)
+    assert template.render(messages=MESSAGES) == "hi"
+
+
+def test_the_process_ends_with_its_template() -> None:
+    template = ChatTemplate("x", "mine")
+    template.render()
+    process = template._process
+    assert process is not None
+    del template
+    assert process.returncode is not None
+
+
+def test_an_interrupted_rendering_does_not_leave_its_reply_to_the_next_one() -> None:
+    template = ChatTemplate("{% for a in range(messages[0].n) %}{% endfor %}{{ messages[0].n }}", "mine")
+    assert template.render(messages=[{"n": 1}]) == "1"
+    timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        all(template.render(messages=[{"n": 99_999}]) for _ in range(100_000))
+    timer.join()
+    assert template.render(messages=[{"n": 2}]) == "2"
+
+
+def test_threads_share_a_template() -> None:
+    template = ChatTemplate("{{ messages }}", "mine")
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda n: template.render(messages=n), range(200))) == [str(n) for n in range(200)]
+
+
+def test_a_forked_process_starts_its_own() -> None:
+    template = ChatTemplate("{{ messages }}", "mine")
+    assert template.render(messages=1) == "1"
+    child = os.fork()
+    if not child:
+        os._exit(0 if template.render(messages=2) == "2" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert template.render(messages=3) == "3"
