@@ -208,6 +208,8 @@ class Graphs:
 _FOREIGN_NAMES = {
     "tensor_parallel_size": "use tensor_parallel",
     "tp_size": "use tensor_parallel",
+    "data_parallel_size": "use data_parallel",
+    "dp_size": "use data_parallel",
     "gpu_memory_utilization": "use memory_fraction",
     "mem_fraction_static": "use memory_fraction",
     "max_num_seqs": "use max_running",
@@ -235,6 +237,9 @@ class EngineConfig:
     )
     device: str = setting("auto", "auto (CUDA if there is a GPU), cpu, cuda or cuda:N.")
     tensor_parallel: int = setting(1, "Divide the model over N devices of this machine.", whole(1))
+    data_parallel: int = setting(
+        1, "Run N replicas of the model, each on devices of its own, on one queue of prompts.", whole(1)
+    )
     dtype: str = setting(
         "auto", "Data type of the computation. auto: float32 on a CPU, the checkpoint's dtype on a GPU.", choices=DTYPES
     )

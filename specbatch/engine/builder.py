@@ -339,7 +339,6 @@ def _scheduler(config: EngineConfig, plan: MemoryPlan, draft: DraftPlan, *, has_
         prefixes,
         page_size=config.page_size,
         max_running=config.max_running,
-        max_model_len=plan.max_model_len,
         prefill_chunk=config.prefill_chunk,
         kv_slots_per_step=draft.kv_slots_per_step(config.speculation.drafted + 1),
         uncached_tail=draft.uncached_tail,

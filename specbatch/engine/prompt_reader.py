@@ -8,8 +8,8 @@ from typing import Any
 from specbatch.core.device_batch import MOST_END_TOKENS
 from specbatch.core.embedded_prompt import EmbeddedPrompt
 from specbatch.core.sampling_params import SamplingParams
-from specbatch.engine.scheduler import Scheduler
 from specbatch.errors import refuse
+from specbatch.memory.page_pool import pages_for, reach_of
 from specbatch.models.config import ModelConfig
 from specbatch.tokenizer import Tokenizer, refuse_longer
 
@@ -23,18 +23,18 @@ class PromptReader:
     end_tokens   ids that end an answer of this model
     """
 
-    def __init__(self, tokenizer: Tokenizer, config: ModelConfig, scheduler: Scheduler) -> None:
-        """config: of the target."""
+    def __init__(self, tokenizer: Tokenizer, config: ModelConfig, caps: Mapping[str, Any]) -> None:
+        """config: of the target; caps: of the engine."""
         self._tokenizer = tokenizer
         self._vocabulary = config.vocab_size
         self._hidden = config.hidden_size
-        self._scheduler = scheduler
+        self._caps = caps
         self.end_tokens = frozenset(token for token in tokenizer.eos_ids if token < self._vocabulary)
 
     def read(self, prompt: Prompt, params: SamplingParams, index: int) -> EmbeddedPrompt:
         """The tokens of a prompt. Raises SpecbatchError, with its index, if it cannot run."""
         if isinstance(prompt, str):
-            refuse_longer(self._tokenizer, prompt, self._scheduler.max_model_len)
+            refuse_longer(self._tokenizer, prompt, self._caps["max_model_len"])
             found = EmbeddedPrompt(self._tokenizer.encode(prompt))
         else:
             asked = prompt if isinstance(prompt, EmbeddedPrompt) else EmbeddedPrompt(prompt)
@@ -58,13 +58,13 @@ class PromptReader:
                 if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
                     raise refuse(f"messages {index}", f"{message!r:.60}", works)
             text = self._tokenizer.apply_chat_template([dict(item) for item in conversation], enable_thinking=thinking)
-            refuse_longer(self._tokenizer, text, self._scheduler.max_model_len)
+            refuse_longer(self._tokenizer, text, self._caps["max_model_len"])
             prompts.append(self._tokenizer.encode(text, add_special_tokens=False))
         return prompts
 
     def check(self, tokens: Sequence[int], params: SamplingParams, index: int) -> None:
         """Refuse a prompt that can never run."""
-        self._scheduler.check(len(tokens), params.max_new_tokens, index)
+        check_size(self._caps, len(tokens), params.max_new_tokens, index)
         wrong = [token for token in tokens if not 0 <= token < self._vocabulary]
         if wrong:
             raise refuse(f"prompt {index}", [wrong[0]], f"token ids go from 0 to {self._vocabulary - 1}")
@@ -79,3 +79,21 @@ class PromptReader:
         ends, most = {*params.stop_token_ids, *self.end_tokens}, min(MOST_END_TOKENS, self._vocabulary - 1)
         if len(ends) > most:
             raise refuse("min_tokens", params.min_tokens, f"there are {len(ends)} end tokens; use at most {most}")
+
+
+def check_size(caps: Mapping[str, Any], prompt_len: int, max_new_tokens: int, index: int) -> None:
+    """Refuse a prompt that is empty, or too long with its output for an engine with the capacities `caps`."""
+    if not prompt_len:
+        raise refuse(f"prompt {index}", "", "it has no tokens; give at least one")
+    longest = caps["max_model_len"]
+    if prompt_len + max_new_tokens > longest:
+        room = longest - prompt_len
+        works = (
+            f"the prompt's {prompt_len} tokens leave room for {room} of max_model_len={longest}"
+            if room > 0
+            else f"the prompt has {prompt_len} tokens and max_model_len={longest}; shorten it"
+        )
+        raise refuse(f"max_new_tokens of prompt {index}", max_new_tokens, works)
+    need = pages_for(reach_of(prompt_len + max_new_tokens, caps["verify_slots"]), caps["page_size"])
+    if need > caps["kv_pages"]:
+        raise refuse("kv_pages", caps["kv_pages"], f"prompt {index} with its output needs {need}; use at least that")

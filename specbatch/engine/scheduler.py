@@ -13,7 +13,6 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from specbatch.core.request import Request
-from specbatch.errors import refuse
 from specbatch.memory.page_pool import PagePool, pages_for, reach_of
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.memory.state_cache import Found, StateCache
@@ -78,7 +77,6 @@ class Scheduler:
         *,
         page_size: int,
         max_running: int,
-        max_model_len: int,
         prefill_chunk: int,
         kv_slots_per_step: int,
         uncached_tail: int = 1,
@@ -91,7 +89,6 @@ class Scheduler:
         self._samples_share = samples_share
         self.state_cache = state_cache
         self._page_size = page_size
-        self.max_model_len = max_model_len
         self._prefill_chunk = prefill_chunk
         self.kv_slots_per_step = kv_slots_per_step
         self._uncached_tail = uncached_tail
@@ -104,24 +101,6 @@ class Scheduler:
     @property
     def unfinished(self) -> int:
         return len(self._waiting) + len(self._prefilling) + len(self._running)
-
-    def check(self, prompt_len: int, max_new_tokens: int, index: int) -> None:
-        """Refuse a request that could never run."""
-        if not prompt_len:
-            raise refuse(f"prompt {index}", "", "it has no tokens; give at least one")
-        if prompt_len + max_new_tokens > self.max_model_len:
-            room = self.max_model_len - prompt_len
-            works = (
-                f"the prompt's {prompt_len} tokens leave room for {room} of max_model_len={self.max_model_len}"
-                if room > 0
-                else f"the prompt has {prompt_len} tokens and max_model_len={self.max_model_len}; shorten it"
-            )
-            raise refuse(f"max_new_tokens of prompt {index}", max_new_tokens, works)
-        need = self._pages_for(reach_of(prompt_len + max_new_tokens, self.kv_slots_per_step))
-        if need > self._pool.total:
-            raise refuse(
-                "kv_pages", self._pool.total, f"prompt {index} with its output needs {need}; use at least that"
-            )
 
     def add(self, request: Request) -> None:
         self._waiting.append(request)

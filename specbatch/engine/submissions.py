@@ -1,11 +1,13 @@
-"""Pairs the prompts of a call with their sampling parameters and request ids, from lists or lazily from iterables."""
+"""What an engine runs: prompts with their sampling parameters and request ids, from lists, iterables or a queue."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from specbatch.core.embedded_prompt import EmbeddedPrompt
 from specbatch.core.request import SamplingParams
@@ -25,6 +27,84 @@ class Submission:
     prompt: EmbeddedPrompt
     params: SamplingParams
     request_id: str | None
+
+
+class Source(Protocol):
+    """Submissions as an engine takes them.
+
+    is_open   whether there may be another one
+    """
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def take(self) -> tuple[Submission, float] | None:
+        """The next submission and the time it arrived (`time.perf_counter`); None if none has arrived by now."""
+
+    def wait(self) -> None:
+        """Return when another one may have arrived."""
+
+
+class TimedSource:
+    """The submissions of a list or iterable, which arrive when they are taken, or at given times."""
+
+    def __init__(self, items: Iterator[Submission], arrivals: Sequence[float] | None) -> None:
+        """arrivals: of each prompt, in seconds from the first `take`."""
+        self._items = items
+        self._arrivals = arrivals
+        self._start: float | None = None
+        self._early: Submission | None = None  # it has not arrived yet
+        self.is_open = True
+
+    def take(self) -> tuple[Submission, float] | None:
+        item, self._early = self._early or next(self._items, None), None
+        if item is None:
+            self.is_open = False
+            return None
+        now = time.perf_counter()
+        self._start = now if self._start is None else self._start
+        arrival = now if self._arrivals is None else self._start + self._arrivals[item.index]
+        if arrival > now:
+            self._early = item
+            return None
+        return item, arrival
+
+    def wait(self) -> None:
+        if self._early is not None and self._arrivals is not None and self._start is not None:
+            time.sleep(max(0.0, self._start + self._arrivals[self._early.index] - time.perf_counter()))
+
+
+class SubmissionQueue:
+    """Submissions that another thread adds while the engine runs."""
+
+    def __init__(self) -> None:
+        self._items: deque[tuple[Submission, float]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closed or bool(self._items)
+
+    def put(self, items: Iterable[tuple[Submission, float]]) -> None:
+        """Add submissions with their times of arrival."""
+        with self._changed:
+            self._items.extend(items)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """There will be no others."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def take(self) -> tuple[Submission, float] | None:
+        return self._items.popleft() if self._items else None
+
+    def wait(self) -> None:
+        with self._changed:
+            while not self._items and not self._closed:
+                self._changed.wait()
 
 
 def submissions(

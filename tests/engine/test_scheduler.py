@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from specbatch.core.request import Request, SamplingParams
 from specbatch.engine.scheduler import OutOfPagesError, PrefillPlan, ScheduledRequest, Scheduler
-from specbatch.errors import SpecbatchError
 from specbatch.memory.page_pool import PagePool
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.memory.state_cache import StateCache
@@ -117,7 +116,7 @@ class Machine(RuleBasedStateMachine):
         if self.cache is not None and self.places:
             self.state_cache = StateCache(self.cache, self.page_size, self.places)
         self.scheduler = Scheduler(
-            self.pool, self.cache, page_size=self.page_size, max_running=self.slots, max_model_len=self.longest,
+            self.pool, self.cache, page_size=self.page_size, max_running=self.slots,
             prefill_chunk=options["chunk"], kv_slots_per_step=self.rows, state_cache=self.state_cache,
         )  # fmt: skip
         self.device = Device(self.page_size, self.rows)
@@ -137,7 +136,6 @@ class Machine(RuleBasedStateMachine):
         length = data.draw(st.integers(1, 20), "prompt")
         prompt = data.draw(st.lists(st.integers(1, 2), min_size=length, max_size=length), "tokens")
         limit = data.draw(st.sampled_from([1, 2, 3, 4, 9, self.longest - length]), "max_new_tokens")
-        self.scheduler.check(length, limit, len(self.requests))
         params = SamplingParams(max_new_tokens=limit)
         request = Request(
             len(self.requests), prompt, params, end_tokens=frozenset({STOP}), decode=lambda _: "", submitted=self.clock
@@ -331,7 +329,6 @@ def make(pages: int = 50, **settings: Any) -> tuple[Scheduler, PagePool]:
     settings = {
         "page_size": 4,
         "max_running": 4,
-        "max_model_len": 60,
         "prefill_chunk": 100,
         "kv_slots_per_step": 1,
     } | settings
@@ -412,7 +409,7 @@ def test_a_request_that_waits_for_pages_takes_none_from_the_cache() -> None:
 
 
 def test_the_request_with_the_fewest_tokens_is_retracted_and_readmitted_first() -> None:
-    scheduler, pool = make(pages=7, max_model_len=25)
+    scheduler, pool = make(pages=7)
     old, young = add(scheduler, 0, 7, 15), add(scheduler, 1, 6, 15)
     waiting = add(scheduler, 2, 9, 15)
     assert [span[0] for span in spans(scheduler)] == [0, 1]
@@ -441,7 +438,7 @@ def test_the_request_with_the_fewest_tokens_is_retracted_and_readmitted_first() 
 
 
 def test_nothing_is_retracted_while_results_are_in_flight() -> None:
-    scheduler, _ = make(pages=5, max_running=2, max_model_len=14)
+    scheduler, _ = make(pages=5, max_running=2)
     requests = [add(scheduler, index, 6, 8) for index in range(2)]
     spans(scheduler)
     for request in requests:
@@ -461,29 +458,6 @@ def test_steps_past_the_output_limit_are_not_launched() -> None:
     assert scheduler.plan_decode(may_retract=True) is not None
     assert scheduler.plan_decode(may_retract=True) is None
     assert request.pending == 3
-
-
-@pytest.mark.parametrize(
-    ("prompt", "limit", "named", "works"),
-    [
-        (0, 5, "prompt 7=''", "at least one"),
-        (55, 6, "max_new_tokens of prompt 7=6", "55 tokens leave room for 5 of max_model_len=60"),
-        (60, 1, "max_new_tokens of prompt 7=1", "has 60 tokens and max_model_len=60; shorten it"),
-    ],
-)
-def test_a_request_that_could_never_run_is_refused(prompt: int, limit: int, named: str, works: str) -> None:
-    scheduler, _ = make()
-    with pytest.raises(SpecbatchError) as caught:
-        scheduler.check(prompt, limit, 7)
-    assert named in str(caught.value)
-    assert works in str(caught.value)
-
-
-def test_a_pool_too_small_for_a_request_is_refused() -> None:
-    scheduler, _ = make(pages=8, kv_slots_per_step=3)
-    scheduler.check(20, 6, 0)
-    with pytest.raises(SpecbatchError, match="kv_pages=8: prompt 0 with its output needs 9"):
-        scheduler.check(20, 7, 0)
 
 
 def test_thousands_of_waiting_requests_can_be_aborted() -> None:
@@ -508,7 +482,7 @@ def test_uncomputed_pages_are_not_shared() -> None:
 
 def crowded(tokens: list[int]) -> tuple[Scheduler, list[Request]]:
     """Requests that run, each with its last page full but for one place, and no page free."""
-    scheduler, pool = make(pages=2 * len(tokens), max_model_len=8, kv_slots_per_step=1)
+    scheduler, pool = make(pages=2 * len(tokens), kv_slots_per_step=1)
     requests = [add(scheduler, index, 6, 2) for index in range(len(tokens))]
     for request, generated in zip(requests, tokens, strict=True):
         request.params = SamplingParams(max_new_tokens=30)
@@ -621,7 +595,7 @@ def test_three_prompts_with_a_new_prefix_in_one_pass() -> None:
 
 
 def test_each_turn_of_a_conversation_computes_itself_and_the_previous_one() -> None:
-    scheduler, _ = make(places=8, pages=200, max_model_len=200)
+    scheduler, _ = make(places=8, pages=200)
     texts = [[*range(100, 114)]]
     for turn in range(1, 4):
         texts.append([*texts[-1], *range(100 * turn + 500, 100 * turn + 511)])

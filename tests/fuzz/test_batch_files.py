@@ -14,7 +14,7 @@ from openai_types import ErrorLine, OutputLine
 
 from specbatch.config import EngineConfig
 from specbatch.core.request import Completion, RequestMetrics, SamplingParams
-from specbatch.engine.engine import StreamEvent
+from specbatch.engine.open_requests import StreamEvent
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.jobs.batch_job import BatchJob
 from specbatch.tokenizer import ByteTokenizer
