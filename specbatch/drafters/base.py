@@ -63,7 +63,7 @@ class DraftPlan:
     config            the model that drafts, or the target
     kv_layers         layers of its KV cache
     weights           the model whose weights are loaded for it; None if it has none, or uses the target's
-    parameters        how many parameters are loaded besides those
+    parameters_of     how many parameters are loaded besides those, for this config or that of one rank
     needs_all_hidden  it reads the target's last hidden states of every prompt token
     aux               it reads the residual stream after these layers, for every token; if the last layer is one of
                       them, this takes `needs_all_hidden`
@@ -77,7 +77,7 @@ class DraftPlan:
     config: ModelConfig
     kv_layers: int = 0
     weights: ModelConfig | None = None
-    parameters: int = 0
+    parameters_of: Callable[[ModelConfig], int] = lambda config: 0
     needs_all_hidden: bool = False
     aux: tuple[int, ...] = ()
     drafted: int | None = None
@@ -89,6 +89,11 @@ class DraftPlan:
         """The plan of one of `ranks` ranks over which the draft is divided as the target is."""
         weights = self.weights and self.weights.divided(ranks)
         return replace(self, config=self.config.divided(ranks), weights=weights)
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters are loaded besides `weights`."""
+        return self.parameters_of(self.config)
 
     def kv_slots_per_step(self, num_queries: int) -> int:
         """KV slots, from the root's on, that a step with a verify of `num_queries` tokens may write to."""

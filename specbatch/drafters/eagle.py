@@ -42,4 +42,4 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         head = Eagle(read.config, read, files.shapes, model, loader.max_positions)
         return feature_chain(head, loader, config, target.config.vocab_size)
 
-    return head_plan(build, layer, config, parameters=parameters(files.shapes))
+    return head_plan(build, layer, config, parameters_of=lambda layer: parameters(eagle_shapes(layer, files.shapes)))

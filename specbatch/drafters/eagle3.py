@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from specbatch.drafters.feature_head import FeatureChain, feature_chain, head_pl
 from specbatch.drafters.head_checks import expect, fit, parameters, usual_head
 from specbatch.drafters.layer_offset import compare_layer_offsets
 from specbatch.errors import of_draft, refuse
+from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle3 import Eagle3, Eagle3Config, default_aux
 from specbatch.runtime.loader import Loader
@@ -52,11 +54,12 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         diagnosis = None if config.load_format == "dummy" else partial(compare_layer_offsets, model, head)
         return feature_chain(head, loader, config, target.config.vocab_size, diagnosis)
 
+    def parameters_of(layer: ModelConfig) -> int:
+        return parameters(replace(described, layer=layer).shapes(len(aux), files.shapes))
+
     layers = tuple(boundary - 1 for boundary in aux)  # a boundary is the input of its layer
     needs_all_hidden = target.config.ends_in(layers)
-    return head_plan(
-        build, layer, config, parameters=parameters(files.shapes), needs_all_hidden=needs_all_hidden, aux=layers
-    )
+    return head_plan(build, layer, config, parameters_of=parameters_of, needs_all_hidden=needs_all_hidden, aux=layers)
 
 
 def _aux(

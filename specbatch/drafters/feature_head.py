@@ -270,7 +270,7 @@ def head_plan(
     config: EngineConfig,
     *,
     weights: ModelConfig | None = None,
-    parameters: int = 0,
+    parameters_of: Callable[[ModelConfig], int] = lambda config: 0,
     needs_all_hidden: bool = True,
     aux: tuple[int, ...] = (),
 ) -> DraftPlan:
@@ -282,7 +282,7 @@ def head_plan(
         layer,
         kv_layers=1,
         weights=weights,
-        parameters=parameters,
+        parameters_of=parameters_of,
         needs_all_hidden=needs_all_hidden,
         aux=aux,
         scratch_slots=shape.draft_slots,

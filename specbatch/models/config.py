@@ -156,11 +156,6 @@ class ModelConfig:
         return ()
 
     @property
-    def head_rows(self) -> int:
-        """Rows of the output matrix on a rank; the last rank may have fewer tokens."""
-        return -(-self.vocab_size // self.ranks)
-
-    @property
     def names(self) -> Ends:
         return Ends()
 

@@ -19,7 +19,6 @@ from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import Attention, Layer, Reader, ShapeRecorder
-from specbatch.models.partition import VocabParallelHead, part_of
 
 
 class Features(NamedTuple):
@@ -43,7 +42,7 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         family.layer(read, index, tables)
     family.final_norm(read, names.norm)
     if not config.tie_embeddings:
-        read(names.head, config.head_rows, config.hidden_size)
+        read.output_matrix(names.head, config.vocab_size)
     return read.shapes
 
 
@@ -77,20 +76,9 @@ class Decoder:
                 pool.map(lambda index: family.layer(fetch, index, tables), range(config.num_layers))
             )
         self.norm: Norm = family.final_norm(fetch, names.norm)
-        self.head: Linear = self._output_matrix(fetch) if ends is None else ends.head
+        tied = self.embedding if config.tie_embeddings else None
+        self.head: Linear = fetch.output_matrix(names.head, config.vocab_size, tied) if ends is None else ends.head
         self.dequantized: frozenset[str] = frozenset(fetch.dequantized)
-
-    def _output_matrix(self, fetch: Reader) -> Linear:
-        """This rank's rows are read as a part of a matrix that has zeros after the vocabulary, if it cannot be
-        divided."""
-        config, ranks = self.config, fetch.ranks
-        whole = self.embedding if config.tie_embeddings else fetch(config.names.head)
-        if ranks is None:
-            return Linear(whole)
-        missing = config.head_rows * ranks.size - config.vocab_size
-        padded = F.pad(whole, (0, 0, 0, missing)) if missing else whole
-        mine = part_of(padded, (config.head_rows, config.hidden_size), ranks.rank, ranks.size)
-        return VocabParallelHead(Linear(mine.contiguous()), config.vocab_size, ranks)
 
     @property
     def layers(self) -> tuple[Layer, ...]:

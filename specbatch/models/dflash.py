@@ -212,7 +212,7 @@ class DFlash:
         )
         self.ids: torch.Tensor | None = None
         if config.draft_vocab is not None:
-            self.block.head = Linear(fetch("lm_head.weight"))
+            self.block.head = fetch.output_matrix("lm_head.weight", config.draft_vocab)
             self.ids = token_ids(fetch.read("d2t")).to(target.device)
         self._fc = Linear(fetch("fc.weight"))
         self._norm = fetch.norm("hidden_norm")

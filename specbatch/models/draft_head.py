@@ -20,7 +20,7 @@ from specbatch.core.embedded_prompt import EmbeddingOverrides, embed
 from specbatch.errors import refuse
 from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.gemm.fp8_linear import linear
-from specbatch.kernels.gemm.linear import Linear, Norm
+from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.weight import Weight, split_input_columns
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features, rope_tables
@@ -110,7 +110,7 @@ class LlamaHead(DraftHead):
         if EMBEDDING in names:
             self.embedding = read(EMBEDDING, config.vocab_size, config.hidden_size)
         if HEAD in names:
-            self._head = Linear(read(HEAD, outputs or config.vocab_size, config.hidden_size))
+            self._head = read.output_matrix(HEAD, outputs or config.vocab_size)
         columns = config.num_heads * config.head_dim
         self._out = read.linear({f"{attention}.o_proj": config.hidden_size}, columns, config.o_bias)
         self._mlp = dense(read, LAYER)

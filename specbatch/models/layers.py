@@ -23,7 +23,7 @@ from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight, concat_outputs, contains_nan, keeps_fp8
 from specbatch.models.config import ModelConfig
 from specbatch.models.fp8 import PLAIN, SCALES
-from specbatch.models.partition import RowParallelLinear, part_of
+from specbatch.models.partition import RowParallelLinear, VocabParallelHead, part_of, rows_per_rank, vocabulary_part
 
 Tensors = dict[str, torch.Tensor]
 Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin [positions, head_dim] of rope
@@ -203,6 +203,14 @@ class Reader:
         once = torch.cat(biases) if biases and self.ranks.rank == 0 else None
         return RowParallelLinear(linear(weight, once), self.ranks)
 
+    def output_matrix(self, name: str, tokens: int, tied: torch.Tensor | None = None) -> Linear:
+        """An output matrix [tokens, hidden_size], divided over the ranks by rows. tied: the embedding, if it is one."""
+        if self.ranks is None:
+            return Linear(self(name, tokens, self.config.hidden_size) if tied is None else tied)
+        part = vocabulary_part(self.read(name) if tied is None else tied, self.ranks.rank, self.ranks.size)
+        weight = self._checked(name, part.to(device=self._device, dtype=self._dtype))
+        return VocabParallelHead(Linear(weight), tokens, self.ranks)
+
     def _stored(self, name: str, shape: tuple[int, ...]) -> Weight:
         """A tensor on the device: in FP8 if it is stored so and the device supports it, else in the reader's dtype."""
         values = self._part(name, shape).to(self._device)
@@ -291,6 +299,9 @@ class ShapeRecorder(Reader):
             for name, count in rows.items():
                 self._record(name, (count, columns))
         return Weight(torch.empty(len(groups), sum(groups[0].values()), columns, dtype=self._dtype, device="meta"))
+
+    def output_matrix(self, name: str, tokens: int, tied: torch.Tensor | None = None) -> Linear:
+        return super().output_matrix(name, rows_per_rank(tokens, self.config.ranks), tied)
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> Weight:
         return Weight(self._upcast(name, shape, self._dtype))

@@ -4,6 +4,8 @@ A rank's config has the sizes of its part (`ModelConfig.divided`): its heads, it
 Model code runs with that config as if it were the whole model. The part of a tensor follows from its shape: a dimension
 that is smaller than in the checkpoint is divided. Where the columns of a weight are divided, each rank computes a part
 of every output, and the layer ends with an all-reduce that also adds the residual.
+
+A tensor of a safetensors file is a view of the mapped file, so that a rank reads only the part that it cuts out.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.linear import Linear, Norm
@@ -38,6 +41,19 @@ def part_of(
         found.append(tensor.narrow(dim, start + index * size, size))
         start += parts * size
     return found[0] if len(found) == 1 else torch.cat(found, dim)
+
+
+def rows_per_rank(vocabulary: int, ranks: int) -> int:
+    """Rows of an output matrix that a rank holds: as many on each; past the vocabulary they are zero."""
+    return -(-vocabulary // ranks)
+
+
+def vocabulary_part(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """The rows of an output matrix [vocabulary, hidden] that belong to `rank`; a view if the vocabulary can be
+    divided."""
+    count = rows_per_rank(len(whole), ranks)
+    mine = whole[rank * count : (rank + 1) * count]
+    return F.pad(mine, (0, 0, 0, count - len(mine))) if len(mine) < count else mine
 
 
 class _Divided(Linear):

@@ -19,6 +19,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.fp8 import SCALES
 from specbatch.models.layers import Reader
+from specbatch.models.partition import rows_per_rank
 from specbatch.runtime.cuda_graphs import Recorder
 from specbatch.runtime.prefill_forward import EagerForward, Forward, PiecewiseGraphs, PromptWork
 
@@ -32,7 +33,7 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     """Memory that a model's weights take once they are loaded."""
     count = config.parameter_count()
     if config.tie_embeddings and is_blocked(dtype, device):  # the head is then a copy of the embedding
-        count += config.head_rows * config.hidden_size
+        count += rows_per_rank(config.vocab_size, config.ranks) * config.hidden_size
     kept, shapes = kept_fp8(config, device), config.weight_shapes()
     return count * dtype.itemsize + sum(size - math.prod(shapes[name]) * dtype.itemsize for name, size in kept.items())
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
-from targets import TARGETS, Targets
+from safetensors.torch import save_file
+from targets import SIZES, TARGETS, Targets
 from thread_ranks import ThreadCommunicator, on_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import UncachedContext
+from specbatch.models.layers import Reader
 from specbatch.models.partition import part_of
+from specbatch.weights import open_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -30,6 +40,78 @@ def test_sections_are_divided_separately() -> None:
 def test_fewer_parts_than_ranks_are_replicated() -> None:
     whole = torch.arange(6)
     assert [part_of(whole, (3,), rank, 4).tolist() for rank in range(4)] == [[0, 1, 2]] * 2 + [[3, 4, 5]] * 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_divided_output_matrix_gives_the_logits_of_all_tokens(ranks: int, tied: bool) -> None:
+    whole, hidden = torch.randn(17, 6), torch.randn(3, 6)  # of 8 ranks, two have no token
+    config: Any = SimpleNamespace(hidden_size=6)
+
+    def logits(communicator: ThreadCommunicator) -> torch.Tensor:
+        reader = Reader(config, lambda name: whole, torch.float32, CPU, ranks=communicator)
+        return reader.output_matrix("lm_head.weight", 17, whole if tied else None)(hidden)
+
+    for found in on_ranks(ranks, logits):
+        torch.testing.assert_close(found, hidden @ whole.T)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the bytes that are converted of a file's tensors, which are views of the mapped file."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        starts = [item.data_ptr() for item in tensors]
+        self._file = range(min(starts), max(starts) + max(item.nbytes for item in tensors))
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **kwargs or {})
+        if not self._holds(found):  # no view
+            self.bytes += sum(item.nbytes for item in tree_leaves(args) if self._holds(item))
+        return found
+
+    def _holds(self, item: Any) -> bool:
+        return isinstance(item, torch.Tensor) and item.layout == torch.strided and item.data_ptr() in self._file
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_each_rank_reads_its_part_of_the_file_only(
+    targets: Targets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | TARGETS[name]))
+    tensors = {tensor: values.bfloat16() for tensor, values in targets.checkpoint(name).tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(str(tmp_path))
+    mapped = {tensor: checkpoint.tensor(tensor) for tensor in checkpoint.names()}
+    monkeypatch.setattr("specbatch.models.decoder.ThreadPoolExecutor", SerialExecutor)
+
+    def bytes_read(rank: int, size: int) -> int:
+        config = checkpoint.config.divided(size)
+        communicator: Any = SimpleNamespace(rank=rank, size=size)  # loading exchanges nothing
+        with Reads(list(mapped.values())) as reads:
+            Decoder(config, mapped.__getitem__, dtype=torch.float64, device=CPU, max_positions=8, ranks=communicator)
+        return reads.bytes
+
+    parts = checkpoint.config.divided(2)
+    unread = (0, parts.hidden_size)  # the last row of 2 * 19, for 37 tokens
+    assert [bytes_read(rank, 2) for rank in range(2)] == [2 * (parts.parameter_count() - count) for count in unread]
+    assert bytes_read(0, 1) == 2 * checkpoint.config.parameter_count()
+
+
+class SerialExecutor:
+    """In place of threads, whose dispatch modes are their own."""
+
+    def __init__(self, max_workers: int) -> None:
+        pass
+
+    def __enter__(self) -> SerialExecutor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    map = staticmethod(map)
 
 
 @pytest.mark.parametrize("name", TARGETS)

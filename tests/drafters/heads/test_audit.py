@@ -251,6 +251,8 @@ def test_published_eagle3_head_of_qwen3_8b() -> None:
     expected += 4 * hidden  # norms
     expected += 32000 * hidden
     assert plan.parameters == expected
+    alike = 3 * hidden * hidden + 4 * hidden  # on all ranks
+    assert plan.divided(4).parameters == alike + (expected - alike) // 4
     assert any("drafts 32000 of the target's 151936 tokens" in line for line in lines)
 
 
