@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -31,7 +32,16 @@ class SpecbatchError(ValueError):
 def refuse(setting: str, value: object, works: str) -> SpecbatchError:
     """The error for `setting` having `value`; `works` says what would be accepted, and why. The message is one line, in
     which long values are shortened."""
-    line = f"{_shortened(setting)}={shown(value)}: {_shortened(works, _LONGEST_ADVICE)}"
+    return _refusal(setting, value, shown(value), works)
+
+
+def refuse_json(setting: str, value: object, works: str) -> SpecbatchError:
+    """`refuse` for a value of a JSON or TOML file: the message has it as it is written there (`true`, `null`)."""
+    return _refusal(setting, value, shown_json(value), works)
+
+
+def _refusal(setting: str, value: object, text: str, works: str) -> SpecbatchError:
+    line = f"{_shortened(setting)}={text}: {_shortened(works, _LONGEST_ADVICE)}"
     return SpecbatchError(" ".join(line.splitlines()), setting=setting, value=value, works=works)
 
 
@@ -41,6 +51,15 @@ def shown(value: object) -> str:
         return _shortened(repr(value))
     except (ValueError, RecursionError):  # a number with thousands of digits; lists in lists
         return f"<{type(value).__name__}>"
+
+
+def shown_json(value: object, longest: int = 400) -> str:
+    """The JSON of a value in printable characters, shortened if it is long; other values than JSON's as in `shown`."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        return _shortened(text if text.isprintable() else json.dumps(value), longest)
+    except (TypeError, ValueError, RecursionError):
+        return shown(value)
 
 
 def _shortened(text: str, longest: int = 400) -> str:

@@ -62,7 +62,7 @@ def number(fits: Callable[[float], bool], works: str) -> Rule:
     return Rule(lambda value: is_number(value) and fits(value), works)
 
 
-FLAG = Rule(lambda value: isinstance(value, bool), "use True or False")
+FLAG = Rule(lambda value: isinstance(value, bool), "use a boolean")
 
 
 def foreign_names(works: Mapping[str, str]) -> Callable[[T], T]:

@@ -8,13 +8,13 @@ without `tokenizer.json`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specbatch.chat_template import ChatTemplate
 from specbatch.config_values import flag_of, table_of, token_ids
-from specbatch.errors import refuse
+from specbatch.errors import refuse, refuse_json
 from specbatch.text_files import read_json, read_text
 
 BYTE_EOS = 256
@@ -101,12 +101,16 @@ class Tokenizer:
         return text
 
     def apply_chat_template(
-        self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True, enable_thinking: bool | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        enable_thinking: bool | None = None,
     ) -> str:
         """The prompt for a conversation, to be encoded without adding special tokens.
 
         `enable_thinking` is the template's variable; None leaves its default. Raises SpecbatchError if the model has no
-        template, or the template rejects the messages or has no such variable.
+        template, or the template rejects the messages, has no such variable or does not render their tool calls.
         """
         if self._chat_template is None:
             raise refuse("chat_template", None, f"{self.name} has none; use --no-chat-template, or plain prompts")
@@ -114,6 +118,9 @@ class Tokenizer:
         if switch and "enable_thinking" not in self._chat_template.source:
             works = f"the chat template of {self.name} has no enable_thinking; leave it out"
             raise refuse("thinking", enable_thinking, works)
+        if any(message.get("tool_calls") for message in messages) and "tool_calls" not in self._chat_template.source:
+            works = f"the chat template of {self.name} does not render tool calls; write them as content"
+            raise refuse_json("messages", messages, works)
         return self._chat_template.render(
             messages=messages, add_generation_prompt=add_generation_prompt, **switch, **self._special_tokens
         )

@@ -86,7 +86,7 @@ VALUES: list[tuple[Callable[..., Any], str, list[Any], str]] = [
     (EngineConfig, "memory_fraction", [0.0, 1.1, True, math.nan, "half"], "above 0 and up to 1"),
     (EngineConfig, "seed", [-1], "at least 0"),
     (EngineConfig, "seed", [0.5, None], "whole number"),
-    (EngineConfig, "prefix_cache", ["no"], "True or False"),
+    (EngineConfig, "prefix_cache", ["no"], "use a boolean"),
     (SamplingParams, "temperature", [-0.1, math.nan, math.inf, "hot", None], "0 (greedy) or a positive number"),
     (SamplingParams, "top_p", [0, 1.01, math.nan, "0.9"], "above 0 and up to 1"),
     (SamplingParams, "top_k", [-1], "0 (off)"),

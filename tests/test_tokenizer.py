@@ -16,6 +16,7 @@ from tokenizers.decoders import ByteLevel
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from specbatch.errors import SpecbatchError
+from specbatch.jobs.prompts import Prompt
 from specbatch.tokenizer import ByteTokenizer, Tokenizer, refuse_longer, vocabulary_difference
 from specbatch.weights import gguf_tokenizer
 
@@ -132,6 +133,20 @@ def test_chat_templates(tmp_path: Path, backend: Backend) -> None:
     assert not without.has_chat_template
     with pytest.raises(SpecbatchError, match="chat_template=None"):
         without.apply_chat_template(messages)
+
+
+def test_tool_calls_need_a_template_that_renders_them(tmp_path: Path, backend: Backend) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content is none }}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
+    )
+    messages = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": {"a": 1}}}]}]
+    tokenizer = Tokenizer.from_folder(write(tmp_path / "a", backend, chat_template=template))
+    assert tokenizer.apply_chat_template(messages) == 'True{"a": 1}'
+    other = Tokenizer.from_folder(write(tmp_path / "b", backend, chat_template="{{ messages[0].content }}"))
+    with pytest.raises(SpecbatchError, match=r'^messages=\[\{.*"content": null.*does not render tool calls'):
+        other.apply_chat_template(messages)
+    with pytest.raises(SpecbatchError, match="only a chat template renders tool calls"):
+        Prompt(1, "messages", messages).encode(tokenizer, chat_template=False)
 
 
 def test_folders_without_a_readable_tokenizer(tmp_path: Path, backend: Backend) -> None:

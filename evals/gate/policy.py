@@ -20,13 +20,13 @@ worsens_at_most is a share of the baseline's number, in the direction that is wo
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from specbatch.errors import SpecbatchError, refuse
+from specbatch.errors import refuse
+from specbatch.field_errors import did_you_mean, first_problem
 from specbatch.records.metrics import METRICS
 from specbatch.text_files import read_toml
 
@@ -81,9 +81,7 @@ class Policy(_Rules):
     def _known(cls, bounds: dict[str, Bound]) -> dict[str, Bound]:
         for name, bound in bounds.items():
             if name not in BOUNDED:
-                near = get_close_matches(name, BOUNDED, n=5)
-                meant = f"did you mean {', '.join(near)}?" if near else f"use some of {', '.join(BOUNDED)}"
-                raise ValueError(f"no such metric: {name}; {meant}")
+                raise ValueError(f"no such metric: {name}; {did_you_mean(name, BOUNDED)}")
             higher = METRICS[name].better == "higher"
             if (bound.at_most if higher else bound.at_least) is not None:
                 wrong, right = ("at_most", "at_least") if higher else ("at_least", "at_most")
@@ -110,16 +108,5 @@ def load_policy(path: Path) -> Policy:
     try:
         return Policy.model_validate(read_toml("policy", path, "name a TOML file of rules"))
     except ValidationError as error:
-        raise _one_line(path, error) from error
-
-
-def _one_line(path: Path, error: ValidationError) -> SpecbatchError:
-    first, *others = error.errors()
-    where = ".".join(str(part) for part in first["loc"])
-    what = str(first["msg"]).removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        what = f"no such rule; use some of {', '.join(_LEVELS[len(first['loc']) - 1].model_fields)}"
-    elif first["type"] == "model_type":
-        what = f"write a table of {', '.join(_LEVELS[len(first['loc'])].model_fields)}"
-    more = f" ({len(others)} more mistake{'s' if len(others) > 1 else ''})" if others else ""
-    return refuse("policy", str(path), f"{where}: {what}{more}" if where else f"{what}{more}")
+        problem = first_problem(error, names=lambda place: _LEVELS[len(place) - 1].model_fields)
+        raise refuse("policy", str(path), problem) from error

@@ -22,7 +22,7 @@ FOREIGN_NAMES = {
     "stop_strings": "use stop",
     "num_return_sequences": "use n",
     "best_of": "it is not supported; use n, which returns all samples",
-    "num_logprobs": "use logprobs=True, or top_logprobs=K for the K most likely tokens",
+    "num_logprobs": "use logprobs, or top_logprobs for the most likely tokens",
     "prompt_logprobs": "use Engine.score",
     "do_sample": "use temperature; 0 is greedy",
     "frequency_penalty": _UNSUPPORTED,
@@ -44,8 +44,8 @@ _STOP_TOKENS = Rule(
     lambda x: isinstance(x, tuple) and all(is_whole(token) and 0 <= token <= MOST for token in x),
     "use a list of token ids",
 )
-_SEED = Rule(lambda x: is_whole(x) and abs(x) <= MOST_SEED, f"use a whole number up to {MOST_SEED}, or None")
-_LOGPROBS = Rule(FLAG.fits, "use True or False; top_logprobs=K adds the K most likely tokens")
+_SEED = Rule(lambda x: is_whole(x) and abs(x) <= MOST_SEED, f"use a whole number up to {MOST_SEED}, or leave it out")
+_LOGPROBS = Rule(FLAG.fits, "use a boolean; top_logprobs=K adds the K most likely tokens")
 
 
 @foreign_names(FOREIGN_NAMES)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy
 
-from specbatch.errors import SpecbatchError
+from specbatch.errors import SpecbatchError, shown_json
 from specbatch.jobs.formats import BadRow, JobFormat, JobRow
 from specbatch.jobs.prompt_file import location
 
@@ -108,7 +108,9 @@ def job_rows(form: JobFormat, found: InputScan) -> Iterator[JobRow | BadRow]:
     """The rows of the job in order, read anew."""
     for row in form.rows():
         if isinstance(row, JobRow) and row.index in found.duplicates:
-            yield BadRow(row.index, row.id, f"custom_id={row.id!r} is the id of an earlier row; each row needs its own")
+            yield BadRow(
+                row.index, row.id, f"custom_id={shown_json(row.id)} is the id of an earlier row; each row needs its own"
+            )
         elif isinstance(row, JobRow) or form.keeps_bad_rows:
             yield row
 

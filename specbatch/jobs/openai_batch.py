@@ -10,7 +10,6 @@ A row that asks for something that is not supported becomes an error row; nothin
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -20,14 +19,15 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from specbatch.core.request import Completion, SamplingParams
-from specbatch.errors import SpecbatchError
+from specbatch.errors import SpecbatchError, refuse_json
+from specbatch.field_errors import first_problem
 from specbatch.jobs.dataset import is_dataset
 from specbatch.jobs.formats import BadRow, JobFormat, JobRow, Request
-from specbatch.jobs.openai_request import BODIES, ChatBody, CompletionBody, UnsupportedError, envelope_of, first_problem
+from specbatch.jobs.openai_request import BODIES, ChatBody, CompletionBody, Envelope, UnsupportedError, envelope_of
 from specbatch.jobs.openai_response import error_response, response_body
 from specbatch.jobs.partial_output import Row, row_seed
 from specbatch.jobs.prompt_file import stream_rows
-from specbatch.jobs.prompts import MalformedRowError, Prompt, is_text, parse_row
+from specbatch.jobs.prompts import HALF_PAIR, MalformedRowError, Prompt, as_text, no_text_in, parse_row
 from specbatch.memory.page_pool import reach_of
 
 if TYPE_CHECKING:
@@ -86,24 +86,23 @@ class OpenAIBatch(JobFormat):
         value: Any = None
         try:
             value = parse_row(raw)
-            if not is_text(json.dumps(value, ensure_ascii=False)):
-                value = None
-                raise UnsupportedError("has half of a surrogate pair, which is not text; write the whole character")
+            if (place := no_text_in(value)) is not None:
+                raise UnsupportedError(f"{place} {HALF_PAIR}")
             envelope = envelope_of(value)
             body = BODIES[envelope.url].read(envelope.body)
             params = SamplingParams(**body.sampling(self._given))
         except (MalformedRowError, UnsupportedError) as error:
             problem = str(error)
         except ValidationError as error:
-            problem = first_problem(error)
+            problem = first_problem(error, prefix="" if error.title == Envelope.__name__ else "body.")
         except SpecbatchError as error:
-            problem = str(error).replace("max_new_tokens", "max_tokens")
+            problem = _of_body(error)
         else:
             self._note_model(body.model)
             return JobRow(index, envelope.custom_id, body, params, [index, value])
         found = value.get("custom_id") if isinstance(value, dict) else None
         identity = [index, value if value is not None else repr(raw)]
-        return BadRow(index, found if isinstance(found, str) else None, problem, identity)
+        return BadRow(index, as_text(found) if isinstance(found, str) else None, problem, identity)
 
     def encode(self, row: JobRow, engine: Engine) -> list[Request]:
         body: ChatBody | CompletionBody = row.request
@@ -136,6 +135,8 @@ class OpenAIBatch(JobFormat):
         }
 
     def failure(self, row: JobRow | BadRow, reason: str) -> Row:
+        if row.id is None:  # nothing else tells which row it is
+            reason = f"line {row.index + 1}: {reason}"
         response, error = error_response(500 if isinstance(row, JobRow) else 400, reason)
         return self._start(row) | {"response": response | {"request_id": f"req_{self._name(row)}"}, "error": error}
 
@@ -164,6 +165,13 @@ class OpenAIBatch(JobFormat):
     def _note_model(self, name: str) -> None:
         if self._other_models is not None and name != self._model and len(self._other_models) < _NAMES_SHOWN:
             self._other_models[name] = None
+
+
+def _of_body(error: SpecbatchError) -> str:
+    """The message of an error about a sampling parameter, in the terms of a request."""
+    if error.setting is not None and error.works is not None:
+        error = refuse_json(f"body.{error.setting}", error.value, error.works)
+    return str(error).replace("max_new_tokens", "max_tokens")
 
 
 def _room(engine: Engine, prompt_tokens: int) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from specbatch.errors import shown
+from specbatch.errors import shown_json
+from specbatch.text_files import UnreadableError, parse_json
 
 _WITHOUT_EFFECT = {
     "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
@@ -65,10 +66,40 @@ class Envelope(_Strict):
     body: dict[str, Any]
 
 
+class _Function(_Strict):
+    name: str
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _object(cls, text: str) -> str:
+        try:
+            found = parse_json(text or "{}")
+        except UnreadableError as error:
+            raise ValueError(f"{error}; write the arguments as a JSON object") from None
+        if not isinstance(found, dict):
+            raise ValueError("write the arguments as a JSON object")
+        return text
+
+    def as_template_value(self) -> dict[str, Any]:
+        """Chat templates take the arguments as an object, and write its JSON themselves."""
+        return {"name": self.name, "arguments": parse_json(self.arguments or "{}")}
+
+
+class _ToolCall(_Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: _Function
+
+
 class Message(_Strict):
+    """A message. That of an assistant may have tool calls, and null as content."""
+
     role: str
-    content: str
+    content: str | None = None
     name: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -79,8 +110,29 @@ class Message(_Strict):
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text" or not isinstance(part.get("text"), str) or part.keys() - {"type", "text"}:
-                raise ValueError(f"a content part of type {shown(kind)} is not supported; use type text")
+                raise ValueError(f"a content part of type {shown_json(kind)} is not supported; use type text")
         return "\n".join(part["text"] for part in content)
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.role != "assistant":
+            if self.tool_calls is not None:
+                raise ValueError("tool_calls belong to messages of the assistant; leave them out")
+            if self.content is None:
+                raise ValueError("content is null or missing; only messages of the assistant may have none")
+        return self
+
+    def as_template_value(self) -> dict[str, Any]:
+        """The message for a chat template. Without content it has null beside tool calls, as templates that know them
+        expect, and else an empty text, because most templates cannot render null."""
+        found = self.model_dump(exclude={"tool_calls"}, exclude_none=True)
+        found["content"] = self.content if self.content is not None or self.tool_calls else ""
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"id": call.id, "type": call.type, "function": call.function.as_template_value()}
+                for call in self.tool_calls
+            ]
+        return found
 
 
 class _Body(_Strict):
@@ -107,8 +159,9 @@ class _Body(_Strict):
         for name in [name for name in fields if name not in cls.model_fields]:
             neutral = _NEUTRAL.get(name, ())
             if fields[name] not in neutral and not (name == "best_of" and fields[name] == fields.get("n")):
-                works = f"leave it out, or use {' or '.join(map(shown, neutral))}" if neutral else "leave it out"
-                raise UnsupportedError(f"body.{name}={shown(fields[name])} is not supported; {works}")
+                works = f"leave it out, or use {' or '.join(map(shown_json, neutral))}" if neutral else "leave it out"
+                field = shown_json(f"body.{name}").strip('"')
+                raise UnsupportedError(f"{field}={shown_json(fields[name])} is not supported; {works}")
             del fields[name]
         return cls(**fields)
 
@@ -146,7 +199,7 @@ class ChatBody(_Body):
         if not isinstance(messages, list):
             return messages
         return [
-            {key: value for key, value in message.items() if value is not None or key == "content"}
+            {key: value for key, value in message.items() if value is not None}
             if isinstance(message, dict)
             else message
             for message in messages
@@ -158,7 +211,7 @@ class ChatBody(_Body):
 
     def prompts(self) -> list[tuple[str, Any]]:
         """The form (`specbatch.jobs.prompts.FORMS`) and value of each prompt."""
-        return [("messages", [message.model_dump(exclude_none=True) for message in self.messages])]
+        return [("messages", [message.as_template_value() for message in self.messages])]
 
     def sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
         if self.top_logprobs and not self.logprobs:
@@ -205,25 +258,5 @@ def envelope_of(value: Any) -> Envelope:
         raise UnsupportedError("not an object; write custom_id, method, url and body")
     envelope = Envelope(**{str(name): item for name, item in value.items()})
     if envelope.url not in BODIES:
-        raise UnsupportedError(f"url={shown(envelope.url)} is not supported; use {' or '.join(BODIES)}")
+        raise UnsupportedError(f"url={shown_json(envelope.url)} is not supported; use {' or '.join(BODIES)}")
     return envelope
-
-
-def first_problem(error: ValidationError) -> str:
-    """The first problem in one line, with the name of its field."""
-    found = error.errors(include_url=False)[0]
-    where = ".".join(map(str, (name for name in found["loc"] if not _is_type(name))))
-    where = f"{'' if error.title == 'Envelope' else 'body.'}{where}"
-    if found["type"] == "extra_forbidden":
-        return f"{shown_name(where)} is not supported; leave it out"
-    what = found["msg"].removeprefix("Value error, ")
-    return f"{shown_name(where)}: {what[:1].lower()}{what[1:]}"
-
-
-def shown_name(name: str) -> str:
-    return shown(name)[1:-1]
-
-
-def _is_type(name: Any) -> bool:
-    """Whether an element of a location is a branch of a union and not a field."""
-    return isinstance(name, str) and (name in ("str", "int") or name.startswith("list["))

@@ -6,21 +6,22 @@
 {"messages": [{"role": "user", "content": "text"}]}  rendered with the model's chat template
 
 Other keys are allowed; "id" is copied to the output, and "sampling" is an object with sampling parameters of the
-prompt. Some readers allow a fifth form, MT-Bench's {"turns": ["text",
-...]}: the first turn is asked as a message. Later turns would need the answer to the first.
+prompt. Some readers allow a fifth form, MT-Bench's {"turns": ["text", ...]}: the first turn is asked as a message.
+Later turns would need the answer to the first.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.core.request import SamplingParams
-from specbatch.errors import SpecbatchError, refuse, shown
+from specbatch.core.sampling_params import FOREIGN_NAMES
+from specbatch.errors import SpecbatchError, refuse, refuse_json, shown_json
+from specbatch.field_errors import did_you_mean
 from specbatch.jobs.prompt_file import location, parse_line, stream_rows
 from specbatch.text_files import UnreadableError
 from specbatch.tokenizer import refuse_longer
@@ -71,11 +72,13 @@ class Prompt:
         if self.form == "prompt_token_ids":
             return list(self.value)
         if self.form == "messages":
-            text = "\n\n".join(message["content"] for message in self.value)
+            text = "\n\n".join(message["content"] or "" for message in self.value)
         else:
             text = self.value if self.form == "prompt" else f"Question: {self.value}\nAnswer:"
         if most is not None:
             refuse_longer(tokenizer, text, most)
+        if self.form == "messages" and not chat_template and any(item.get("tool_calls") for item in self.value):
+            raise refuse_json("messages", self.value, "only a chat template renders tool calls; use --chat-template")
         if self.form != "messages" or not chat_template:
             return tokenizer.encode(text)
         switch = {} if thinking is None else {"enable_thinking": thinking}
@@ -172,13 +175,13 @@ def _prompt(row: Any, forms: tuple[str, ...], number: int) -> Prompt:
     if not _well_formed(form, value):
         expected = _EXPECTED[form] if form == name else "a string, a list of whole numbers from 0, or of messages"
         raise MalformedRowError(f"{name} must be {expected}")
-    if not is_text(json.dumps(value, ensure_ascii=False)):
-        raise MalformedRowError(f"{name} has half of a surrogate pair, which is not text; write the whole character")
+    if (place := no_text_in(value, name)) is not None:
+        raise MalformedRowError(f"{place} {HALF_PAIR}")
     own = row.get(_IDS[1] if form == TURNS else _IDS[0])
     if own is not None and (not isinstance(own, (str, int)) or isinstance(own, bool)):
-        raise MalformedRowError("id must be a string or a number")
+        raise MalformedRowError(f"id={shown_json(own)}: use a string or a whole number")
     if isinstance(own, str) and not is_text(own):
-        raise MalformedRowError("id has half of a surrogate pair, which is not text; write the whole character")
+        raise MalformedRowError(f"id={shown_json(own)} {HALF_PAIR}")
     if form == TURNS:
         form, value = "messages", [{"role": "user", "content": value[0]}]
     return Prompt(line=number, form=form, value=value, id=own, sampling=_sampling(row.get(SAMPLING)))
@@ -188,16 +191,16 @@ def _sampling(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise MalformedRowError(f"{SAMPLING} must be an object")
+        raise MalformedRowError(f"{SAMPLING}={shown_json(value)}: use an object")
     for name in value:
         if name not in PER_ROW:
-            near = get_close_matches(name, PER_ROW)
-            listed = ", ".join(dict.fromkeys([*near, *PER_ROW]))
-            raise MalformedRowError(f"{SAMPLING} has no parameter {shown(name)}; use {listed}")
+            works = FOREIGN_NAMES.get(name) or did_you_mean(name, PER_ROW)
+            raise MalformedRowError(f"{SAMPLING} has no parameter {shown_json(name)}; {works}")
     try:
         SamplingParams(**value)
     except SpecbatchError as error:
-        raise MalformedRowError(f"{SAMPLING}: {error}") from None
+        given = refuse_json(str(error.setting), error.value, error.works or "")
+        raise MalformedRowError(f"{SAMPLING}.{given}") from None
     return value
 
 
@@ -217,6 +220,30 @@ def is_text(value: str) -> bool:
     return True
 
 
+def no_text_in(value: Any, name: str = "") -> str | None:
+    """The field of a JSON value, or the key, with half of a surrogate pair; None if there is none."""
+    if is_text(json.dumps(value, ensure_ascii=False)):
+        return None
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    for key, item in items:
+        place = f"{name}.{key}" if name else str(key)
+        if not is_text(place):
+            return f"the key {shown_json(key)}"
+        if (found := no_text_in(item, place)) is not None:
+            return found
+    return f"{name}={shown_json(value, 60)}" if name else "it"
+
+
+def as_text(value: str) -> str:
+    """The string with a replacement character in place of each half of a surrogate pair."""
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+HALF_PAIR = "has half of a surrogate pair, which is not text; write the whole character"
 LINES = "one JSON object per line"
 _IDS = ("id", "question_id")  # MT-Bench has the second
 _EXPECTED = {

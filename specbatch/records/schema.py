@@ -14,11 +14,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from specbatch.config import Graphs
 from specbatch.errors import refuse
+from specbatch.field_errors import first_problem
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import speculation_of
 from specbatch.text_files import UnreadableError, open_regular, parse_json
 
-_SHOWN = 60  # characters of a value
 _LARGEST = 1e15
 _MOST_POINTS = 1_000_000  # of a sweep
 _SIGNED = ("launch_lead_s",)  # metrics that can be negative
@@ -369,29 +369,7 @@ def checked(setting: str, where: str, model: type[Table], value: Any, works: str
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise refuse(setting, where, f"{described(error)}; {works}") from None
-
-
-def described(error: ValidationError) -> str:
-    """The first mistake in one line: field, value, what works."""
-    first, *others = error.errors(include_url=False)
-    field = ".".join(str(part) for part in first["loc"])
-    message = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    value = first["input"]
-    found = "" if isinstance(value, (dict, list)) else f" is {_short(value)}"
-    if first["type"] == "missing":
-        found, message = "", "is missing"
-    if first["type"] == "extra_forbidden":
-        found, message = "", "is not a field of it"
-    more = f" ({len(others)} more mistake{'s' if len(others) > 1 else ''})" if others else ""
-    colon = ":" if found or first["type"] == "value_error" else ""
-    text = f"{field}{found}{colon} {message}" if field else message
-    return text.strip() + more
-
-
-def _short(value: Any) -> str:
-    text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number of more than 30 digits"
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+        raise refuse(setting, where, f"{first_problem(error)}; {works}") from None
 
 
 def read_rows(setting: str, path: Path, model: type[Table], works: str) -> Iterator[dict[str, Any]]:

@@ -33,6 +33,7 @@ BAD = [
     request("text"),  # its id is that of another row
     request("long", prompt="x" * 300),  # the stub takes 256 tokens
     request("url") | {"url": "/v1/embeddings"},
+    request("half") | {"custom_id": "half \ud83d"},
 ]
 
 
@@ -74,7 +75,7 @@ def test_output_and_error_file_validate_and_have_each_row_once(generate, tmp_pat
     result = generate(rows)
     assert result.exit_code == 1
     assert (
-        f"answers to 4 prompts in {tmp_path}/out.jsonl, 6 failed rows in {tmp_path}/out.jsonl.errors.jsonl"
+        f"answers to 4 prompts in {tmp_path}/out.jsonl, 7 failed rows in {tmp_path}/out.jsonl.errors.jsonl"
         in result.stdout
     )
     done, failed = lines(tmp_path / "out.jsonl"), lines(tmp_path / "out.jsonl.errors.jsonl")
@@ -83,9 +84,12 @@ def test_output_and_error_file_validate_and_have_each_row_once(generate, tmp_pat
     for row in failed:
         ErrorLine.model_validate(row)
     assert [row["custom_id"] for row in done] == [row["custom_id"] for row in GOOD]
-    assert [row["custom_id"] for row in failed] == [None, None, "tools", "text", "long", "url"]
+    # A lone surrogate is not text, and strict readers would refuse the file; the message has it escaped.
+    assert [row["custom_id"] for row in failed] == [None, None, "tools", "text", "long", "url", "half \ufffd"]
     assert len({row["id"] for row in done + failed}) == len(rows)
     assert {row["response"]["status_code"] for row in failed} == {400}
+    assert [row["error"]["message"][:8] for row in failed[:2]] == ["line 2: ", "line 4: "]
+    assert failed[6]["error"]["message"].startswith('custom_id="half \\ud83d" has half of a surrogate pair')
     assert "body.tools" in failed[2]["error"]["message"]
     assert "is the id of an earlier row" in failed[3]["error"]["message"]
     assert "too long for the stub" in failed[4]["error"]["message"]

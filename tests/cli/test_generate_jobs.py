@@ -76,13 +76,15 @@ def test_sampling_of_a_row_overrides_the_options(generate, seen):
 @pytest.mark.parametrize(
     ("sampling", "problem"),
     [
-        ({"temprature": 1}, "sampling has no parameter 'temprature'; use temperature, "),
-        ({"max_tokens": 4}, "sampling has no parameter 'max_tokens'; use max_new_tokens"),
-        ({"temperature": -1}, "sampling: temperature=-1: use 0"),
-        ({"n": 0}, "sampling: n=0"),
-        ({"stop": 5}, "sampling: stop=5"),
-        ([], "sampling must be an object"),
-        ("hot", "sampling must be an object"),
+        ({"temprature": 1}, 'sampling has no parameter "temprature"; did you mean temperature?'),
+        ({"max_tokens": 4}, 'sampling has no parameter "max_tokens"; use max_new_tokens'),
+        ({"temperature": -1}, "sampling.temperature=-1: use 0"),
+        ({"n": 0}, "sampling.n=0"),
+        ({"stop": 5}, "sampling.stop=5"),
+        ({"ignore_eos": "yes", "n": None}, "sampling.n=null: use a whole number"),
+        ({"logprobs": 1}, "sampling.logprobs=1: use a boolean"),
+        ([], "sampling=[]: use an object"),
+        ("hot", 'sampling="hot": use an object'),
     ],
 )
 def test_sampling_that_cannot_work_is_a_malformed_line(generate, engine, sampling, problem):

@@ -229,7 +229,7 @@ def test_a_cpu_dequantizes_weights(tmp_path: Path) -> None:
 
 
 def test_other_values_are_refused() -> None:
-    with pytest.raises(SpecbatchError, match="fp8_activations='on': use True or False"):
+    with pytest.raises(SpecbatchError, match="fp8_activations='on': use a boolean"):
         EngineConfig(fp8_activations="on")  # type: ignore[arg-type]
 
 

@@ -195,7 +195,7 @@ def test_stop_strings_are_ignored_within_min_tokens(toy_engine: Callable[..., En
         ({"min_tokens": 1, "stop_token_ids": tuple(range(37))}, "min_tokens=1: there are 37 end tokens"),
         ({"top_logprobs": 21}, "top_logprobs=21: use 0 to 20"),
         ({"n": 0}, "n=0"),
-        ({"logprobs": 5}, "logprobs=5: use True or False; top_logprobs=K"),
+        ({"logprobs": 5}, "logprobs=5: use a boolean; top_logprobs=K"),
         ({"max_tokens": 5}, "max_tokens=5: use max_new_tokens"),
         ({"frequency_penalty": 0.1}, "frequency_penalty=0.1: it is not supported"),
         ({"best_of": 2}, "best_of=2: .*use n"),

@@ -82,6 +82,27 @@ def test_text_parts_of_a_message_are_joined(read):
     assert found == ("messages", [{"role": "system", "content": "s"}, {"role": "user", "content": "a\nb"}])
 
 
+def test_assistant_may_have_no_content(read):
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+        {"role": "assistant", "content": None},
+    ]
+    (found,) = read({"messages": messages}).request.prompts()
+    shown = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    assert found == (
+        "messages",
+        [
+            messages[0],
+            {"role": "assistant", "content": None, "tool_calls": [shown]},
+            messages[2],
+            {"role": "assistant", "content": ""},
+        ],
+    )
+
+
 @pytest.mark.parametrize(
     "neutral",
     [
@@ -99,63 +120,95 @@ def test_fields_that_change_nothing_are_accepted(read, neutral):
 @pytest.mark.parametrize(
     ("url", "body", "problem"),
     [
-        (CHAT, {"tools": [{"type": "function"}]}, "body.tools=[{'type': 'function'}] is not supported; leave it out"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "body.response_format={'type': 'json_object'} is not"),
+        (
+            CHAT,
+            {"tools": [{"type": "function"}]},
+            'body.tools=[{"type": "function"}] is not supported; leave it out, or use []',
+        ),
+        (
+            CHAT,
+            {"response_format": {"type": "json_object"}},
+            'body.response_format={"type": "json_object"} is not supported; leave it out, or use {"type": "text"}',
+        ),
         (CHAT, {"frequency_penalty": 0.1}, "body.frequency_penalty=0.1 is not supported; leave it out, or use 0"),
         (CHAT, {"presence_penalty": -1}, "body.presence_penalty=-1 is not supported"),
-        (CHAT, {"logit_bias": {"5": 1}}, "body.logit_bias={'5': 1} is not supported"),
-        (CHAT, {"stream": True}, "body.stream=True is not supported"),
-        (CHAT, {"reasoning_effort": "low"}, "body.reasoning_effort='low' is not supported; leave it out"),
+        (CHAT, {"logit_bias": {"5": 1}}, 'body.logit_bias={"5": 1} is not supported'),
+        (CHAT, {"stream": True}, "body.stream=true is not supported"),
+        (CHAT, {"reasoning_effort": "low"}, 'body.reasoning_effort="low" is not supported; leave it out'),
         (CHAT, {"top_logprobs": 2}, "body.top_logprobs=2 needs logprobs=true"),
-        (CHAT, {"messages": []}, "body.messages: "),
-        (CHAT, {"messages": [{"role": "user"}]}, "body.messages.0.content: field required"),
-        (CHAT, {"messages": [{"role": "user", "content": None}]}, "body.messages.0.content: "),
+        (CHAT, {"messages": []}, "body.messages=[]: it must not be empty"),
+        (
+            CHAT,
+            {"messages": [{"role": "user"}]},
+            "body.messages.0: content is null or missing; only messages of the assistant",
+        ),
+        (CHAT, {"messages": [{"role": "tool", "content": None}]}, "body.messages.0: content is null or missing"),
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
-            "body.messages.0.content: a content part of type 'image_url' is not supported; use type text",
+            'body.messages.0.content: a content part of type "image_url" is not supported; use type text',
         ),
         (
             CHAT,
             {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-            "body.messages.0.tool_calls is not supported; leave it out",
+            "body.messages.0.tool_calls.0.id is missing (1 more mistake)",
+        ),
+        (
+            CHAT,
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "5"}}]}
+                ]
+            },
+            'body.messages.0.tool_calls.0.function.arguments="5": write the arguments as a JSON object',
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "x", "tool_calls": []}]},
+            "body.messages.0: tool_calls belong to messages of the assistant",
         ),
         (TEXT, {"best_of": 3}, "body.best_of=3 is not supported"),
-        (TEXT, {"echo": True}, "body.echo=True is not supported"),
-        (TEXT, {"suffix": "x"}, "body.suffix='x' is not supported"),
+        (TEXT, {"echo": True}, "body.echo=true is not supported"),
+        (TEXT, {"suffix": "x"}, 'body.suffix="x" is not supported; leave it out, or use ""'),
         (TEXT, {"guided_json": {}}, "body.guided_json={} is not supported; leave it out"),
-        (TEXT, {"prompt": ""}, "body.prompt: has no tokens"),
+        (TEXT, {"prompt": ""}, 'body.prompt="": has no tokens'),
         (TEXT, {"prompt": []}, "body.prompt: has no tokens"),
         (TEXT, {"prompt": [[]]}, "body.prompt: has no tokens"),
-        (TEXT, {"prompt": 5}, "body.prompt: "),
-        (TEXT, {"max_tokens": 0}, "body.max_tokens: input should be greater than or equal to 1"),
-        (TEXT, {"max_tokens": "5"}, "body.max_tokens: input should be a valid integer"),
-        (TEXT, {"temperature": "hot"}, "body.temperature: input should be a valid number"),
-        (TEXT, {"temperature": -1}, "temperature=-1.0: use 0 (greedy) or a positive number"),
-        (TEXT, {"temperature": math.nan}, "temperature=nan: "),
-        (TEXT, {"min_tokens": 9, "max_tokens": 4}, "min_tokens=9: use at most max_tokens=4"),
-        (TEXT, {"n": 0}, "body.n: "),
-        (TEXT, {"n": 10**20}, "body.n: "),
-        (TEXT, {"stop": [""]}, "stop=('',): a stop string must not be empty"),
-        (TEXT, {"logprobs": 21}, "body.logprobs: "),
-        (TEXT, {"prompt": "\ud800"}, "has half of a surrogate pair"),
+        (
+            TEXT,
+            {"prompt": 5},
+            "body.prompt=5: use a string, a list of whole numbers, a list of strings or a list of lists of whole num",
+        ),
+        (TEXT, {"stop": [5]}, "body.stop=[5]: use a string or a list of strings"),
+        (TEXT, {"max_tokens": 0}, "body.max_tokens=0: use at least 1"),
+        (TEXT, {"max_tokens": "5"}, 'body.max_tokens="5": use a whole number'),
+        (TEXT, {"temperature": "hot"}, 'body.temperature="hot": use a number'),
+        (TEXT, {"temperature": -1}, "body.temperature=-1.0: use 0 (greedy) or a positive number"),
+        (TEXT, {"temperature": math.nan}, "body.temperature=NaN: "),
+        (TEXT, {"min_tokens": 9, "max_tokens": 4}, "body.min_tokens=9: use at most max_tokens=4"),
+        (TEXT, {"n": 0}, "body.n=0: use at least 1"),
+        (TEXT, {"n": 10**20}, "body.n=100000000000000000000: use at most 128"),
+        (TEXT, {"stop": [""]}, 'body.stop=[""]: a stop string must not be empty'),
+        (TEXT, {"logprobs": 21}, "body.logprobs=21: use at most 20"),
+        (TEXT, {"prompt": ["x", "\ud800"]}, 'body.prompt.1="\\ud800" has half of a surrogate pair'),
+        (TEXT, {"\ud800": 1}, 'the key "\\ud800" has half of a surrogate pair'),
     ],
 )
 def test_refused_field_is_named(read, url, body, problem):
     found = read(body, url)
     assert isinstance(found, BadRow)
     assert found.problem.startswith(problem)
-    assert found.id == (None if "surrogate" in problem else "a")
+    assert found.id == "a"
 
 
 @pytest.mark.parametrize(
     ("envelope", "problem"),
     [
-        ({"custom_id": 5}, "custom_id: "),
-        ({"custom_id": ""}, "custom_id: "),
-        ({"method": "GET"}, "method: input should be 'POST'"),
-        ({"url": "/v1/embeddings"}, "url='/v1/embeddings' is not supported; use /v1/chat/completions or"),
-        ({"body": []}, "body: "),
+        ({"custom_id": 5}, "custom_id=5: use a string"),
+        ({"custom_id": ""}, 'custom_id="": it must not be empty'),
+        ({"method": "GET"}, 'method="GET": use "POST"'),
+        ({"url": "/v1/embeddings"}, 'url="/v1/embeddings" is not supported; use /v1/chat/completions or'),
+        ({"body": []}, "body=[]: use an object"),
         ({"more": 1}, "more is not supported; leave it out"),
     ],
 )

@@ -37,8 +37,8 @@ def scanned(tmp_path):
         (b'{"text": "a"}', "write a JSON object"),
         (b'{"prompt": null}', "prompt is empty"),
         (b'{"messages": []}', "messages is empty"),
-        (b'{"prompt": "a", "id": true}', "id must be a string or a number"),
-        (b'{"prompt": "a", "id": "\\ud800"}', "id has half of a surrogate pair"),
+        (b'{"prompt": "a", "id": true}', "id=true: use a string or a whole number"),
+        (b'{"prompt": "a", "id": "\\ud800"}', 'id="\\ud800" has half of a surrogate pair'),
     ],
 )
 def test_malformed_line_is_returned_between_the_others(scanned, line, what):

@@ -80,7 +80,7 @@ def test_folder_of_different_runs_is_refused(tmp_path):
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", "should be a valid dictionary"),
+        ("[]", "use an object"),
         ("{}", "config is missing (8 more mistakes)"),
         ('{"schema": 2}', "has schema 2 and this version reads 1"),
     ],
@@ -123,15 +123,15 @@ def test_points_of_a_bench(tmp_path):
         (
             "record.json",
             {"metrics": {"requests": "4"}},
-            r"record\.json': metrics\.requests is '4': should be a valid number",
+            r"record\.json': metrics\.requests=.4.: use a number; ",
         ),
         ("record.json", {"metrics": {"requests": -1}}, "metrics: requests should not be negative"),
         ("record.json", {"config": {}}, r"config\.model is missing"),
         ("record.json", {"counters": {"graphs": {"decode": {}}}}, r"counters\.graphs\.decode\.replays is missing"),
-        ("requests.jsonl", {"index": True}, r"requests\.jsonl:1': index is True: should be a valid integer"),
+        ("requests.jsonl", {"index": True}, r"requests\.jsonl:1': index=true: use a whole number"),
         ("requests.jsonl", {"finish_reason": None}, "finish_reason should be given"),
-        ("questions.jsonl", {"doc_id": []}, r"questions\.jsonl:1': doc_id should be a valid integer"),
-        ("questions.jsonl", {"finish_reason": 3}, "finish_reason is 3: should be a valid string"),
+        ("questions.jsonl", {"doc_id": []}, r"questions\.jsonl:1': doc_id=\[\]: use a whole number"),
+        ("questions.jsonl", {"finish_reason": 3}, "finish_reason=3: use a string"),
     ],
 )
 def test_edited_file_is_refused_with_field_and_value(

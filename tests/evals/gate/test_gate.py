@@ -286,7 +286,9 @@ def test_interrupted_sweep_fails(tmp_path, policy):
     assert f"UNFINISHED: {run / 'v2'} v2 concurrency 4: its sweep was interrupted and lacks 1 of its repeats" in notes
     for text in ("{", "[]", "{}"):
         (run / "sweep.json").write_text(text)
-        with pytest.raises(SpecbatchError, match=r"sweep\.json': (is not JSON|configurations is missing|should be)"):
+        with pytest.raises(
+            SpecbatchError, match=r"sweep\.json': (is not JSON|configurations is missing|use an object)"
+        ):
             run_gate(rules, run)
 
 
