@@ -137,22 +137,23 @@ def generate(
     record.workload["skipped"] = job.skipped
     with reporting(lambda: f"the output is complete in {job.output.name}"):
         job.output.publish_record(record.summary())
-    rows = len(job.finished)
+    prompts = len(job.finished)
     left_out = f", {job.skipped} malformed lines skipped" if job.skipped else ""
     if job.failed and job.is_batch:
-        rows -= job.failed
+        prompts -= job.failed
         left_out += f", {job.failed} failed rows in {job.output.errors}"
     elif job.failed:
         left_out += f", {job.failed} of them failed"
     result = {
         "output": job.output.name,
-        "rows": rows,
+        "prompts": prompts,
+        "rows": job.written,
         "failed": job.failed,
         "skipped": job.skipped,
         "record": job.output.record,
         "metrics": record.metrics,
     }
-    count = f"answers to {rows} prompt{'s' if rows != 1 else ''}"
+    count = f"answers to {prompts} prompt{'s' if prompts != 1 else ''}"
     text = f"{count} in {job.output.name}{left_out}; configuration and metrics: {job.output.record}"
     show(text, result, as_json=as_json)
     if job.failed > max_failures:

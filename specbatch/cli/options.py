@@ -10,7 +10,6 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -18,7 +17,8 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from typer import Option
 
 from specbatch.config import EngineConfig, Graphs, Speculation
-from specbatch.errors import at_least, refuse
+from specbatch.errors import at_least, refuse, shown_json
+from specbatch.field_errors import did_you_mean
 
 SPECS = ("off", "v1", "v2")
 Json = Annotated[bool, Option("--json", help="Print one JSON line instead of tables.")]
@@ -138,15 +138,15 @@ class EngineOptions(SimpleNamespace):
         changes: dict[str, Any] = {}
         for name, value in settings.items():
             if name not in ENGINE_OPTIONS:
-                near = get_close_matches(name, ENGINE_OPTIONS)
-                listed = [known.replace("_", "-") for known in dict.fromkeys([*near, *ENGINE_OPTIONS])]
-                raise refuse("configs", f"{where}: {name}", f"use options of an engine: {', '.join(listed)}")
+                known = [option.replace("_", "-") for option in ENGINE_OPTIONS]
+                works = f"is no option of an engine; {did_you_mean(name.replace('_', '-'), known)}"
+                raise refuse("configs", f"{where}: {name}", works)
             kind = ENGINE_OPTIONS[name].type
             kinds = get_args(kind) or (kind,)
             changes[name] = str(value) if str in kinds and type(value) is int else value
             if type(changes[name]) not in kinds and not (float in kinds and type(value) is int):
                 works = "use true or false" if bool in kinds else "this is not a value of that option"
-                raise refuse("configs", f"{where}: {name}={value!r}", works)
+                raise refuse("configs", f"{where}: {name}={shown_json(value)}", works)
         return self.having(**changes)
 
     def speculation(self) -> Speculation:

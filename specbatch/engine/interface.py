@@ -181,7 +181,8 @@ class InferenceEngine(ABC):
     @abstractmethod
     def abort(self, request: int | str) -> None:
         """End all samples of the prompt with that index or request id, before the next step; their completions so far
-        follow with finish_reason "abort". Any thread may call this while a stream is open."""
+        follow with finish_reason "abort". Any thread may call this while a stream is open. An index or id that the
+        stream does not have, or whose prompt has ended, is ignored: it may have ended just before the call."""
 
     # -- records ----------------------------------------------------------------------------------------------
 

@@ -66,6 +66,7 @@ class BatchJob:
     skipped    malformed lines that are left out
     left_out   their indices, of those that only the engine refuses
     stopped    the limit that ended the last run before the job was finished, or None
+    written    rows of the output, without the error file of an OpenAI batch: each sample of a prompt is one
     """
 
     source: str
@@ -81,6 +82,7 @@ class BatchJob:
     skipped: int = 0
     left_out: set[int] = field(default_factory=set)
     stopped: str | None = None
+    written: int = 0
 
     @classmethod
     def open(
@@ -156,6 +158,9 @@ class BatchJob:
             job._check_record()
         elif replaces and not overwrite and not continues:
             raise job._exists()
+        elif retry_failed and not continues:
+            works = f"there are no failed rows, neither in {files.name} nor in {files.partial}; leave it out"
+            raise refuse("retry_failed", True, works)
         files.prepare()
         if continues:
             kept.load()
@@ -217,10 +222,10 @@ class BatchJob:
     def _publish(self) -> None:
         rows = (row for kept in self.finished.ordered() for row in self.form.output_rows(kept))
         if self.is_batch:
-            self.output.publish_batch(rows)
+            self.written = self.output.publish_batch(rows)
             return
         present = self.found.present | ({"error"} if self.failed else set())
-        self.output.publish(rows, column_types(self.found.id_type, present))
+        self.written = self.output.publish(rows, column_types(self.found.id_type, present))
 
     def _how_to_continue(self) -> str:
         same = "the same command without --overwrite" if self.overwrite else "the same command"

@@ -99,25 +99,36 @@ class OutputFiles:
             raise refuse("output", self.name, works) from error
         return workload if isinstance(workload, dict) else {}
 
-    def publish(self, rows: Iterable[Row], types: Mapping[str, str]) -> None:
-        """Write the rows of the output and replace an existing one."""
+    def publish(self, rows: Iterable[Row], types: Mapping[str, str]) -> int:
+        """Write the rows of the output and replace an existing one. Returns how many rows it has."""
+        written = 0
+
+        def counted() -> Iterator[Row]:
+            nonlocal written
+            for row in rows:
+                written += 1
+                yield row
+
         if self.is_jsonl:
             with jsonl_writer(self.path) as write:
-                for row in rows:
+                for row in counted():
                     write(row)
         else:
-            write_rows(self.path, rows, types)
+            write_rows(self.path, counted(), types)
         self._upload(self.path, self.name)
+        return written
 
-    def publish_batch(self, rows: Iterable[Row]) -> None:
-        """Write rows of an OpenAI batch. Those with an `error` go to the error file; without them there is none."""
-        errors = _beside(self.path, _ERRORS)
+    def publish_batch(self, rows: Iterable[Row]) -> int:
+        """Write rows of an OpenAI batch. Those with an `error` go to the error file; without them there is none.
+        Returns how many the output has."""
+        errors, written = _beside(self.path, _ERRORS), 0
         with ExitStack() as stack:
             write = stack.enter_context(jsonl_writer(self.path))
             write_error = None
             for row in rows:
                 if row["error"] is None:
                     write(row)
+                    written += 1
                     continue
                 if write_error is None:  # it is replaced before the output is: contexts end in reverse order
                     write_error = stack.enter_context(jsonl_writer(errors))
@@ -129,6 +140,7 @@ class OutputFiles:
         if write_error is not None:
             self._upload(errors, self.errors)
         self._upload(self.path, self.name)
+        return written
 
     def publish_record(self, text: str) -> None:
         path = _beside(self.path, _RECORD)

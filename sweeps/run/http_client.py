@@ -133,7 +133,8 @@ def message_of(text: str) -> str:
     with suppress(ValueError, RecursionError, AttributeError):
         body = json.loads(text)
         error = body.get("error", body)
-        text = str(error.get("message") or error) if isinstance(error, dict) else str(error)
+        found = error.get("message") or error if isinstance(error, dict) else error
+        text = found if isinstance(found, str) else json.dumps(found)
     return one_line(text, 120) or "no reason given"
 
 

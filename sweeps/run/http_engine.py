@@ -202,7 +202,7 @@ class HttpEngine:
                 answer = Answer(index, prompts[index], arrived, params[index].max_new_tokens, text)
                 try:
                     await self._ask(session, answer, params[index], text)
-                except ERRORS as error:
+                except Exception as error:  # whatever an answer leads to fails its request and not the sweep
                     answer.finish_reason, answer.error = "error", describe(error)
                 self._closed = max(self._closed, time.perf_counter())
                 done[index] = completion = answer.completion()

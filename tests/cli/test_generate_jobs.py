@@ -108,7 +108,8 @@ def test_each_sample_is_a_row(generate, tmp_path, name):
     assert generate("", lines, name, interrupt_after=1).exit_code == 130
     result = generate("--json", lines, name)
     assert result.exit_code == 0
-    assert json.loads(result.stdout)["rows"] == 3  # prompts
+    summary = json.loads(result.stdout)
+    assert (summary["prompts"], summary["rows"]) == (3, 5)  # each sample is a row
     found = read_output(tmp_path / name)
     assert [(row["index"], row.get("sample")) for row in found] == [(0, None), (1, 0), (1, 1), (1, 2), (2, None)]
     assert {row["text"] for row in found if row["index"] == 1} == {"cd"}
@@ -174,6 +175,16 @@ def test_retry_failed_runs_failed_rows_of_an_output_again(generate, engine, monk
     assert [row["token_ids"] for row in after if row["index"] in (0, 2)] == [
         row["token_ids"] for row in before if row["index"] in (0, 2)
     ]
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out"])
+def test_retry_failed_without_an_earlier_output_is_refused(generate, engine, tmp_path, name):
+    result = generate("--retry-failed", PROMPTS, name)
+    assert result.exit_code == 2
+    where = f"neither in {tmp_path}/{name} nor in {tmp_path}/{name}.partial; leave it out"
+    assert f"retry_failed=True: there are no failed rows, {where}" in result.stderr
+    assert engine.built == []
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_retry_failed_continues_a_partial_output(generate, tmp_path):

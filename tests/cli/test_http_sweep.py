@@ -7,7 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+from crossed import slow_but
+from misbehaving_server import Misbehaviour, chunk, event, good_stream, head, misbehaving
 from openai_server import Script, serving
+
+from specbatch.sweeps.run.http_engine import HttpEngine
 
 from .conftest import TINY_SWEEP, StubTokenizer
 
@@ -139,6 +143,56 @@ def test_other_points_run_after_one_failed(sweep, tmp_path):
     assert first["workload"]["error"] == "every request failed: HTTP 502: gone (4)"
     assert second["metrics"]["requests"] == 4
     assert "| org/toy" in (tmp_path / "out/summary.md").read_text()
+
+
+MISFITS = {
+    "no completions": [head(), event({})],
+    "a list": [head(), event([]), event(b"[DONE]")],
+    "other choices": [head(), event({"choices": "x"})],
+    "a number as text": [head(), event({"choices": [{"text": 5}]})],
+    "another count": [head(), event(chunk(tokens=10**9))],
+    "JSON": [head("200 OK", "application/json"), b'{"choices": [{"text": "x"}]}'],
+    "422": [head("422 No", "application/json"), b'{"detail": [{"loc": ["body"], "msg": null}]}'],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("name", slow_but(["no completions", "422"], MISFITS))
+def test_other_points_run_after_answers_that_do_not_fit(run, tmp_path, tokenizer, name):
+    """Warm-up and first point get answers of another schema."""
+    script = Misbehaviour()
+    good = [head(), *good_stream(5)]
+    script.steps = lambda path, usual=script.steps: usual(path) if path != "/v1/completions" else answer()
+
+    def answer():
+        script.requests += 1
+        return MISFITS[name] if script.requests <= 5 else good
+
+    with misbehaving(script) as url:
+        words = ("sweep", "--engine", "http", "--base-url", url, "--output", tmp_path / "out", "--concurrency", "1,2")
+        result = run(*words, "--input-len", 3, *TINY_SWEEP[2:])
+    assert result.exit_code == 1, result.output
+    first, second = records(tmp_path / "out").values()
+    assert first["workload"]["error"].startswith("every request failed: ")
+    assert "None" not in first["workload"]["error"]
+    assert (second["metrics"]["requests"], second["workload"].get("error")) == (4, None)
+
+
+def test_unforeseen_error_fails_its_request_only(sweep, tmp_path, monkeypatch):
+    left = iter(range(5))
+
+    async def fails(self, *arguments):
+        if next(left, None) is not None:
+            raise KeyError("unforeseen\nof several lines")
+        await ask(self, *arguments)
+
+    ask = HttpEngine._ask
+    monkeypatch.setattr(HttpEngine, "_ask", fails)
+    result = sweep(Script(model="org/toy"), "--concurrency", "1,3", *TINY_SWEEP)
+    assert result.exit_code == 1, result.output
+    first, second = records(tmp_path / "out").values()
+    assert first["workload"]["error"] == "every request failed: KeyError: 'unforeseen\\nof several lines' (4)"
+    assert second["metrics"]["requests"] == 6
 
 
 def test_server_that_fails_every_request_ends_with_status_1(sweep, run, tmp_path):

@@ -83,7 +83,7 @@ REFUSED = [
     (OUT, "prompt_token_ids must be a list", '{"prompt_token_ids": [1, "a"]}'),
     (OUT, "prompt_token_ids must be a list", '{"prompt_token_ids": [true]}'),
     (OUT, "messages must be a list of", '{"messages": [{"role": "user"}]}'),
-    (OUT, "in.jsonl:2': prompt has half of a surrogate", GOOD, '{"prompt": "\\ud800"}'),
+    (OUT, 'in.jsonl:2\': prompt="\\ud800" has half of a surrogate', GOOD, '{"prompt": "\\ud800"}'),
     (f"{OUT} --temperature -1", "temperature=-1.0:"),
     (f"{OUT} --stop=", "a stop string must not be empty"),
     (f"{OUT} --concurrency -2", "concurrency=-2:"),

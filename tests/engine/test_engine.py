@@ -331,7 +331,8 @@ def test_a_request_can_be_aborted_before_it_runs(toy: Any, toy_engine: Callable[
     found: dict[int, Completion] = {}
     for event in engine.stream(prompts_of(toy, 3), LONG):
         engine.abort(2)
-        engine.abort(99)
+        engine.abort(99)  # neither is in the stream: prompts that have ended are not known any more
+        engine.abort("nope")
         if event.completion is not None:
             found[event.index] = event.completion
     assert (found[2].finish_reason, found[2].token_ids, found[2].metrics.ttft_s) == ("abort", [], None)
