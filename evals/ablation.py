@@ -33,7 +33,7 @@ from specbatch.records.metrics import METRICS
 from specbatch.records.store import RECORD
 
 if TYPE_CHECKING:
-    from specbatch.engine.engine import Engine
+    from specbatch.engine.interface import InferenceEngine
 
 WARM_UP = 4  # questions
 WARM_UP_TOKENS = 16  # of each answer
@@ -171,7 +171,7 @@ def _run(
 
     check_draft(configs.values(), log)
     with ExitStack() as stack:
-        engines: list[Engine] = []
+        engines: list[InferenceEngine] = []
         for index, (name, config) in enumerate(configs.items()):
             own = folder / name
             if options.overwrite and own.is_dir():
@@ -197,7 +197,7 @@ def _run(
             done += len(report.questions)
 
 
-def _warm_up(ready: PreparedEval, engine: Engine) -> None:
+def _warm_up(ready: PreparedEval, engine: InferenceEngine) -> None:
     """Answer a few questions before measuring, so that compilation at first use does not slow the baseline down."""
     options = ready.options
     tokens = min(options.max_new_tokens or WARM_UP_TOKENS, WARM_UP_TOKENS)

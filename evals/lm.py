@@ -28,7 +28,7 @@ from specbatch.jobs.partial_output import row_seed
 from specbatch.jobs.thinking import answer_of, opens_thinking
 
 if TYPE_CHECKING:
-    from specbatch.engine.engine import Engine
+    from specbatch.engine.interface import InferenceEngine
     from specbatch.engine.scoring import Likelihood
 
 MAX_NEW_TOKENS = 512  # if neither the user nor the task sets a limit; lm-eval's 256 truncates chains of thought
@@ -55,7 +55,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
 
     def __init__(
         self,
-        engine: Engine,
+        engine: InferenceEngine,
         task: str,
         *,
         max_new_tokens: int | None = None,

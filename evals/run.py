@@ -39,7 +39,7 @@ from specbatch.records.metrics import Better
 
 if TYPE_CHECKING:
     from specbatch.config import EngineConfig
-    from specbatch.engine.engine import Engine
+    from specbatch.engine.interface import InferenceEngine
 
 Progress = Callable[[int, int], None]  # answers finished, answers wanted
 RESAMPLES = 1000  # bootstrap, for metrics that are not a mean (perplexity); the error of a mean has a closed form
@@ -76,7 +76,9 @@ class PreparedEval:
             return None
         return finished_rows(self.options, self.task.num_fewshot, config, generates=self.task.generates)
 
-    def run(self, engine: Engine, progress: Progress | None = None, kept: PartialRows | None = None) -> EvalReport:
+    def run(
+        self, engine: InferenceEngine, progress: Progress | None = None, kept: PartialRows | None = None
+    ) -> EvalReport:
         """Answer the questions that have no answer yet, and score all answers.
 
         Answers are kept in `answers.partial.jsonl` in the output folder as they finish, until the report is written.
@@ -137,7 +139,7 @@ class PreparedEval:
             )
         return results
 
-    def _report(self, engine: Engine, model: Any, results: dict[str, Any]) -> EvalReport:
+    def _report(self, engine: InferenceEngine, model: Any, results: dict[str, Any]) -> EvalReport:
         task, options = self.task, self.options
         fallbacks = task.fallbacks()
         samples = results["samples"][task.name]
@@ -187,7 +189,7 @@ def prepare(options: EvalOptions) -> PreparedEval:
     return PreparedEval(options, task)
 
 
-def run_eval(engine: Engine, options: EvalOptions, progress: Progress | None = None) -> EvalReport:
+def run_eval(engine: InferenceEngine, options: EvalOptions, progress: Progress | None = None) -> EvalReport:
     """Evaluate `engine` on a task, and write the results to `options.output` if it is set."""
     return prepare(options).run(engine, progress)
 

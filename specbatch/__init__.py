@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from specbatch.engine.open_requests import StreamEvent
     from specbatch.engine.scoring import Likelihood
     from specbatch.errors import SpecbatchError
+    from specbatch.replicas.engine import DataParallelEngine
 
 # Names resolve on first use, so that `import specbatch` (and `specbatch --help`) does not import torch.
 _HOME = {
     "Completion": "specbatch.core.request",
+    "DataParallelEngine": "specbatch.replicas.engine",
     "EmbeddedPrompt": "specbatch.core.embedded_prompt",
     "Engine": "specbatch.engine.engine",
     "EngineConfig": "specbatch.config",
@@ -37,6 +39,7 @@ _HOME = {
 
 __all__ = [
     "Completion",
+    "DataParallelEngine",
     "EmbeddedPrompt",
     "Engine",
     "EngineConfig",

@@ -16,10 +16,10 @@ from specbatch.extras import needs
 from specbatch.progress import progress
 
 # Options of the engine that each point of `bench` sets itself.
-_SET_BY_POINTS = ("spec", "prefill_graph", "max_running", "max_model_len", "kv_pages", "prefix_cache")
+_WITHOUT = ("data_parallel", "spec", "prefill_graph", "max_running", "max_model_len", "kv_pages", "prefix_cache")
 
 
-@takes_engine(without=_SET_BY_POINTS)
+@takes_engine(without=_WITHOUT)
 def bench(
     context: typer.Context,
     engine: EngineOptions,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from specbatch.cli.options import Concurrency, EngineOptions, Json, options_of, takes_engine
-from specbatch.cli.output import fresh_folder, open_engine, say, show
+from specbatch.cli.output import fresh_folder, open_replicas, say, show
 from specbatch.errors import refuse
 from specbatch.evals.options import EvalOptions
 from specbatch.extras import needs
@@ -89,7 +89,7 @@ def evaluate(
         if kept is not None and kept.rows:
             say(f"continuing: {len(kept.rows)} {'answers' if ready.task.generates else 'texts'} are finished")
         done = 0 if kept is None else len(kept.rows)
-        with open_engine(config) as running, progress(f"eval {task}", done) as report:
+        with open_replicas(config) as running, progress(f"eval {task}", done) as report:
             result = ready.run(running, report, kept)
     text = f"{result.table()}\n\nresults: {folder}"
     show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from typer import Argument, Context, Exit, Option
 
 from specbatch.cli.options import ChatTemplate, Concurrency, EngineOptions, Json, options_of, takes_engine
-from specbatch.cli.output import open_engine, say, show
+from specbatch.cli.output import open_replicas, say, show
 from specbatch.cli.values import duration, is_given
 from specbatch.core.request import SamplingParams
 from specbatch.errors import reporting
@@ -125,7 +125,7 @@ def generate(
     )
     if job.finished:
         say(f"continuing: {len(job.finished)} of {job.total} are finished")
-    with open_engine(config) as running:
+    with open_replicas(config) as running:
         running.reset_record(rows=False)
         with progress("generate", len(job.finished)) as report:
             finished = job.run(running, concurrency=concurrency, limits=limits, report=report)

@@ -170,7 +170,7 @@ class EngineOptions(SimpleNamespace):
     ) -> EngineConfig:
         """The configuration of the engine.
 
-        concurrency    of the command; the default of --max-running
+        concurrency    of the command, over all replicas; the default of --max-running
         prefix_cache   the command's default of --prefix-cache
         compares       whether the command compares configurations with and without prefill graphs, so that they are
                        off unless asked for
@@ -178,8 +178,9 @@ class EngineOptions(SimpleNamespace):
         if concurrency is not None:
             at_least("concurrency", concurrency, 1)
         settings = {item.name: getattr(self, item.name) for item in fields(EngineConfig) if item.name in ENGINE_OPTIONS}
+        each = None if concurrency is None else -(-concurrency // settings["data_parallel"])
         settings["max_running"] = next(
-            value for value in (self.max_running, concurrency, EngineConfig.max_running) if value is not None
+            value for value in (self.max_running, each, EngineConfig.max_running) if value is not None
         )
         settings["prefix_cache"] = prefix_cache if self.prefix_cache is None else self.prefix_cache
         graphs = Graphs(decode=self.decode_graph or "off", prefill=self.prefill_graph or "off")

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,10 +18,11 @@ from specbatch.atomic_file import is_leftover, remove_all_leftovers, writing
 from specbatch.cli.terminal import print_markdown
 from specbatch.config import EngineConfig
 from specbatch.errors import refuse
-from specbatch.progress import progress
+from specbatch.progress import Report, progress
 
 if TYPE_CHECKING:
     from specbatch.engine.engine import Engine
+    from specbatch.engine.interface import InferenceEngine
 
 
 RUN_HELP = "A folder of sweep, bench, eval or check, a part of one, or OUT.jsonl of generate."
@@ -32,10 +33,25 @@ def open_engine(config: EngineConfig) -> Iterator[Engine]:
     """An engine that logs its memory plan and its progress in recording graphs to standard error."""
     from specbatch.engine.engine import Engine
 
-    with progress("graphs") if config.graphs.any else nullcontext() as report:
+    with _graphs(config) as report:
         engine = Engine(config, log=say, report=report)
     with engine:
         yield engine
+
+
+@contextmanager
+def open_replicas(config: EngineConfig) -> Iterator[InferenceEngine]:
+    """As `open_engine`, with as many replicas as the configuration has."""
+    from specbatch.replicas.engine import engine_of
+
+    with _graphs(config) as report:
+        engine = engine_of(config, log=say, report=report)
+    with engine:
+        yield engine
+
+
+def _graphs(config: EngineConfig) -> AbstractContextManager[Report | None]:
+    return progress("graphs") if config.graphs.any else nullcontext()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from specbatch.cli.output import open_engine, show
 from specbatch.errors import refuse
 
 
-@takes_engine()
+@takes_engine(without=("data_parallel",))
 def send_one(
     engine: EngineOptions,
     prompt: Annotated[str | None, Option(help="The prompt. Default: some Python code.")] = None,

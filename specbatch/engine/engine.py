@@ -21,7 +21,7 @@ from specbatch.engine.ranks import EngineRanks
 from specbatch.engine.record_window import RecordWindow
 from specbatch.engine.runner import Runner
 from specbatch.engine.schedules import SCHEDULES
-from specbatch.engine.scoring import Likelihood, OnScore, Pair, Scorer
+from specbatch.engine.scoring import Likelihood, OnScore, Pair, Scorer, checked_pairs
 from specbatch.engine.submissions import Source, SubmissionQueue
 from specbatch.errors import refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
@@ -92,7 +92,6 @@ class Engine(InferenceEngine):
         self._scorer = Scorer(
             parts.worker,
             parts.plan,
-            vocabulary=self.model_config.vocab_size,
             chunk=config.prefill_chunk,
             shares=parts.config.prefix_cache and not parts.model.recurrent_layers,
         )
@@ -153,10 +152,11 @@ class Engine(InferenceEngine):
 
     def score(self, pairs: Sequence[Pair], *, on_score: OnScore | None = None) -> list[Likelihood]:
         self.forget_prefixes()
+        vocabulary, longest = self.model_config.vocab_size, self.plan.max_model_len
         self._state = "busy"
         try:
             with on_device(self.device):
-                return self._scorer.score(self._scorer.checked(pairs), on_score)
+                return self._scorer.score(checked_pairs(pairs, vocabulary, longest), on_score)
         except torch.OutOfMemoryError as error:
             raise self.plan.out_of_memory("scoring") from error
         finally:

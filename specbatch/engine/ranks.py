@@ -26,6 +26,7 @@ from specbatch.errors import SpecbatchError, refuse
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.memory.planner import MemoryShare
 from specbatch.runtime.device import find_device
+from specbatch.runtime.pipe import hang_up
 
 if TYPE_CHECKING:
     from specbatch.engine.builder import EngineParts
@@ -82,7 +83,7 @@ class RankGroup:
         """End the other ranks."""
         self.failure = self.failure or "the group is closed"
         for connection in self._connections:
-            connection.close()
+            hang_up(connection)
         self._stop()
         self.communicator.close()
 

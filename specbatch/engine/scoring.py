@@ -87,6 +87,33 @@ class _Placed(NamedTuple):
     begin: int
 
 
+def checked_pairs(pairs: Sequence[Pair], vocabulary: int, longest: int) -> list[Checked]:
+    """The pairs in plain types. Refuses what is no token id, empty parts and texts that are too long.
+
+    vocabulary: of the target; longest: `max_model_len`
+    """
+    found = []
+    for index, pair in enumerate(pairs):
+        try:
+            context, continuation = ([operator.index(token) for token in part] for part in pair)
+        except (TypeError, ValueError):
+            works = "give (context, continuation), two lists of token ids"
+            raise refuse(f"pair {index}", f"{pair!r:.60}", works) from None
+        if not context:
+            raise refuse(f"context of pair {index}", context, "give the token that begins a text, such as bos")
+        if not continuation:
+            raise refuse(f"continuation of pair {index}", continuation, "it has no tokens; give at least one")
+        wrong = [token for token in context + continuation if not 0 <= token < vocabulary]
+        if wrong:
+            raise refuse(f"pair {index}", [wrong[0]], f"token ids go from 0 to {vocabulary - 1}")
+        count = len(context) + len(continuation) - 1
+        if count > longest:
+            works = f"pair {index} has {count} tokens before its last; use at least that, or shorten its context"
+            raise refuse("max_model_len", longest, works)
+        found.append((context, continuation))
+    return found
+
+
 class Scorer:
     """Scores texts while its engine is idle and the prefix cache empty, so that all pages and slots are free. tally:
     what it has scored."""
@@ -96,43 +123,17 @@ class Scorer:
         worker: DeviceWorker,
         plan: MemoryPlan,
         *,
-        vocabulary: int,
         chunk: int,
         shares: bool,
     ) -> None:
-        """vocabulary: of the target; chunk: most tokens of a pass; shares: texts may share pages."""
+        """chunk: most tokens of a pass; shares: texts may share pages."""
         self._worker = worker
         self._plan = plan
-        self._vocabulary = vocabulary
         self._chunk = chunk
         self._shares = shares
         device = worker.batch.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.tally = Tally()
-
-    def checked(self, pairs: Sequence[Pair]) -> list[Checked]:
-        """The pairs in plain types. Refuses what is no token id, empty parts and texts that are too long."""
-        found = []
-        for index, pair in enumerate(pairs):
-            try:
-                context, continuation = ([operator.index(token) for token in part] for part in pair)
-            except (TypeError, ValueError):
-                works = "give (context, continuation), two lists of token ids"
-                raise refuse(f"pair {index}", f"{pair!r:.60}", works) from None
-            if not context:
-                raise refuse(f"context of pair {index}", context, "give the token that begins a text, such as bos")
-            if not continuation:
-                raise refuse(f"continuation of pair {index}", continuation, "it has no tokens; give at least one")
-            vocabulary = self._vocabulary
-            wrong = [token for token in context + continuation if not 0 <= token < vocabulary]
-            if wrong:
-                raise refuse(f"pair {index}", [wrong[0]], f"token ids go from 0 to {vocabulary - 1}")
-            count = len(context) + len(continuation) - 1
-            if count > self._plan.max_model_len:
-                works = f"pair {index} has {count} tokens before its last; use at least that, or shorten its context"
-                raise refuse("max_model_len", self._plan.max_model_len, works)
-            found.append((context, continuation))
-        return found
 
     @torch.inference_mode()
     def score(self, pairs: list[Checked], on_score: OnScore | None) -> list[Likelihood]:

@@ -92,10 +92,12 @@ class SubmissionQueue:
             self._items.extend(items)
             self._changed.notify()
 
-    def close(self) -> None:
-        """There will be no others."""
+    def close(self, *, drop: bool = False) -> None:
+        """There will be no others. drop: forget those that were not taken."""
         with self._changed:
             self._closed = True
+            if drop:
+                self._items.clear()
             self._changed.notify()
 
     def take(self) -> tuple[Submission, float] | None:

@@ -36,7 +36,7 @@ from specbatch.records.differences import describe_differences
 from specbatch.text_files import UnreadableError
 
 if TYPE_CHECKING:
-    from specbatch.engine.engine import Engine
+    from specbatch.engine.interface import InferenceEngine
 
 FORMAT = 3
 SECONDS_BETWEEN_REPORTS = 0.2
@@ -191,7 +191,7 @@ class BatchJob:
 
     def run(
         self,
-        engine: Engine,
+        engine: InferenceEngine,
         *,
         concurrency: int | None = None,
         limits: Limits = NO_LIMITS,
@@ -231,7 +231,7 @@ class BatchJob:
         same = "the same command without --overwrite" if self.overwrite else "the same command"
         return f"kept {len(self.finished)} finished of {self.total} in {self.partial}; {same} continues"
 
-    def _check_prompts(self, engine: Engine) -> None:
+    def _check_prompts(self, engine: InferenceEngine) -> None:
         """Refuse missing prompts that this engine cannot run, or leave them out."""
         bad = BadLines(self.source)
         for row in job_rows(self.form, self.found):
@@ -282,7 +282,9 @@ class BatchJob:
 class _Run:
     """One run of a job: feeds the missing rows to the engine and keeps each one that finishes."""
 
-    def __init__(self, job: BatchJob, engine: Engine, keep: Keep, limits: Limits, report: NotedReport | None) -> None:
+    def __init__(
+        self, job: BatchJob, engine: InferenceEngine, keep: Keep, limits: Limits, report: NotedReport | None
+    ) -> None:
         self._job, self._engine, self._keep, self._limits, self._report = job, engine, keep, limits, report
         self._speed = Speed()
         self._reported = 0.0

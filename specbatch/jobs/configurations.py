@@ -12,7 +12,7 @@ from specbatch.errors import each_once, refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 
 if TYPE_CHECKING:
-    from specbatch.engine.engine import Engine
+    from specbatch.engine.interface import InferenceEngine
 
 Log = Callable[[str], None]
 
@@ -68,11 +68,11 @@ def load_engine(
     config: EngineConfig,
     log: Log | None,
     *,
-    weights_of: Engine | None,
+    weights_of: InferenceEngine | None,
     share: MemoryShare = EXCLUSIVE,
-) -> Engine:
+) -> InferenceEngine:
     """Load the engine of configuration `name`, which prefixes the lines of its log. weights_of: see `Engine`."""
-    from specbatch.engine.engine import Engine
+    from specbatch.replicas.engine import engine_of
 
     prefixed = None if log is None else lambda line: log(f"{name}: {line}")
-    return Engine(config, log=prefixed, weights_of=weights_of, share=share)
+    return engine_of(config, log=prefixed, weights_of=weights_of, share=share)

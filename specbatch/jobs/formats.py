@@ -17,7 +17,7 @@ from specbatch.jobs.partial_output import Row, row_seed
 from specbatch.jobs.prompts import MalformedLine, Prompt, PromptReader
 
 if TYPE_CHECKING:
-    from specbatch.engine.engine import Engine
+    from specbatch.engine.interface import InferenceEngine
 
 Request = tuple[list[int], SamplingParams]  # prompt token ids, and how to continue them
 COLUMNS = {
@@ -78,11 +78,11 @@ class JobFormat(ABC):
         """The rows of the input, read anew."""
 
     @abstractmethod
-    def encode(self, row: JobRow, engine: Engine) -> list[Request]:
+    def encode(self, row: JobRow, engine: InferenceEngine) -> list[Request]:
         """The requests of a row. Raises SpecbatchError if the engine cannot run one."""
 
     @abstractmethod
-    def answer(self, row: JobRow, completions: Sequence[Sequence[Completion]], engine: Engine) -> Row:
+    def answer(self, row: JobRow, completions: Sequence[Sequence[Completion]], engine: InferenceEngine) -> Row:
         """The row to keep. completions: the samples of each request."""
 
     @abstractmethod
@@ -128,7 +128,7 @@ class PromptRows(JobFormat):
             identity = [number - 1, item.form, item.value, item.id] + ([item.sampling] if item.sampling else [])
             yield JobRow(number - 1, item.id, item, replace(self._params, **item.sampling), identity)
 
-    def encode(self, row: JobRow, engine: Engine) -> list[Request]:
+    def encode(self, row: JobRow, engine: InferenceEngine) -> list[Request]:
         prompt: Prompt = row.request
         params = row.params
         if "seed" not in prompt.sampling:
@@ -137,7 +137,7 @@ class PromptRows(JobFormat):
         engine.check(tokens, params, row.index)
         return [(tokens, params)]
 
-    def answer(self, row: JobRow, completions: Sequence[Sequence[Completion]], engine: Engine) -> Row:
+    def answer(self, row: JobRow, completions: Sequence[Sequence[Completion]], engine: InferenceEngine) -> Row:
         rows = [self._start(row) | _numbers(item) for item in completions[0]]
         if row.params.n == 1:
             return rows[0]

@@ -31,7 +31,7 @@ from specbatch.jobs.prompts import HALF_PAIR, MalformedRowError, Prompt, as_text
 from specbatch.memory.page_pool import reach_of
 
 if TYPE_CHECKING:
-    from specbatch.engine.engine import Engine
+    from specbatch.engine.interface import InferenceEngine
 
 _KEYS = {"custom_id", "method", "url", "body"}
 _LINES_TO_DETECT = 100
@@ -104,7 +104,7 @@ class OpenAIBatch(JobFormat):
         identity = [index, value if value is not None else repr(raw)]
         return BadRow(index, as_text(found) if isinstance(found, str) else None, problem, identity)
 
-    def encode(self, row: JobRow, engine: Engine) -> list[Request]:
+    def encode(self, row: JobRow, engine: InferenceEngine) -> list[Request]:
         body: ChatBody | CompletionBody = row.request
         found = []
         for number, (form, value) in enumerate(body.prompts()):
@@ -126,7 +126,7 @@ class OpenAIBatch(JobFormat):
             found.append((tokens, params))
         return found
 
-    def answer(self, row: JobRow, completions: Sequence[Sequence[Completion]], engine: Engine) -> Row:
+    def answer(self, row: JobRow, completions: Sequence[Sequence[Completion]], engine: InferenceEngine) -> Row:
         name = self._name(row)
         content = response_body(name, self._model, row.request, completions, engine.tokenizer)
         return self._start(row) | {
@@ -174,7 +174,7 @@ def _of_body(error: SpecbatchError) -> str:
     return str(error).replace("max_new_tokens", "max_tokens")
 
 
-def _room(engine: Engine, prompt_tokens: int) -> int:
+def _room(engine: InferenceEngine, prompt_tokens: int) -> int:
     """The longest answer that the engine can give to a prompt: OpenAI's limit if a chat request sets none."""
     caps = engine.caps
     pool = caps["kv_pages"] * caps["page_size"] - reach_of(0, caps["verify_slots"])

@@ -11,7 +11,7 @@ from specbatch.core.request import Completion, SamplingParams
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 
 if TYPE_CHECKING:
-    from specbatch.engine.engine import Engine
+    from specbatch.engine.interface import InferenceEngine
 
 PROMPT = '''def word_counts(text: str) -> dict[str, int]:
     """Count how often each word occurs in the text, ignoring case."""
@@ -34,7 +34,7 @@ WARM_UP_TOKENS = 8
 
 
 def send_one(
-    engine: Engine, prompt: str, params: SamplingParams, *, write: Callable[[str], None] | None = None
+    engine: InferenceEngine, prompt: str, params: SamplingParams, *, write: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
     """Answer `prompt` once, after a short warm-up with the same prompt. `write` gets the text as it is generated.
 
@@ -72,7 +72,7 @@ def table(result: dict[str, Any]) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _stream(engine: Engine, prompt: str, params: SamplingParams, write: Callable[[str], None]) -> Completion:
+def _stream(engine: InferenceEngine, prompt: str, params: SamplingParams, write: Callable[[str], None]) -> Completion:
     for event in engine.stream([prompt], params):
         write(event.text)
         if event.completion is not None:

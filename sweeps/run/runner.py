@@ -31,12 +31,12 @@ from specbatch.sweeps.run.sanity_checks import warnings
 from specbatch.sweeps.run.workloads import Workload, sha256_of, shown
 
 if TYPE_CHECKING:
-    from specbatch.engine.engine import Engine
+    from specbatch.engine.interface import InferenceEngine
     from specbatch.sweeps.run.http_engine import HttpEngine
 
 
 Log = Callable[[str], None]
-Engines = Mapping[str, "Engine | HttpEngine"]
+Engines = Mapping[str, "InferenceEngine | HttpEngine"]
 Load = Callable[[], AbstractContextManager[Engines]]
 Failed = dict[str, str]  # by configuration: why its engine could not be built
 
@@ -235,7 +235,7 @@ def loaded(
     cannot be built; refused if none can. None: the first reason is raised.
     """
     with ExitStack() as stack:
-        engines: dict[str, Engine] = {}
+        engines: dict[str, InferenceEngine] = {}
         _check_drafts(configs, log, failed)
         are_sized = all(config.kv_pages for config in configs.values())
         for index, (name, config) in enumerate(configs.items()):
@@ -333,7 +333,7 @@ def _check_concurrency(
 
 
 def _warm_up(
-    engine: Engine | HttpEngine, prompts: list[list[int]], params: list[SamplingParams], concurrency: int
+    engine: InferenceEngine | HttpEngine, prompts: list[list[int]], params: list[SamplingParams], concurrency: int
 ) -> None:
     """Run a full batch, and on a GPU one request that takes the slot of another. Prompt passes alternate with
     iterations, so each request has enough new tokens that the first one still runs when the last one begins."""
@@ -349,7 +349,7 @@ def _warm_up(
 
 
 def _measure(
-    engine: Engine | HttpEngine,
+    engine: InferenceEngine | HttpEngine,
     prompts: list[list[int]],
     params: list[SamplingParams],
     workload: Workload,

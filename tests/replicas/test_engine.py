@@ -1,0 +1,222 @@
+"""Data-parallel engines have the tokens, scores and records of one engine, and survive replicas that end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from thread_replicas import ThreadReplicas
+
+from specbatch import DataParallelEngine, Engine, EngineConfig, SamplingParams, SpecbatchError, Speculation
+from specbatch.replicas.messages import Built, Completed, Message, Returned
+
+CONFIG = EngineConfig(
+    model="toy", load_format="dummy", device="cpu", max_model_len=96, max_running=4, page_size=4,
+    speculation=Speculation("ngram", "v2", ngram_min=1), memory_fraction=0.1,
+)  # fmt: skip
+PROMPTS = [f"prompt {number}" * (1 + number % 3) for number in range(24)]
+SAMPLED = SamplingParams(max_new_tokens=12, temperature=0.8, ignore_eos=True)
+PAIRS = [([1, 2, 3 + number % 7], [4, 5 + number]) for number in range(150)]
+
+
+@pytest.fixture(scope="module")
+def one() -> Any:
+    with Engine(CONFIG) as engine:
+        yield engine
+
+
+def replicas(count: int = 2, **how: Any) -> tuple[DataParallelEngine, ThreadReplicas]:
+    starter = ThreadReplicas(count, **how)
+    return DataParallelEngine(replace(CONFIG, data_parallel=count), starter=starter), starter
+
+
+def tokens(completions: list[Any]) -> list[tuple[Any, ...]]:
+    return [(item.index, item.sample, item.prompt_token_ids, item.token_ids, item.text) for item in completions]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_tokens_scores_and_counts_are_those_of_one_engine(one: Engine, count: int) -> None:
+    engine, _ = replicas(count)
+    with engine:
+        several = replace(SAMPLED, n=3, seed=5, logprobs=True)
+        for params, concurrency in ((SAMPLED, None), (several, 5), (SamplingParams(max_new_tokens=5), 1)):
+            one.reset_record()
+            engine.reset_record()
+            wanted = one.generate(PROMPTS, params, concurrency=concurrency)
+            found = engine.generate(iter(PROMPTS), params, concurrency=concurrency)
+            assert tokens(found) == tokens(wanted)
+            assert all(a.logprobs == pytest.approx(b.logprobs) for a, b in zip(found, wanted, strict=True))
+            record, expected = engine.record(concurrency=5), one.record(concurrency=5)
+            for name in ("requests", "input_tokens", "output_tokens"):
+                assert record.metrics[name] == expected.metrics[name]
+            assert sorted(row["index"] for row in record.requests) == sorted(item.index for item in found)
+        seen: list[int] = []
+        assert engine.score(PAIRS, on_score=lambda index, found: seen.append(index)) == one.score(PAIRS)
+        assert sorted(seen) == list(range(150))
+        assert engine.next_logits([1, 2, 3]).tolist() == one.next_logits([1, 2, 3]).tolist()
+        with pytest.raises(SpecbatchError, match=r"max_new_tokens of prompt 1=500"):
+            engine.generate(["a", "b"], [SAMPLED, replace(SAMPLED, max_new_tokens=500)])
+        with pytest.raises(SpecbatchError, match=r"context of pair 1"):
+            engine.score([([1], [2]), ([], [3])])
+    with pytest.raises(SpecbatchError, match="closed"):
+        engine.generate(PROMPTS)
+
+
+def test_all_replicas_work_and_their_counters_add_up() -> None:
+    worked: set[int] = set()
+    engine, _ = replicas(spoil=lambda number, message: worked.add(number) if isinstance(message, Completed) else None)
+    with engine:
+        engine.generate(PROMPTS, SAMPLED)
+        record = engine.record(concurrency=8)
+    assert worked == {0, 1}
+    assert record.counters["iteration_rows"] == record.metrics["verify_steps"]
+    assert record.config["data_parallel"] == 2
+    rows = record.counters["steps_by_rows"]
+    assert record.metrics["full_batch_steps"] == rows["4"][0]  # each replica runs half of them
+
+
+def test_a_stream_can_be_closed_and_requests_aborted(one: Engine) -> None:
+    engine, _ = replicas()
+    wanted = tokens(one.generate(PROMPTS, SAMPLED))
+    with engine:
+        events = engine.stream(PROMPTS, replace(SAMPLED, max_new_tokens=60))
+        next(events)
+        with pytest.raises(SpecbatchError, match="busy"):
+            engine.generate(PROMPTS)
+        events.close()
+        assert tokens(engine.generate(PROMPTS, SAMPLED)) == wanted
+        ids = [f"id {number}" for number in range(len(PROMPTS))]
+        reasons = {}
+        for event in engine.stream(PROMPTS, replace(SAMPLED, max_new_tokens=60), request_ids=ids):
+            engine.abort("id 23")
+            engine.abort(22)
+            assert event.completion is not None
+            reasons[event.request_id] = event.completion.finish_reason
+        assert reasons == dict.fromkeys(ids[:22], "length") | dict.fromkeys(ids[22:], "abort")
+
+
+def test_prompts_arrive_by_a_clock() -> None:
+    engine, _ = replicas()
+    arrivals = [0.02 * number for number in range(10)]
+    with engine:
+        start = time.perf_counter()
+        done = engine.generate(PROMPTS[:10], replace(SAMPLED, max_new_tokens=2), arrivals=arrivals, concurrency=2)
+        assert time.perf_counter() - start > arrivals[-1]
+    assert all(item.metrics.ttft_s is not None and item.metrics.ttft_s < 1 for item in done)
+
+
+def test_engines_share_weights_and_replicas(one: Engine) -> None:
+    engine, starter = replicas()
+    wanted = tokens(one.generate(PROMPTS, SAMPLED))
+    plain = replace(CONFIG, speculation=Speculation(), data_parallel=2)
+    with engine, DataParallelEngine(plain, weights_of=engine) as other:
+        assert tokens(other.generate(PROMPTS, SAMPLED)) == wanted == tokens(engine.generate(PROMPTS, SAMPLED))
+        starter.links[0].kill()  # the successor builds both
+        assert tokens(engine.generate(PROMPTS, SAMPLED)) == wanted == tokens(other.generate(PROMPTS, SAMPLED))
+        with pytest.raises(SpecbatchError, match="weights_of"):
+            DataParallelEngine(replace(plain, seed=1), weights_of=engine)
+    assert len(starter.links) == 3
+
+
+# -- replicas that end -------------------------------------------------------------------------------------------------
+
+
+def test_prompts_of_a_replica_that_ends_run_again(one: Engine) -> None:
+    wanted = tokens(one.generate(PROMPTS, SAMPLED))
+    completed: list[int] = []
+
+    def kill(number: int, message: Message) -> None:
+        if isinstance(message, Completed):
+            completed.append(number)
+            if completed.count(number) == 4 and number < 2:
+                starter.links[number].kill()
+
+    lines: list[str] = []
+    starter = ThreadReplicas(2, spoil=kill)
+    with DataParallelEngine(replace(CONFIG, data_parallel=2), starter=starter, log=lines.append) as engine:
+        seen = [event.index for event in engine.stream(PROMPTS, SAMPLED)]
+        assert sorted(seen) == list(range(24))
+        assert engine.record().counters["replaced_replicas"] == 2
+        assert tokens(engine.generate(PROMPTS, SAMPLED)) == wanted
+    assert "replica 0 ended (killed); starting another" in lines
+
+
+def test_a_prompt_that_ends_three_replicas_is_given_up_and_the_others_finish(one: Engine) -> None:
+    wanted = tokens(one.generate(PROMPTS, SAMPLED))
+    poison = {5, 11}
+
+    def kill(number: int, message: Message) -> None:
+        if isinstance(message, Completed) and message.completion.index in poison:
+            starter.links[number].kill()
+
+    engine, starter = replicas(spoil=kill)
+    with engine:
+        done = engine.generate(PROMPTS, SAMPLED)
+        assert [item.index for item in done if item.error is not None] == [5, 11]
+        assert done[5].error == "3 replicas ended while they ran it; the last: killed"
+        assert tokens([item for item in done if item.error is None]) == [
+            item for item in wanted if item[0] not in poison
+        ]
+        assert engine.record().counters["errors"] == {done[5].error: 2}
+
+
+def test_scores_of_a_replica_that_ends_are_computed_again(one: Engine) -> None:
+    calls = 0
+
+    def kill(number: int, message: Message) -> None:
+        nonlocal calls
+        if isinstance(message, Returned) and isinstance(message.value, list):
+            calls += 1
+            if number == 0 or fatal:
+                starter.links[number].kill()
+
+    fatal = False
+    engine, starter = replicas(spoil=kill)
+    with engine:
+        assert engine.score(PAIRS) == one.score(PAIRS)
+        assert calls > 3
+        fatal = True
+        with pytest.raises(SpecbatchError, match=r"3 replicas ended while they scored pairs \d+ to \d+; .*killed"):
+            engine.score(PAIRS)
+
+
+def test_an_exception_in_a_replica_is_the_reason_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Engine) -> bool:
+        raise RuntimeError("device-side assert\nmore")
+
+    lines: list[str] = []
+    with DataParallelEngine(replace(CONFIG, data_parallel=2), starter=ThreadReplicas(2), log=lines.append) as engine:
+        monkeypatch.setattr(Engine, "_step", fail)
+        done = engine.generate(PROMPTS[:2], SAMPLED)
+    assert {item.error for item in done} == {
+        "3 replicas ended while they ran it; the last: RuntimeError: device-side assert"
+    }
+
+
+def test_what_cannot_be_built_is_refused_as_by_one_engine() -> None:
+    for starter in (ThreadReplicas(2), None):
+        with pytest.raises(SpecbatchError, match="max_model_len=100000: the model supports at most 2048"):
+            DataParallelEngine(replace(CONFIG, data_parallel=2, max_model_len=100_000), starter=starter)
+    with pytest.raises(SpecbatchError, match="data_parallel=2: an Engine is one replica; use DataParallelEngine"):
+        Engine(replace(CONFIG, data_parallel=2))
+
+
+def test_replicas_that_cannot_be_replaced_are_left_out_and_the_last_one_ends_the_engine(one: Engine) -> None:
+    def kill(number: int, message: Message) -> None:
+        if number > 1 and isinstance(message, Built):
+            raise RuntimeError("no memory")
+
+    lines: list[str] = []
+    starter = ThreadReplicas(2, spoil=kill)
+    with DataParallelEngine(replace(CONFIG, data_parallel=2), starter=starter, log=lines.append) as engine:
+        starter.links[0].kill()
+        wanted = tokens(one.generate(PROMPTS, SAMPLED))
+        while len(lines) < 2 or "going on with 1 other" not in lines[-1]:
+            assert tokens(engine.generate(PROMPTS, SAMPLED)) == wanted
+        starter.links[1].kill()
+        with pytest.raises(SpecbatchError, match=r"data_parallel=2: no replica is left; replica 1 ended"):
+            engine.generate(PROMPTS, SAMPLED)
+        with pytest.raises(SpecbatchError, match="no replica is left"):
+            engine.generate(PROMPTS, SAMPLED)
