@@ -147,8 +147,7 @@ class EvalReport(EvalAnswers):
             generated: dict[str, Any] = {}
         else:
             shown = ("accept_length", "accept_rate", "mean_ttft_s", "mean_tpot_s", "output_throughput")
-            simulated = self.record.config["speculation"].get("simulate_accept_length")
-            generated = {"truncated": self.truncated, "simulated_accept_length": simulated}
+            generated = {"truncated": self.truncated, "simulated_accept_length": self.record.simulated_accept_length}
         generated |= {name: metrics.get(name) for name in shown}
         return [{**asdict(score), **generated, **settings} for score in self.scores]
 

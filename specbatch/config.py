@@ -10,10 +10,11 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from specbatch.acceptance_profile import AcceptanceProfile, geometric
 from specbatch.algorithms import ALGORITHMS, NO_SPECULATION, Algorithm, algorithms_with
 from specbatch.draft_shape import AUTO, DraftShape, lengths_of, shape_of
 from specbatch.errors import MOST_SEED, at_least, refuse
-from specbatch.settings import FLAG, check_fields, foreign_names, number, setting, whole
+from specbatch.settings import FLAG, Rule, check_fields, foreign_names, is_number, number, setting, whole
 
 SCHEDULES = ("v1", "v2")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -42,8 +43,10 @@ class Speculation:
     aux_layers     counted as EAGLE-3 heads do: the input of layer k is the output of layer k - 1
     draft_rope_theta  overrides the theta in the head's config. A config without one means 10000, and some heads were
                    trained with 10000 whatever their config says
-    simulate_accept_length  at most draft_steps + 1. A request that drafts nothing accepts nothing, and the generated
-                   text is not the model's
+    simulate_accept_length, simulate_accept  of each request each draft is accepted with its conditional probability,
+                   whatever it is (`specbatch.acceptance_profile`); the generated text is not the model's. The mean is
+                   that of the most drafts, at most draft_steps + 1: fewer drafts, as "auto" and n-gram lookup make
+                   them, are accepted as often position by position. Positions of a tree are its depths
     """
 
     algorithm: str = setting(
@@ -89,8 +92,15 @@ class Speculation:
     ngram_max: int = setting(4, "Longest n-gram to match; tried first.", whole(1))
     simulate_accept_length: float | None = setting(
         None,
-        "Benchmarks only: draw the number of tokens per verify step at random, with this mean, instead of comparing "
-        "drafts with the target.",
+        "Benchmarks only: accept drafts at random instead of comparing them with the target, with one probability for "
+        "all positions such that a verify with all drafts emits this many tokens on average (bonus included).",
+    )
+    simulate_accept: AcceptanceProfile | None = setting(
+        None,
+        "Benchmarks only: the same with a probability for each draft position, given that all drafts before it are "
+        "accepted: a JSON file, a golden acceptance curve (.json, .yaml; FILE#NAME is one of several), the folder of a "
+        "run, or probabilities such as 0.8,0.7,0.6.",
+        Rule(lambda profile: isinstance(profile, AcceptanceProfile), "use acceptance_profile.read_profile(TEXT)"),
     )
 
     def __post_init__(self) -> None:
@@ -113,8 +123,8 @@ class Speculation:
         if self.algorithm == NO_SPECULATION:
             return f"no speculation, schedule {self.schedule}"
         draft = f" {self.draft}" if self.draft else ""
-        simulated = self.simulate_accept_length
-        note = "" if simulated is None else f", simulated accept length {simulated:g}"
+        simulated = self.simulated
+        note = "" if simulated is None else f", simulated acceptance ({simulated})"
         most = "up to " if self.is_auto else ""
         return f"{self.algorithm}{draft}, {most}{self.shape}, schedule {self.schedule}{note}"
 
@@ -152,6 +162,14 @@ class Speculation:
         """Drafts that a verify can accept: of a chain all, of a tree one for each step."""
         return 0 if self.algorithm == NO_SPECULATION else self.shape.steps
 
+    @property
+    def simulated(self) -> AcceptanceProfile | None:
+        """The model of simulated acceptance, with a probability for each of `depth` drafts; None if it is real."""
+        if self.simulate_accept is not None:
+            return self.simulate_accept.of_drafts(self.depth)
+        mean = self.simulate_accept_length
+        return None if mean is None else geometric(mean, self.depth)
+
     def _check_heads(self) -> None:
         for name in ("aux_layers", "draft_rope_theta"):
             if getattr(self, name) is not None and name not in self.entry.settings:
@@ -166,15 +184,18 @@ class Speculation:
                 at_least("aux_layers", layer, 1)
 
     def _check_simulation(self) -> None:
-        mean = self.simulate_accept_length
-        if mean is None:
-            return
-        if self.algorithm == NO_SPECULATION:
-            raise refuse("simulate_accept_length", mean, "algorithm 'none' drafts nothing; leave it out")
-        number = isinstance(mean, (int, float)) and not isinstance(mean, bool)
-        most = self.shape.steps + 1
-        if not number or not 1 <= mean <= most:
-            raise refuse("simulate_accept_length", mean, f"use 1 to {most} (draft_steps + 1)")
+        mean, profile = self.simulate_accept_length, self.simulate_accept
+        for name, value in (("simulate_accept_length", mean), ("simulate_accept", profile)):
+            if value is not None and self.algorithm == NO_SPECULATION:
+                raise refuse(name, value, "algorithm 'none' drafts nothing; leave it out")
+        if profile is not None:
+            if mean is not None:
+                raise refuse("simulate_accept_length", mean, "simulate_accept gives the accept length; leave one out")
+            profile.of_drafts(self.depth)
+        elif mean is not None:
+            most = self.depth + 1
+            if not is_number(mean) or not 1 <= mean <= most:
+                raise refuse("simulate_accept_length", mean, f"use 1 to {most} (draft_steps + 1)")
 
 
 @dataclass(frozen=True)

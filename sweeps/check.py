@@ -160,11 +160,11 @@ def run_check(
 ) -> CheckReport:
     """Compare the engine of `config` with the baseline, and write what was found into `folder`, which exists.
 
-    Refused: a simulated accept length, whose text is no model's.
+    Refused: simulated acceptance, whose text is no model's.
     """
-    simulated = config.speculation.simulate_accept_length
-    if simulated is not None:
-        raise refuse("simulate_accept_length", simulated, "the text is not a model's output; leave it out")
+    for setting in ("simulate_accept_length", "simulate_accept"):
+        if (simulated := getattr(config.speculation, setting)) is not None:
+            raise refuse(setting, simulated, "the text is not a model's output; leave it out")
     rows = read_prompts(options.source)[: options.prompts] if options.source is not None else None
     done = 0
 

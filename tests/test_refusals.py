@@ -12,6 +12,7 @@ import torch
 from limits import limited
 
 from specbatch import Engine, EngineConfig, Graphs, SamplingParams, SpecbatchError, Speculation
+from specbatch.acceptance_profile import AcceptanceProfile
 from specbatch.errors import refuse
 from specbatch.training.recipe import Recipe
 
@@ -67,6 +68,14 @@ VALUES: list[tuple[Callable[..., Any], str, list[Any], str]] = [
     (Speculation, "simulate_accept_length", [2.0], "drafts nothing"),
     (spec("ngram"), "simulate_accept_length", [0.9, 5.1, math.nan, "2"], "1 to 5"),
     (spec("standalone", draft_steps=5, draft_topk=3), "simulate_accept_length", [6.5], "1 to 6"),
+    (spec("ngram"), "simulate_accept", ["0.5", [0.5], 0.5], "read_profile(TEXT)"),
+    (Speculation, "simulate_accept", [AcceptanceProfile("", (0.5,))], "drafts nothing"),
+    (
+        spec("ngram", simulate_accept=AcceptanceProfile("", (0.5,) * 4)),
+        "simulate_accept_length",
+        [2.0],
+        "leave one out",
+    ),
     (EngineConfig, "kv_dtype", ["int4"], "auto, fp8"),
     (EngineConfig, "attention_backend", ["x"], "auto, triton, torch, flashinfer"),
     (EngineConfig, "draft_attention_backend", ["triton"], "no draft model is used"),
@@ -254,3 +263,17 @@ def test_prompts_of_30_mb_are_refused_at_once() -> None:
         with limited(5, 1 << 28), pytest.raises(SpecbatchError, match="prompt='30000000 characters': its first"):
             engine.generate(["a" * 30_000_000], SHORT)
         assert engine.generate(["a"], SHORT)[0].token_ids
+
+
+def test_profiles_must_have_a_probability_for_every_draft() -> None:
+    short, wrong = AcceptanceProfile("short.json", (0.5,) * 3), AcceptanceProfile("wrong.json", (0.5, 1.5, -1.0))
+    assert spec("ngram", draft_tokens=3)(simulate_accept=short).simulated == short
+    assert spec("ngram", draft_tokens=1)(simulate_accept=wrong).simulated.conditional == (0.5,)
+    with pytest.raises(SpecbatchError) as error:
+        spec("ngram")(simulate_accept=short)
+    assert str(error.value) == (
+        "simulate_accept='short.json': has 3 positions, and 4 tokens are drafted in a row; draft at most 3, "
+        "or use a longer profile"
+    )
+    with pytest.raises(SpecbatchError, match=r"the probability of draft 2 is 1\.5; use 0 to 1, or draft at most 1"):
+        spec("ngram", draft_tokens=2)(simulate_accept=wrong)

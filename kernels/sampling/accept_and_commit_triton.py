@@ -22,7 +22,7 @@ def accept_and_commit(
     rows: BatchRows,
     positions: torch.Tensor,
     sampling: SamplingTensors,
-    simulate: float | None = None,
+    simulate: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`acceptance.accept_and_commit_ref`: two launches if greedy, a handful if sampled."""
     seeds, predicted = sampling.seeds, positions + 1

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.sampling.accept import BatchRows, Proposal
-from specbatch.kernels.sampling.rng_triton import simulated_accept, simulation_parameters
+from specbatch.kernels.sampling.rng_triton import simulated_accept
 
 _BLOCK = 2048  # logits that a program handles at once
 _PROGRAMS = 2048  # enough to fill a large device
@@ -99,6 +99,7 @@ def _commit_kernel(
     drafted,
     accepted,
     seeds,
+    thresholds,
     tokens,
     lengths,
     rows,
@@ -109,8 +110,7 @@ def _commit_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
     GIVEN: tl.constexpr,  # `accepted` is an input
-    WHOLE: tl.constexpr,  # of simulation_parameters
-    MORE: tl.constexpr,
+    DEPTH: tl.constexpr,  # length of `thresholds`; 0: acceptance is not simulated
     PDL: tl.constexpr,
 ):
     wait_for_previous_kernel(PDL)
@@ -120,8 +120,8 @@ def _commit_kernel(
     row = tl.load(rows + sequence)
     length = tl.load(lengths + row)
     limit = tl.load(drafted + sequence)
-    if WHOLE:
-        count = simulated_accept(tl.load(seeds + sequence), length, limit, WHOLE, MORE)
+    if DEPTH:
+        count = simulated_accept(tl.load(seeds + sequence), length, limit, thresholds, DEPTH, BLOCK_N)
     elif GIVEN:
         count = tl.load(accepted + sequence)
     else:
@@ -175,10 +175,11 @@ class Chosen(NamedTuple):
     tokens: torch.Tensor
     finite: torch.Tensor | None
 
-    def launch(self, n: int, simulate: float | None) -> dict[str, Any]:
-        """Launch arguments of kernels that commit N = n nodes. simulate: a mean accept length, in place of the rule."""
+    def launch(self, n: int, simulate: torch.Tensor | None) -> dict[str, Any]:
+        """Launch arguments of kernels that commit N = n nodes. simulate: see `commit`."""
         chunks = self.tokens.shape[1] if self.finite is None else 0
-        whole, more = simulation_parameters(simulate)
+        # A step that drafts less than the most (draft_tokens="auto") uses the first of the thresholds.
+        depth = 0 if simulate is None else min(len(simulate), n - 1)
         return {
             "partials": self.tokens,
             "finite": self.tokens if self.finite is None else self.finite,
@@ -186,8 +187,8 @@ class Chosen(NamedTuple):
             "N": n,
             "BLOCK_N": triton.next_power_of_2(n),
             "BLOCK_CHUNKS": triton.next_power_of_2(chunks) if chunks else 0,
-            "WHOLE": whole,
-            "MORE": more,
+            "thresholds": self.tokens if simulate is None else simulate,
+            "DEPTH": depth,
             **pdl(self.tokens),
         }
 
@@ -197,13 +198,13 @@ def commit(
     proposal: Proposal,
     rows: BatchRows,
     seeds: torch.Tensor,
-    simulate: float | None = None,
+    simulate: torch.Tensor | None = None,
     accepted: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Accept the drafts of a chain that equal the chosen tokens, and `commit_ref` the chosen tokens.
 
-    accepted int64 [B]: how many drafts are accepted, where another rule decides than equality. simulate: mean accept
-    length; then random numbers of seeds int64 [B] decide.
+    accepted int64 [B]: how many drafts are accepted, where another rule decides than equality. simulate: thresholds of
+    `rng.simulated_accept_ref`; then random numbers of seeds int64 [B] decide.
     Returns int64 [B, N + 3]: tokens, then accepted, drafted and finite (1 if the logits of all chosen tokens are).
     """
     (drafts, drafted, *_), (tokens, lengths, slots) = proposal, rows

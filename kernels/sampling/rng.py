@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -40,13 +41,20 @@ def uniform_ref(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> to
 
 
 def simulated_accept_ref(
-    seeds: torch.Tensor, lengths: torch.Tensor, drafted: torch.Tensor, mean: float
+    seeds: torch.Tensor, lengths: torch.Tensor, drafted: torch.Tensor, thresholds: torch.Tensor
 ) -> torch.Tensor:
     """Simulated numbers of accepted drafts, for benchmarks: int64 [B] for seeds, lengths and drafted, int64 [B].
 
-    accepted + 1 is the whole number below or above `mean` (at least 1), with that mean; a row accepts no more than it
-    drafted.
+    Draft j, whose token is at position lengths + j, is accepted if all before it are and its random number is below
+    thresholds[j - 1]. thresholds int64 [D]: see `acceptance_thresholds`; further drafts are never accepted.
     """
-    whole = math.floor(mean)
-    more = uniform_ref(seeds, lengths, SIMULATED) < mean - whole
-    return torch.minimum(whole - 1 + more.long(), drafted)
+    place = torch.arange(len(thresholds), device=seeds.device)
+    numbers = uniform_ref(seeds[:, None], lengths[:, None] + 1 + place, SIMULATED) * 2.0**53
+    accepted = (numbers < thresholds) & (place < drafted[:, None])
+    return accepted.long().cumprod(-1).sum(-1)
+
+
+def acceptance_thresholds(conditional: Sequence[float], device: torch.device) -> torch.Tensor:
+    """2^53 times the probability that each draft is accepted if all before it are, rounded up: int64 [D]. A random
+    number of 53 bits is below it with exactly that probability."""
+    return torch.tensor([math.ceil(p * 2**53) for p in conditional], dtype=torch.int64, device=device)

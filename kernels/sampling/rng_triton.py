@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 
@@ -27,15 +25,9 @@ def random_bits(seeds, positions, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def simulated_accept(seed, length, drafted, WHOLE: tl.constexpr, MORE: tl.constexpr):
-    """`rng.simulated_accept_ref` of one row; WHOLE and MORE: `simulation_parameters(mean)`."""
-    more = random_bits(seed, length, _SIMULATED) < MORE
-    return tl.minimum(WHOLE - 1 + more.to(tl.int64), drafted)
-
-
-def simulation_parameters(mean: float | None) -> tuple[int, int]:
-    """The whole accept length below `mean` and 2^53 times the chance of one more; (0, 0) for None, "not simulated"."""
-    if mean is None:
-        return 0, 0
-    whole = math.floor(mean)
-    return whole, math.ceil((mean - whole) * 2**53)
+def simulated_accept(seed, length, drafted, thresholds, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
+    """`rng.simulated_accept_ref` of one row, with thresholds int64 [DEPTH]; BLOCK: at least DEPTH + 1."""
+    place = tl.arange(0, BLOCK)
+    threshold = tl.load(thresholds + place, place < DEPTH, other=0)
+    rejected = (random_bits(seed, length + 1 + place, _SIMULATED) >= threshold) | (place >= drafted)
+    return tl.min(tl.where(rejected, place, DEPTH), 0).to(tl.int64)

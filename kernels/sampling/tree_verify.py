@@ -33,11 +33,6 @@ def ancestor_words(parents: torch.Tensor, depth: int) -> torch.Tensor:
     return words
 
 
-def identity_path(like: torch.Tensor) -> torch.Tensor:
-    """The path that leaves nodes as they are, for words int64 [B, N]."""
-    return torch.arange(like.shape[1], device=like.device).expand_as(like)
-
-
 def walk_tree_ref(
     chosen: torch.Tensor, drafts: torch.Tensor, drafted: torch.Tensor, ancestors: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,13 +42,25 @@ def walk_tree_ref(
     int64 [B] and path int64 [B, N]: the root and the accepted nodes in order, then all others. Among siblings that are
     equal the one that leads further wins, then the first.
     """
-    count = ancestors.shape[1]
-    node, bits = torch.arange(count, device=chosen.device), node_bits(count, chosen.device)
+    node, bits = torch.arange(ancestors.shape[1], device=chosen.device), node_bits(ancestors.shape[1], chosen.device)
     parents = ((ancestors ^ bits)[:, 1:, None] >> node == 1).int().argmax(-1)
     right = (drafts == chosen.gather(1, parents)) & (node[:-1] < drafted[:, None])
     good = (right * bits[1:]).sum(1, keepdim=True) + 1  # the root is right
-    depths = tree_depths(ancestors)
-    reached = ancestors & ~good == 0
+    return _deepest(ancestors & ~good == 0, ancestors)
+
+
+def deepest_path_ref(drafted: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
+    """The path to the deepest of the first drafted [B] nodes of a tree, to the first of several: int64 [B, N], as
+    `walk_tree_ref` has it."""
+    node = torch.arange(ancestors.shape[1], device=ancestors.device)
+    return _deepest(node <= drafted[:, None], ancestors)[1]
+
+
+def _deepest(reached: torch.Tensor, ancestors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Depth int64 [B] and path int64 [B, N] of the deepest node that is reached, bool [B, N], or the first of several;
+    all other nodes follow in order."""
+    count = ancestors.shape[1]
+    node, depths = torch.arange(count, device=ancestors.device), tree_depths(ancestors)
     leaf = torch.where(reached, depths * count - node, -count).argmax(1, keepdim=True)
     path = ancestors.gather(1, leaf) >> node & 1
     return depths.gather(1, leaf)[:, 0], path.argsort(dim=1, descending=True, stable=True)

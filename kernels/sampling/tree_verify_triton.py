@@ -22,6 +22,7 @@ def _commit_tree_kernel(
     drafted,
     ancestors,
     seeds,
+    thresholds,
     tokens,
     lengths,
     rows,
@@ -32,8 +33,7 @@ def _commit_tree_kernel(
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
-    WHOLE: tl.constexpr,  # of simulation_parameters
-    MORE: tl.constexpr,
+    DEPTH: tl.constexpr,  # length of `thresholds`; 0: acceptance is not simulated
     PDL: tl.constexpr,
 ):
     wait_for_previous_kernel(PDL)
@@ -45,23 +45,25 @@ def _commit_tree_kernel(
     limit = tl.load(drafted + sequence)
     one = tl.full([BLOCK_N], 1, tl.int64)
     bit = one << node
-    if WHOLE:
-        count = simulated_accept(tl.load(seeds + sequence), length, limit, WHOLE, MORE)
-        taken = (tl.full([], 2, tl.int64) << count) - 1
+    word = tl.load(ancestors + sequence * N + node, node < N, other=0)
+    if DEPTH:
+        good = tl.sum(tl.where((node <= limit) & (node < N), bit, 0), 0)
     else:
-        word = tl.load(ancestors + sequence * N + node, node < N, other=0)
         draft = tl.load(drafts + sequence * (N - 1) + node - 1, (node > 0) & (node < N), other=-1)
         # The parent is the highest bit but the own one.
         is_parent = ((word ^ bit)[:, None] >> node[None, :]) == 1
         agrees = is_parent & (draft[:, None] == chosen[None, :])
         right = (tl.sum(agrees.to(tl.int32), 1) > 0) & (node <= limit) | (node == 0)
         good = tl.sum(tl.where(right & (node < N), bit, 0), 0)
-        reached = ((word & ~good) == 0) & (node < N)
-        best = tl.max(tl.where(reached, popcount(word) * BLOCK_N + BLOCK_N - 1 - node, 0), 0)
-        count = best // BLOCK_N - 1
-        taken = tl.sum(tl.where(node == BLOCK_N - 1 - best % BLOCK_N, word, 0), 0)
+    reached = ((word & ~good) == 0) & (node < N)
+    best = tl.max(tl.where(reached, popcount(word) * BLOCK_N + BLOCK_N - 1 - node, 0), 0)
+    taken = tl.sum(tl.where(node == BLOCK_N - 1 - best % BLOCK_N, word, 0), 0)
+    depth = best // BLOCK_N - 1
     before = popcount(taken & (bit - 1))
-    rank = tl.where(((taken >> node) & 1) == 1, before, count + 1 + node - before)
+    rank = tl.where(((taken >> node) & 1) == 1, before, depth + 1 + node - before)
+    count = depth
+    if DEPTH:
+        count = simulated_accept(tl.load(seeds + sequence), length, limit, thresholds, DEPTH, BLOCK_N)
 
     tl.store(tokens + row * width + length + 1 + rank, chosen, node < N)
     # Several sequences may be the padding row at once; it must stay as it is.
@@ -75,9 +77,10 @@ def _commit_tree_kernel(
 
 
 def commit_tree(
-    chosen: Chosen, proposal: Proposal, rows: BatchRows, seeds: torch.Tensor, simulate: float | None = None
+    chosen: Chosen, proposal: Proposal, rows: BatchRows, seeds: torch.Tensor, simulate: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`walk_tree_ref` of the tokens chosen at every node, and `accept_triton.commit` in path order.
+    """`walk_tree_ref` of the tokens chosen at every node, or `deepest_path_ref` if acceptance is simulated, and
+    `accept_triton.commit` in path order.
 
     Returns packed int64 [B, N + 3] and path int64 [B, N].
     """

@@ -14,7 +14,7 @@ from specbatch.progress import progress
 from specbatch.sweeps.check_options import CheckOptions
 
 
-@takes_engine(without=("simulate_accept_length",), settings=options_of(CheckOptions))
+@takes_engine(without=("simulate_accept_length", "simulate_accept"), settings=options_of(CheckOptions))
 def check(
     *,
     engine: EngineOptions,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specbatch.config import EngineConfig
 
 
-@takes_engine(without=("simulate_accept_length",), settings=options_of(EvalOptions))
+@takes_engine(without=("simulate_accept_length", "simulate_accept"), settings=options_of(EvalOptions))
 def evaluate(
     *,
     task: Annotated[str, Argument(help="gsm8k, gsm8k_platinum, one_digit_sums or another lm-eval task.")],

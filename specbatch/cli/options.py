@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from typer import Option
 
+from specbatch.acceptance_profile import read_profile
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.errors import at_least, refuse, shown_json
 from specbatch.field_errors import did_you_mean
@@ -64,6 +65,7 @@ _OVERRIDES: dict[str, tuple[Any, Any, str]] = {
     "algorithm": (str | None, None, "Default: standalone with --draft, else ngram."),
     "draft_tokens": (str | None, None, ""),
     "aux_layers": (str | None, None, ""),
+    "simulate_accept": (str | None, None, ""),
     "max_running": (int | None, None, f"Default: the concurrency, else {EngineConfig.max_running}."),
     "prefix_cache": (bool | None, None, "Default: on; off in trace, send-one and sweep (on for gsp)."),
     "decode_graph": (str | None, None, "Default: whole on a CUDA device, off on a CPU."),
@@ -162,7 +164,8 @@ class EngineOptions(SimpleNamespace):
                     raise refuse(name, getattr(self, name), "nothing is drafted; add --algorithm, or leave it out")
         default = "standalone" if self.draft else "none" if self.spec is None else "ngram"
         settings = {name: getattr(self, name) for name in ("draft", *_ONLY_WITH_DRAFTS)}
-        settings |= {"draft_tokens": draft_tokens, "aux_layers": self._aux_layers()}
+        profile = None if self.simulate_accept is None else read_profile(self.simulate_accept)
+        settings |= {"draft_tokens": draft_tokens, "aux_layers": self._aux_layers(), "simulate_accept": profile}
         return Speculation(algorithm=self.algorithm or default, schedule=self.spec or "v2", **settings)
 
     def config(

@@ -32,7 +32,7 @@ from specbatch.kernels.sampling.accept import BatchRows, commit_ref
 from specbatch.kernels.sampling.argmax_topk import topk_logprobs
 from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL, TARGET, simulated_accept_ref
 from specbatch.kernels.sampling.sample import sample_ref
-from specbatch.kernels.sampling.tree_verify import identity_path, walk_tree_ref
+from specbatch.kernels.sampling.tree_verify import deepest_path_ref, walk_tree_ref
 
 
 class Accepted(NamedTuple):
@@ -62,7 +62,7 @@ def accept(
     proposal: Proposal,
     logits: torch.Tensor,
     positions: torch.Tensor,
-    simulate: float | None = None,
+    simulate: torch.Tensor | None = None,
 ) -> Accepted:
     """Apply the acceptance rule to logits [B, N, V] of nodes at `positions` [B, N], and commit tokens and lengths to
     the batch; on a CUDA device one kernel does both. simulate: see `accept_ref`."""
@@ -77,7 +77,7 @@ def accept_and_commit_ref(
     rows: BatchRows,
     positions: torch.Tensor,
     sampling: Sampling,
-    simulate: float | None = None,
+    simulate: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The fields of `Accepted`."""
     chosen, accepted, finite, path = accept_ref(logits, proposal, positions + 1, sampling, simulate)
@@ -103,13 +103,15 @@ def accept_ref(
     proposal: Proposal,
     positions: torch.Tensor,
     sampling: Sampling,
-    simulate: float | None = None,
+    simulate: torch.Tensor | None = None,
 ) -> RefResult:
     """The rules in plain torch, for a chain or a tree: logits [B, N, V] of [root, d_1 .. d_{N-1}]; positions [B, N] of
     the tokens that they predict.
 
-    simulate: a mean accept length. Then a random number decides how many drafts are accepted, whatever they are, and
-    the tokens are those that the target chooses at the first nodes.
+    simulate: thresholds int64 [D] of `simulated_accept_ref`. Then random numbers decide how many drafts are accepted,
+    whatever they are, and the tokens are those that the target chooses at the accepted nodes. Of a tree these are the
+    nodes on the path to its deepest node. Random weights make shallow trees: where more are accepted than that path
+    has, the other nodes follow in order, so that the accept length does not depend on the shape of the tree.
     """
     assert proposal.ancestors is None or proposal.probabilities is None, "drafts of a tree are not sampled"
     ancestors, path = proposal.ancestors, None
@@ -120,7 +122,9 @@ def accept_ref(
     finite = are_finite(logits, tokens, sampling)
     if simulate is not None:
         accepted = simulated_accept_ref(sampling.seeds, positions[:, 0] - 1, proposal.drafted, simulate)
-        path = None if ancestors is None else identity_path(ancestors)
+        if ancestors is not None:
+            path = deepest_path_ref(proposal.drafted, ancestors)
+            tokens = tokens.gather(1, path)
     elif ancestors is None:
         accepted = _correct_prefix(tokens[:, :-1] == proposal.tokens, proposal.drafted)
     else:

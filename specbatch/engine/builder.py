@@ -26,6 +26,7 @@ from specbatch.errors import SpecbatchError, refuse
 from specbatch.kernels.attention.prefill_backends import PrefillAttention, prefill_backend
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
+from specbatch.kernels.sampling.rng import acceptance_thresholds
 from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.page_pool import PagePool, pages_for, reach_of
 from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, plan_memory, size_text
@@ -278,11 +279,13 @@ def _load(
     needs_all_hidden = draft.needs_all_hidden
     forward, cache = loader.target(model, needs_all_hidden=needs_all_hidden)
     drafter = draft.build(model, loader)
+    simulated = config.speculation.simulated
+    simulate = None if simulated is None else acceptance_thresholds(simulated.conditional, device)
     passes: dict[str, Any] = {"page_size": config.page_size, "needs_all_hidden": needs_all_hidden, "fp8": fp8}
     worker = DeviceWorker(
         batch,
         PrefillStep(batch, model, forward, drafter, states=cache.states, **passes),
-        DecodeStep(model, cache, drafter, config.speculation.simulate_accept_length, fp8=fp8),
+        DecodeStep(model, cache, drafter, simulate, fp8=fp8),
         ScoreStep(batch, model, forward, workspace=plan.workspace, **passes),
         caches=loader.caches,
         forwards=loader.forwards,

@@ -97,7 +97,7 @@ class Engine(InferenceEngine):
         )
         self._trusted = True
         speculation = config.speculation
-        judged = speculation.drafted and speculation.simulate_accept_length is None
+        judged = speculation.drafted and speculation.simulated is None
         causes = causes_of_low_acceptance(speculation.algorithm, config.load_format)
         # A diagnosis runs the model on this rank alone.
         diagnose = parts.diagnose if self._ranks is None else lambda completions: None

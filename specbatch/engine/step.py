@@ -37,13 +37,14 @@ class Verified(NamedTuple):
 class DecodeStep:
     """Advances every request of a step by the drafts that it accepts and one token of the target's own.
 
-    simulate: a mean accept length, for benchmarks; fp8: see `use_fp8_activations`.
+    simulate: thresholds int64 [D] of simulated acceptance, for benchmarks (see `accept_ref`); fp8: see
+    `use_fp8_activations`.
     """
 
     model: Decoder
     cache: KVCache
     drafter: Drafter
-    simulate: float | None = None
+    simulate: torch.Tensor | None = None
     fp8: bool = False
 
     def __call__(self, step: StepInput) -> Result:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specbatch.config import Speculation
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
+from specbatch.records.run_record import speculation_of
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -64,11 +64,11 @@ def table(result: dict[str, Any]) -> str:
         f"{result['speed']:.2f}",
     ]
     shown = markdown_table([row], list(HEADERS.values()))
-    speculation = Speculation(**result["record"]["config"]["speculation"])
+    speculation = speculation_of(result["record"]["config"]["speculation"])
     record = result["record"]
     parts = [shown, acceptance_table({(): [record["counters"]]})]
     parts.append("\n".join(draft_length_lines([record["counters"]], record["caps"])))
-    parts += [] if speculation.simulate_accept_length is None else [str(speculation)]
+    parts += [] if speculation.simulated is None else [str(speculation)]
     return "\n\n".join(filter(None, parts))
 
 

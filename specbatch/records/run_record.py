@@ -8,10 +8,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from specbatch.acceptance_profile import AcceptanceProfile, whole_lengths
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.atomic_file import write_atomic
 from specbatch.config import Speculation
-from specbatch.draft_shape import AUTO
+from specbatch.draft_shape import AUTO, MOST
 from specbatch.records.environment import hardware, versions
 
 SCHEMA = 1
@@ -67,9 +68,17 @@ class RunRecord:
 
     @property
     def simulated_accept_length(self) -> float | None:
-        """The mean of simulated accept lengths; None if acceptance was real."""
-        mean: float | None = self.config["speculation"].get("simulate_accept_length")
+        """The mean of simulated accept lengths with all drafts; None if acceptance was real."""
+        asked = self.config["speculation"]
+        if asked.get("simulate_accept") is not None and (profile := self.speculation.simulated) is not None:
+            return profile.accept_length()
+        mean: float | None = asked.get("simulate_accept_length")
         return mean
+
+    @property
+    def simulated_acceptance(self) -> str | None:
+        """The model of simulated acceptance, as tables name it; None if acceptance was real."""
+        return None if self.simulated_accept_length is None else str(self.speculation.simulated)
 
     def graphs(self, kind: str) -> dict[str, dict[str, Any]]:
         """Counters of CUDA graphs by name, empty where graphs of this kind were off.
@@ -98,4 +107,9 @@ class RunRecord:
 def speculation_of(settings: dict[str, Any]) -> Speculation:
     """The settings of a record, in which tuples are lists."""
     known: dict[str, Any] = {name: tuple(item) if isinstance(item, list) else item for name, item in settings.items()}
+    mean = known.get("simulate_accept_length")
+    if mean is not None and "simulate_accept" not in known:  # of an earlier version
+        known |= {"simulate_accept_length": None, "simulate_accept": whole_lengths(mean, MOST)}
+    elif isinstance(profile := known.get("simulate_accept"), dict):
+        known["simulate_accept"] = AcceptanceProfile(profile["name"], tuple(profile["conditional"]))
     return Speculation(**known)

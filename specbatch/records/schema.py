@@ -62,10 +62,16 @@ class _GraphModes(_Table):
     prefill: str
 
 
+class _Profile(_Table):
+    name: str
+    conditional: list[Annotated[float, Field(ge=0, le=1)]]
+
+
 class _SpeculationSettings(_Table):
     algorithm: str
     draft_tokens: Any = None
     simulate_accept_length: Amount | None = None
+    simulate_accept: _Profile | None = None
 
 
 class Config(_Table):

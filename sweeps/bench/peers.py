@@ -135,7 +135,7 @@ def _size(kind: str, record: RunRecord) -> int:
 
 
 def drafting_of(record: RunRecord) -> str:
-    """Algorithm, shape and simulated accept length of a record of a bench; "" without speculation."""
+    """Algorithm, shape and simulated mean accept length of a record of a bench; "" without speculation."""
     if not record.drafts:
         return ""
     asked, mean = record.speculation, record.simulated_accept_length

@@ -91,6 +91,7 @@ def _row(concurrency: int, name: str, records: list[RunRecord]) -> Row:
         "request_rate": records[0].workload.get("request_rate"),
         "repeats": len(records),
         "simulated_accept_length": records[0].simulated_accept_length,
+        "simulated_acceptance": records[0].simulated_acceptance,
     }
     measured = [_numbers(record) for record in records]
     for line in (line for lines in BLOCK.values() for line in lines):
@@ -115,8 +116,8 @@ def block(row: Row) -> str:
         "Max request concurrency": row["max_concurrency"],
         "Repeats (medians shown)": row["repeats"],
     }
-    if (mean := row["simulated_accept_length"]) is not None:
-        head["SIMULATED accept length"] = f"{mean:g}"
+    if (model := row["simulated_acceptance"]) is not None:
+        head["SIMULATED acceptance"] = model
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
     lines += [_line(title, str(value)) for title, value in head.items()]
     for section, numbers in BLOCK.items():

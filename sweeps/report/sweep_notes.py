@@ -121,11 +121,11 @@ def _remarks(record: RunRecord) -> Iterator[Note]:
 
 
 def _simulated(records: list[RunRecord]) -> Iterator[Note]:
-    means = {record.workload["configuration"]: mean for record in records if (mean := record.simulated_accept_length)}
-    for name, mean in means.items():
+    models = {record.workload["configuration"]: model for record in records if (model := record.simulated_acceptance)}
+    for name, model in models.items():
         text = (
-            f"{name}: accept lengths were drawn at random with mean {mean:g}; the text is not the model's. Rows "
-            "without a draft (ngram without a match) accept none, so the mean reached may be lower."
+            f"{name}: acceptance was drawn at random ({model}); the text is not the model's. Verifies with fewer "
+            "drafts (ngram without a match, --draft-tokens auto) accept fewer, so the mean reached may be lower."
         )
         yield Note(text, "SIMULATED")
 

@@ -143,6 +143,7 @@ def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
         {
             **{key: record.workload[key] for key in (*_POINT, "repeat")},
             "simulated_accept_length": record.simulated_accept_length,
+            "simulated_acceptance": record.simulated_acceptance,
             "failed": record.error,
             **{column: _or_nan(metric.read(record)) for column, metric in view.columns.items()},
             "break_even": _or_nan(_break_even(record, records, view)),
@@ -155,6 +156,7 @@ def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
     groups = runs.groupby(_POINT, sort=False)
     rows = groups[[*columns, "break_even"]].median()
     rows.insert(0, "repeats", groups.failed.agg(lambda reasons: int(reasons.isna().sum())))
+    rows.insert(0, "simulated_acceptance", groups.simulated_acceptance.first())
     rows.insert(0, "simulated_accept_length", groups.simulated_accept_length.first())
     gains = gains_of(records, view)
     rows["speculation"] = [None if (gain := gains[point]) is None else str(gain) for point in rows.index]

@@ -13,6 +13,7 @@ from crossed import crossed
 from stand_ins import fake_graphs, no_step_times, random_draft_lengths
 
 from specbatch import Engine, SamplingParams
+from specbatch.acceptance_profile import AcceptanceProfile
 from specbatch.config import Graphs, Speculation
 from specbatch.core.async_copy import StepTimer
 from specbatch.drafters.draft_model import DraftModelChain
@@ -200,15 +201,23 @@ def shares(engine: Engine) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("mean", "wanted", "name", "graphs", "schedule"),
-    crossed([(6.0, "5"), (1.0, "0"), (1.95, "1")], [("same", Graphs()), ("eagle3", BOTH)], ["v1", "v2"]),
+    ("first", "others", "wanted", "name", "graphs", "schedule"),
+    crossed([(1.0, 1.0, "5"), (0.0, 0.0, "0"), (0.95, 0.0, "1")], [("same", Graphs()), ("eagle3", BOTH)], ["v1", "v2"]),
 )
 @pytest.mark.usefixtures("clock")
 def test_no_drafts_where_none_is_accepted_and_the_most_where_all_are(
-    toy: Any, toy_engine: Callable[..., Engine], name: str, mean: float, wanted: str, schedule: str, graphs: Graphs
+    toy: Any,
+    toy_engine: Callable[..., Engine],
+    name: str,
+    first: float,
+    others: float,
+    wanted: str,
+    schedule: str,
+    graphs: Graphs,
 ) -> None:
-    """By a simulated accept length; an average of one draft is no reason for a second one."""
-    speculation = replace(auto(name, schedule), simulate_accept_length=mean)
+    """By simulated acceptance; a first draft that is nearly always accepted is no reason for a second one."""
+    profile = AcceptanceProfile("", (first, *[others] * 4))
+    speculation = replace(auto(name, schedule), simulate_accept=profile)
     engine = toy_engine(speculation=speculation, graphs=graphs, max_model_len=300, max_running=2)
     prompts = [list(prompt) for prompt in toy.prompts()[:2]]
     engine.generate(prompts, SamplingParams(max_new_tokens=60, ignore_eos=True))  # it learns
@@ -247,13 +256,13 @@ def test_each_batch_size_has_its_own_length(
 ) -> None:
     """On a device where verifying costs nothing in small batches, and as much as decoding in large ones."""
     monkeypatch.setattr(clock, "cost", lambda rows, drafts: 1.0 + drafts * (0.02 if rows < 8 else 1.0))
-    speculation = replace(auto("same"), simulate_accept_length=3.5)
+    speculation = replace(auto("same"), simulate_accept=AcceptanceProfile("", (1.0, 1.0, 0.5, 0.0, 0.0)))
     engine = toy_engine(speculation=speculation, max_model_len=300)
     params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in [40] * 6 + [200] * 2]
     engine.generate([list(prompt) for prompt in toy.prompts()[:8]], params)
     steps = engine.record().counters["draft_lengths"]
     assert steps["8"]["0"] > 0.8 * sum(steps["8"].values())
-    # 2.5 drafts on average: the fourth is never accepted, and five cost little more.
+    # The fourth is never accepted, and five cost little more.
     assert steps["2"]["4"] > 0.8 * sum(steps["2"].values())
     times = engine.caps["draft_length_s"]
     assert list(times) == ["8", "4", "2", "1"]

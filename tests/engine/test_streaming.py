@@ -140,8 +140,7 @@ def test_memory_does_not_grow_with_finished_requests(toy_engine: Callable[..., E
         grown = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert (
-        grown < 400 * 400
-    )  # five times of 8 bytes and what arrays allocate ahead are 160; a completion takes over 1,000
+    # Five times of 8 bytes and what arrays allocate ahead are 160; a completion takes over 1,000.
+    assert grown < 400 * 400
     record = engine.record()
     assert (record.metrics["requests"], record.requests) == (550, [])

@@ -17,7 +17,7 @@ from specbatch.core.step_input import Proposal
 from specbatch.engine.acceptance import accept_ref
 from specbatch.kernels.sampling.accept import BatchRows
 from specbatch.kernels.sampling.accept_triton import _BLOCK, Chosen, argmax_partials, commit, verify_inputs
-from specbatch.kernels.sampling.rng import simulated_accept_ref
+from specbatch.kernels.sampling.rng import SIMULATED, acceptance_thresholds, simulated_accept_ref, uniform_ref
 
 
 def greedy(seeds: torch.Tensor) -> Sampling:
@@ -50,7 +50,7 @@ class Case:
         self.seeds = torch.randint(-(1 << 62), 1 << 62, (batch,), generator=cpu).to(device)
 
     def expected(
-        self, simulate: float | None = None, accepted: torch.Tensor | None = None
+        self, simulate: torch.Tensor | None = None, accepted: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(packed, tokens, lengths) as an iteration makes them."""
         starts = self.lengths[self.rows]
@@ -73,7 +73,7 @@ class Case:
     def batch(self) -> BatchRows:
         return BatchRows(self.tokens, self.lengths, self.rows)
 
-    def commit_argmax(self, simulate: float | None = None) -> torch.Tensor:
+    def commit_argmax(self, simulate: torch.Tensor | None = None) -> torch.Tensor:
         return commit(Chosen(argmax_partials(self.logits), None), self.proposal, self.batch, self.seeds, simulate)
 
     def check(self, packed: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
@@ -85,13 +85,14 @@ class Case:
 SHAPES = [(1, 1, 5), (1, 5, 37), (4, 1, 8193), (5, 3, 4096), (3, 7, 4097), (2, 16, 10_000), (1, 64, 3)]
 
 
-@pytest.mark.parametrize(("batch", "n", "vocabulary", "simulate", "dtype"), crossed(SHAPES, [None, 1.0, 2.4], DTYPES))
+@pytest.mark.parametrize(("batch", "n", "vocabulary", "simulate", "dtype"), crossed(SHAPES, [None, 0.0, 0.7], DTYPES))
 def test_greedy_accept_matches_reference(
     batch: int, n: int, vocabulary: int, simulate: float | None, dtype: torch.dtype, device: torch.device
 ) -> None:
     case = Case(batch, n, vocabulary, device, dtype)
-    expected = case.expected(simulate)
-    case.check(case.commit_argmax(simulate), expected)
+    thresholds = None if simulate is None else acceptance_thresholds([simulate] * 7, device)
+    expected = case.expected(thresholds)
+    case.check(case.commit_argmax(thresholds), expected)
 
 
 @pytest.mark.parametrize("rule", ["compared", "given", "simulated"])
@@ -102,7 +103,7 @@ def test_commit_matches_reference(batch: int, n: int, vocabulary: int, rule: str
     if rule == "given":
         options = {"accepted": torch.arange(batch, device=device) % n}
     elif rule == "simulated":
-        options = {"simulate": 2.4}
+        options = {"simulate": acceptance_thresholds((0.9, 0.5), device)}
     expected = case.expected(options.get("simulate"), options.get("accepted"))
     finite = torch.arange(batch * n, device=device).view(batch, n) % 5 > 0
     expected[0][:, -1] = finite.all(1)
@@ -159,9 +160,27 @@ def test_random_numbers_match_reference(device: torch.device) -> None:
     lengths = torch.arange(batch + 1, device=device) * 29
     starts = lengths[1:].clone()
     batch_rows = BatchRows(tokens, lengths, rows)
-    packed = commit(Chosen(chosen, chosen == 0), Proposal(drafts, drafted), batch_rows, seeds, simulate=3.37)
-    assert torch.equal(packed[:, 8], simulated_accept_ref(seeds, starts, drafted, 3.37))
-    assert len(packed[:, 8].unique()) == 2
+    thresholds = acceptance_thresholds([0.9, 0.5, 0.8, 0.99, 0.6, 0.3, 1.0], device)
+    packed = commit(Chosen(chosen, chosen == 0), Proposal(drafts, drafted), batch_rows, seeds, thresholds)
+    assert torch.equal(packed[:, 8], simulated_accept_ref(seeds, starts, drafted, thresholds))
+    assert len(packed[:, 8].unique()) > 4
+
+
+def test_random_numbers_are_below_a_threshold_as_often_as_the_reference(device: torch.device) -> None:
+    """Whose threshold is exact: at the random number itself, and one above it."""
+    seeds = torch.arange(1, 9, device=device)
+    number = (uniform_ref(seeds, torch.full_like(seeds, 6), SIMULATED) * 2.0**53).long()
+    for more, wanted in ((0, 0), (1, 1)):
+        for place in range(len(seeds)):
+            tokens, lengths = torch.zeros(2, 9, dtype=torch.int64, device=device), torch.tensor([0, 5], device=device)
+            rows, seed = torch.tensor([1], device=device), seeds[place : place + 1]
+            chosen = torch.zeros(1, 2, dtype=torch.int64, device=device)
+            proposal = Proposal(chosen[:, 1:], torch.tensor([1], device=device))
+            threshold = number[place : place + 1] + more
+            packed = commit(Chosen(chosen, chosen == 0), proposal, BatchRows(tokens, lengths, rows), seed, threshold)
+            assert (
+                packed[0, 2] == wanted == simulated_accept_ref(seed, lengths[1:] * 0 + 5, proposal.drafted, threshold)
+            )
 
 
 @pytest.mark.parametrize(("batch", "n"), [(1, 1), (3, 1), (2, 5), (5, 16)])

@@ -12,10 +12,10 @@ from trees import ancestor_masks, path_of
 from specbatch.kernels.common.verified_rows import VerifiedRows
 from specbatch.kernels.sampling.accept import BatchRows, Proposal
 from specbatch.kernels.sampling.accept_triton import Chosen, argmax_partials, verify_inputs
-from specbatch.kernels.sampling.rng import simulated_accept_ref
+from specbatch.kernels.sampling.rng import acceptance_thresholds, simulated_accept_ref
 from specbatch.kernels.sampling.tree_verify import (
     ancestor_words,
-    identity_path,
+    deepest_path_ref,
     move_accepted_kv_ref,
     tree_depths,
     walk_tree_ref,
@@ -153,19 +153,30 @@ def test_tree_commit_matches_reference(device: torch.device, count: int, drawn: 
     assert torch.equal(lengths, old)
 
 
-@pytest.mark.parametrize("mean", [1.0, 2.4, 6.0])
-def test_simulated_acceptance_takes_the_first_nodes(device: torch.device, mean: float) -> None:
-    case = Case(1, 6, 8, device)
+def test_deepest_path_leads_to_the_first_of_the_deepest_nodes_that_count() -> None:
+    for seed in range(20):
+        case = Case(seed, 5, 12, torch.device("cpu"))
+        paths = deepest_path_ref(case.inputs[2], case.words)
+        for parents, drafted, found in zip(case.parents, case.drafted, paths.tolist(), strict=True):
+            deepest = max((path_of(parents, node) for node in range(drafted + 1)), key=len)  # the first one
+            assert found == deepest + [node for node in range(12) if node not in deepest]
+
+
+@pytest.mark.parametrize(("seed", "probability"), enumerate([0.0, 0.7, 1.0]))
+def test_simulated_acceptance_takes_the_deepest_path(device: torch.device, seed: int, probability: float) -> None:
+    case = Case(seed, 6, 8, device)
+    thresholds = acceptance_thresholds([probability] * 5, device)
     chosen, drafts, drafted = case.inputs
     tokens, rows = torch.zeros(9, 40, dtype=torch.int64, device=device), torch.arange(1, 7, device=device)
     lengths, seeds = torch.arange(9, device=device), torch.arange(6, device=device) + 7
     finite = torch.ones(6, 8, dtype=torch.bool, device=device)
-    wanted = simulated_accept_ref(seeds, lengths[rows], drafted, mean)
+    wanted = simulated_accept_ref(seeds, lengths[rows], drafted, thresholds)
+    order = deepest_path_ref(drafted, case.words)
     proposal = Proposal(drafts, drafted, ancestors=case.words)
-    packed, path = commit_tree(Chosen(chosen, finite), proposal, BatchRows(tokens, lengths, rows), seeds, mean)
+    packed, path = commit_tree(Chosen(chosen, finite), proposal, BatchRows(tokens, lengths, rows), seeds, thresholds)
     assert torch.equal(packed[:, 8], wanted)
-    assert torch.equal(packed[:, :8], chosen)
-    assert torch.equal(path, identity_path(case.words))
+    assert torch.equal(packed[:, :8], chosen.gather(1, order))
+    assert torch.equal(path, order)
 
 
 @pytest.mark.parametrize("count", SIZES)

@@ -161,7 +161,7 @@ def test_warnings_come_first():
     kinds = [node.text for node in sections[0].iter("strong")]
     assert kinds == ["SIMULATED", "NO REPLAYS", "INCOMPLETE", "TOKENS DIFFER"]
     text = sections[0].text_content()
-    assert "v1: accept lengths were drawn at random with mean 2.4" in text
+    assert "v1: acceptance was drawn at random (geometric, mean 2.4)" in text
     assert "v2 at concurrency 4, repeat 1: 3 of 8 prompts finished." in text
     notes = sections[-2].text_content()
     assert not any(kind in notes for kind in kinds)

@@ -83,7 +83,7 @@ def test_missing_measurements_are_dashes_and_none():
 def test_arrivals_and_simulation_are_shown():
     text = block(serving_rows([swept("v1", simulate=2.4, request_rate=10.5)])[0])
     assert value(text, "Traffic request rate (req/s)") == "10.5"
-    assert value(text, "SIMULATED accept length") == "2.4"
+    assert value(text, "SIMULATED acceptance") == "geometric, mean 2.4"
     assert "SIMULATED" not in block(serving_rows([swept("v1")])[0])
 
 

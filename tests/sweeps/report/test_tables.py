@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from specbatch.acceptance_profile import AcceptanceProfile
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.records.run_record import RunRecord
@@ -214,9 +215,17 @@ def test_simulated_acceptance_is_marked_everywhere():
     assert rows[rows.configuration == "v1"].simulated_accept_length.item() == 6.35
     assert rows[rows.configuration == "baseline"].simulated_accept_length.isna().all()
     text = markdown(records, rows)
-    assert "v1: ngram, 7 drafted, schedule v1, simulated accept length 6.35" in text
-    assert "SIMULATED: v1: accept lengths were drawn at random with mean 6.35;" in text
+    assert "v1: ngram, 7 drafted, schedule v1, simulated acceptance (geometric, mean 6.35)" in text
+    assert "SIMULATED: v1: acceptance was drawn at random (geometric, mean 6.35);" in text
+    assert rows[rows.configuration == "v1"].simulated_acceptance.item() == "geometric, mean 6.35"
     assert "SIMULATED" not in text_of(records[:1])
+    profile = AcceptanceProfile("mine.json", (0.5, 0.5, *[0.0] * 5))
+    configured(records[1], Speculation("ngram", "v1", draft_tokens=7, simulate_accept=profile))
+    assert "SIMULATED: v1: acceptance was drawn at random (mine.json);" in text_of(records)
+    assert table(records).simulated_accept_length.max() == 1.75
+    simulated(records[1], 2.4).config["speculation"].pop("simulate_accept")  # as an earlier version wrote it
+    assert "v1: acceptance was drawn at random (floor or ceiling of 2.4);" in text_of(records)
+    assert records[1].speculation.simulated.conditional == (1, pytest.approx(0.4), 0, 0, 0, 0, 0)
 
 
 def test_simulated_output_is_not_compared():
@@ -225,7 +234,7 @@ def test_simulated_output_is_not_compared():
     text = text_of(records)
     assert "TOKENS DIFFER" not in text
     assert "same output tokens" not in text
-    assert "ngram without a match) accept none, so the mean reached may be lower" in text
+    assert "ngram without a match, --draft-tokens auto) accept fewer, so the mean reached" in text
 
 
 def test_graphs_that_were_never_replayed_are_named():

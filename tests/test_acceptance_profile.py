@@ -1,0 +1,118 @@
+"""Models of simulated acceptance: geometric, written down, counted in a run, and from golden curves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specbatch import SpecbatchError
+from specbatch.acceptance_profile import (
+    AcceptanceProfile,
+    from_accept_lengths,
+    from_counts,
+    geometric,
+    read_profile,
+    whole_lengths,
+)
+
+CURVES = "model:\n  thinking_on:\n    1: 1.86\n    2: '2.55'\n    3: 3.08\n  thinking_off: {1: 1.5, 3: 2.0}\n"
+
+
+@pytest.mark.parametrize("count", [1, 3, 15, 63])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.4, 0.999, 1.0])
+def test_geometric_model_has_the_mean_with_one_probability(count: int, share: float) -> None:
+    mean = 1 + share * count
+    profile = geometric(mean, count)
+    assert len(set(profile.conditional)) == 1
+    assert len(profile.conditional) == count
+    assert profile.accept_length() == pytest.approx(mean, abs=1e-9)
+    assert profile.of_drafts(count) == profile
+    if share in (0.0, 1.0):
+        assert profile.conditional[0] == share
+
+
+def test_accept_length_of_fewer_drafts_is_the_sum_of_the_first_products() -> None:
+    profile = AcceptanceProfile("", (0.5, 0.25, 1.0))
+    assert [profile.accept_length(count) for count in range(4)] == [1.0, 1.5, 1.625, 1.75]
+
+
+def test_curves_are_met_at_every_number_and_constant_between() -> None:
+    lengths = {1: 1.8, 4: 3.0, 6: 3.2}
+    profile = from_accept_lengths("", lengths)
+    assert {count: profile.accept_length(count) for count in lengths} == pytest.approx(lengths)
+    assert len(set(profile.conditional[1:4])) == len(set(profile.conditional[4:6])) == 1
+
+
+def test_curves_may_be_off_by_their_rounding_only() -> None:
+    assert from_accept_lengths("", {1: 1.33, 2: 1.67}).conditional[1] == 1.0  # 0.34 after 0.33
+    assert from_accept_lengths("", {1: 1.5, 2: 1.49}).conditional[1] == 0.0
+    falling = from_accept_lengths("falling", {1: 1.86, 2: 2.55, 3: 2.5})
+    assert falling.of_drafts(2).accept_length() == pytest.approx(2.55)
+    with pytest.raises(SpecbatchError, match=r"simulate_accept='falling': the probability of draft 3 is -0.07.*most 2"):
+        falling.of_drafts(3)
+    with pytest.raises(SpecbatchError, match=r"the probability of draft 2 is 1\.2; use 0 to 1, or draft at most 1"):
+        from_accept_lengths("", {1: 1.5, 2: 2.1}).of_drafts(2)
+    with pytest.raises(SpecbatchError, match="the probability of draft 2 is inf"):
+        from_accept_lengths("", {1: 1.0, 2: 1.5}).of_drafts(2)
+
+
+def test_counts_end_where_nothing_was_tried() -> None:
+    assert from_counts("run", [8, 4, 0, 0], [4, 1, 0, 0]).conditional == (0.5, 0.25)
+
+
+def test_whole_lengths_accept_the_number_below_or_above() -> None:
+    assert whole_lengths(2.25, 4).conditional == (1.0, 0.25, 0.0, 0.0)
+
+
+def test_profiles_are_read_from_text_and_files(tmp_path: Path) -> None:
+    assert read_profile("0.5, 0.25,1") == AcceptanceProfile("0.5, 0.25,1", (0.5, 0.25, 1.0))
+    record = {"counters": {"acceptance": {"drafted": [4, 4], "tried": [4, 2], "accepted": [2, 1]}}}
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    (tmp_path / "curves.yaml").write_text(CURVES)
+    one = tmp_path / "one.json"
+    for written in ([0.5, 0.5], {"conditional": [0.5, 0.5]}, {"m": {"default": {"1": 1.5, "2": 1.75}}}, {"2": 1.75}):
+        one.write_text(json.dumps(written))
+        assert read_profile(str(one)).conditional == pytest.approx((0.5, 0.5))
+        assert read_profile(str(one)).name == str(one)
+    one.write_text('{"name": "mine", "conditional": [1]}')
+    assert read_profile(str(one)) == AcceptanceProfile("mine", (1.0,))
+    for text in (str(tmp_path), str(tmp_path / "record.json")):
+        assert read_profile(text) == AcceptanceProfile(text, (0.5, 0.5))
+    for name in ("thinking_on", "model/thinking_on"):
+        profile = read_profile(f"{tmp_path}/curves.yaml#{name}")
+        assert [profile.accept_length(count) for count in (1, 2, 3)] == pytest.approx([1.86, 2.55, 3.08])
+
+
+@pytest.mark.parametrize(
+    ("content", "works"),
+    [
+        ("[]", "must list probabilities"),
+        ("[true]", "must list probabilities"),
+        ('{"conditional": [0.5, "x"]}', "must list probabilities"),
+        ("7", "is not a profile; name a JSON file"),
+        ("{", "is not JSON"),
+        ('{"a": 1}', "is not a profile; name a JSON file"),
+        ('{"m": {"0": 1.5}}', "is not a profile; name a JSON file"),
+        ('{"m": {"a": {"1": 1.5}, "b": {"1": 1.6}}}', "has 2 curves; add the name of one to the file: #m/a, #m/b"),
+        ('{"counters": {}}', "the record of a run that drafted nothing"),
+        ('{"counters": {"acceptance": {"tried": [0], "accepted": [0]}}}', "the record of a run that drafted nothing"),
+        (None, "cannot be read (No such file or directory); name a JSON file"),
+    ],
+)
+def test_other_files_are_refused(content: str | None, works: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SpecbatchError, match="simulate_accept=") as error:
+        read_profile(str(path))
+    assert works in str(error.value)
+
+
+def test_curves_that_a_file_does_not_have_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "curves.yaml").write_text(CURVES)
+    with pytest.raises(
+        SpecbatchError, match="add the name of one to the file: #model/thinking_on, #model/thinking_off"
+    ):
+        read_profile(f"{tmp_path}/curves.yaml#thinking")
