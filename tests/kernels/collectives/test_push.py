@@ -11,6 +11,7 @@ from specbatch.kernels.collectives.communicator import MOST_PUSHED, DeviceCommun
 from specbatch.sweeps.machine.devices import run_on_devices
 
 CALLS = 20_000
+CALLS_OF_GRAPH, MOST_CALLS = 500, 1_000_000
 needs_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
@@ -37,6 +38,42 @@ def random_calls(ranks: DeviceCommunicator, calls: int) -> None:
             wrong += (ranks.all_gather(parts[ranks.rank]) != torch.stack(parts)).any()
     assert not wrong.item()
     assert not ranks.is_late
+
+
+def replayed_random_calls(ranks: DeviceCommunicator, replays: int) -> None:
+    """A graph of calls with random sizes that checks itself, with other inputs in each replay."""
+    device = torch.device("cuda", ranks.rank)
+    sizes = torch.rand(CALLS_OF_GRAPH, generator=torch.Generator().manual_seed(11)).tolist()
+    seeds = torch.arange(MOST_PUSHED // 2, dtype=torch.int32, device=device)
+    replay = torch.zeros((), dtype=torch.int32, device=device)
+    wrong = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def part(rank: int, call: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        mixed = (seeds[:count] + (rank * 7919 + call)) * (replay * 2 + 2654435)
+        return ((mixed >> 7) & 1023).sub(512).to(dtype) * 0.01
+
+    def exchange() -> None:
+        for call, size in enumerate(sizes):
+            dtype = (torch.bfloat16, torch.float16, torch.float32)[call % 3]
+            largest = MOST_PUSHED // dtype.itemsize // (64 if call % 50 else 1)
+            count = (int(size * (largest // 8)) + 1) * 8
+            parts = [part(rank, call, count, dtype) for rank in range(ranks.size)]
+            if call % 4:
+                wrong.add_((ranks.all_reduce(parts[ranks.rank]) != sum_ref(parts)).any())
+            else:
+                wrong.add_((ranks.all_gather(parts[ranks.rank]) != torch.stack(parts)).any())
+        replay.add_(1)
+
+    exchange()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        exchange()
+    for _ in range(replays):
+        graph.replay()
+    assert not wrong.item()
+    assert not ranks.is_late
+    assert replay.item() == replays + 1
 
 
 def replayed_calls(ranks: DeviceCommunicator) -> None:
@@ -75,6 +112,13 @@ def test_random_calls_equal_the_reference() -> None:
 @needs_devices
 def test_replayed_calls_equal_the_reference() -> None:
     run_on_devices(replayed_calls)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@needs_devices
+def test_a_million_replayed_calls_of_random_sizes_equal_the_reference() -> None:
+    run_on_devices(replayed_random_calls, MOST_CALLS // CALLS_OF_GRAPH)
 
 
 def dead_rank(ranks: DeviceCommunicator) -> None:
