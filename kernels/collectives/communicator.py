@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
+from uuid import uuid4
 
 import torch
 
@@ -36,7 +37,8 @@ class Communicator(Protocol):
         ...
 
     def abort(self) -> None:
-        """Let collectives that wait for another rank end."""
+        """Let collectives that wait for another rank end, with wrong results or an error; other threads may be in one.
+        The group cannot be used any more."""
 
     def close(self) -> None:
         """Leave the group."""
@@ -85,13 +87,19 @@ class DeviceCommunicator:
     def __init__(self, device: torch.device) -> None:
         """The default group of `torch.distributed` must be initialized, with NCCL."""
         import torch.distributed._symmetric_memory as symmetric
+        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
         from specbatch.kernels.collectives.push_triton import Mailboxes
 
-        group: Any = torch.distributed.group.WORLD
         self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        # torch keeps the store of a group's name for good, and every default group has the same name. A group after
+        # one whose process failed has another store, so it needs a name of its own: that of the first rank here.
+        store = _get_default_store()
+        name: Any = store.compare_set("specbatch-peer-memory", "", uuid4().hex).decode()
+        _SymmetricMemory.set_group_info(name, self.rank, self.size, PrefixStore(name, store))
         memory = symmetric.empty(Mailboxes.bytes_for(MOST_PUSHED, self.size) // 4, dtype=torch.int32, device=device)
-        addresses = list(symmetric.rendezvous(memory, group).buffer_ptrs)
+        addresses = list(symmetric.rendezvous(memory, name).buffer_ptrs)
         self._mailboxes = Mailboxes(memory, addresses, self.rank, MOST_PUSHED)
         torch.cuda.synchronize(device)
         torch.distributed.barrier()
@@ -115,7 +123,12 @@ class DeviceCommunicator:
         return bool(self._mailboxes.late)
 
     def abort(self) -> None:
-        self._mailboxes.abort.fill_(1)
+        from torch.distributed.distributed_c10d import _abort_process_group
+
+        self._mailboxes.abort.fill_(1)  # ends our kernels
+        if torch.distributed.is_initialized():
+            _abort_process_group()  # ends NCCL's, by `ncclCommAbort`, and forgets the group
 
     def close(self) -> None:
-        torch.distributed.destroy_process_group()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

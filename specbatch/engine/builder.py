@@ -136,11 +136,10 @@ def build(
         return _build(prepared, log, report, shared, share, ranks)
     ranks = others.build()
     try:
-        parts = _build(prepared, log, report, shared, share, ranks, others)
+        return _build(prepared, log, report, shared, share, ranks, others)
     except BaseException as error:
         others.fail(error)
         raise
-    return parts
 
 
 def _build(
@@ -167,6 +166,8 @@ def _build(
             parts = _load(prepared, plan, shared, log, ranks)
             parts.caps.update(_record_graphs(parts.worker, log, report))
             parts.worker.others = others
+            if others is not None:
+                others.wait_until_built()
             if ranks is None or ranks.rank == 0:  # the others repeat its steps
                 parts.caps.update(_time_draft_lengths(parts))
             return parts

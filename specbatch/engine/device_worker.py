@@ -8,9 +8,11 @@ engine.
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable
 from functools import partial, wraps
 from itertools import chain
+from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
@@ -41,6 +43,7 @@ from specbatch.runtime.prefill_forward import PromptWork
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Handler = Callable[[int, FrameType | None], Any]
 CALLS: list[str] = []  # the methods that launch work. Call them in `torch.inference_mode()`
 
 
@@ -58,8 +61,12 @@ class OtherRanks(Protocol):
     def check(self) -> None:
         """Raises SpecbatchError if one of them has failed."""
 
+    def wait_until_built(self) -> None:
+        """Wait until they have built their parts of the engine. Raises SpecbatchError if one of them has failed."""
+
     def fail(self, error: BaseException) -> None:
-        """A call has raised an error here, and the ranks are at different places in their work."""
+        """A call has raised an error here, and the ranks are at different places in their work. Raises SpecbatchError
+        if this is a consequence of what happened to another rank."""
 
 
 def launches(method: Callable[Concatenate[DeviceWorker, P], T]) -> Callable[Concatenate[DeviceWorker, P], T]:
@@ -73,17 +80,39 @@ def launches(method: Callable[Concatenate[DeviceWorker, P], T]) -> Callable[Conc
         if others is None:
             return method(self, *args, **kwargs)
         assert not kwargs, "calls are sent by position"
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            others.send(method.__name__, args)
-            return method(self, *args, **kwargs)
-        except BaseException as error:
-            others.fail(error)
-            raise
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        with DeferredInterrupts():
+            try:
+                others.send(method.__name__, args)
+                return method(self, *args, **kwargs)
+            except BaseException as error:
+                others.fail(error)
+                raise
 
     return cast("Callable[Concatenate[DeviceWorker, P], T]", call)
+
+
+class DeferredInterrupts:
+    """Within this context, Ctrl-C and SIGTERM are noted and take effect at the end. Blocking signals would not do:
+    another thread would receive them, and Python runs their handlers in the main thread all the same."""
+
+    def __enter__(self) -> None:
+        self._noted: int | None = None
+        self._handlers: dict[int, Handler] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted = number
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if self._noted is not None:
+            self._handlers[self._noted](self._noted, None)
 
 
 class DeviceWorker:

@@ -140,10 +140,7 @@ class Engine(InferenceEngine):
         except (Exception, KeyboardInterrupt) as error:
             self._trusted = False
             yield from self._requests.take_events()  # keep what has ended by then
-            if isinstance(error, torch.OutOfMemoryError):
-                raise self.plan.out_of_memory("running prompts") from error
-            if self._ranks is not None:
-                self._ranks.explain(error)
+            self._explain(error, "running prompts")
             raise
         finally:
             self._drop_work()
@@ -157,8 +154,9 @@ class Engine(InferenceEngine):
         try:
             with on_device(self.device):
                 return self._scorer.score(checked_pairs(pairs, vocabulary, longest), on_score)
-        except torch.OutOfMemoryError as error:
-            raise self.plan.out_of_memory("scoring") from error
+        except Exception as error:
+            self._explain(error, "scoring")
+            raise
         finally:
             self._state = "ready"
 
@@ -221,6 +219,13 @@ class Engine(InferenceEngine):
     def _step(self) -> bool:
         with on_device(self.device):
             return self._schedule.step()
+
+    def _explain(self, error: BaseException, doing: str) -> None:
+        """Raise an error that says more than this one, if there is one."""
+        if isinstance(error, torch.OutOfMemoryError):
+            raise self.plan.out_of_memory(doing) from error
+        if self._ranks is not None:
+            self._ranks.explain(error)
 
     def _drop_work(self) -> None:
         """Drop requests that an error, a closed stream or a closed engine leaves unfinished."""

@@ -6,14 +6,10 @@ python -m specbatch.engine.follower FD RANK SIZE PORT DEVICE
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
 
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
@@ -21,12 +17,14 @@ from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-de
 from specbatch.config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.engine.builder import EngineParts, build
-from specbatch.engine.ranks import Build, Call, follow, one_line
+from specbatch.engine.rank_link import Failed, Link
+from specbatch.engine.ranks import Build, follow
 from specbatch.kernels.collectives.communicator import Communicator, DeviceCommunicator, GroupCommunicator
 from specbatch.memory.planner import MemoryShare
 
 HOST = "127.0.0.1"
 CONNECT = timedelta(seconds=120)  # for all ranks to start
+EXCHANGE = timedelta(days=30)  # of a collective: rank 0 watches the processes, and all of them may be suspended
 
 
 def listen(size: int) -> TCPStore:
@@ -37,26 +35,29 @@ def listen(size: int) -> TCPStore:
 def join_group(store: TCPStore, rank: int, size: int, device: str) -> Communicator:
     """This rank's end of the group; returns once all ranks have joined."""
     if device == "cpu":
-        return GroupCommunicator(ProcessGroupGloo(store, rank, size, CONNECT))
+        group = ProcessGroupGloo(store, rank, size, CONNECT)
+        group._set_default_timeout(EXCHANGE)
+        return GroupCommunicator(group)
     place = torch.device("cuda", rank)
     torch.cuda.set_device(place)
+    # A failure of another rank is reported, see `RankGroup`; by default NCCL's watchdog would end this process.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=place)
     return DeviceCommunicator(place)
 
 
 def main() -> None:
-    """Join the group and make the calls of rank 0. An exception is sent to it, as one line; the end of the connection
-    ends this process, wherever it is."""
-    connection = Connection(int(sys.argv[1]))
+    """Join the group and make the calls of rank 0, which reports an exception. The end of the connection ends this
+    process, wherever it is."""
     rank, size, port, device = int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C ends
-    store = TCPStore(HOST, port, size, is_master=False, timeout=CONNECT)
-    communicator = join_group(store, rank, size, device)
+    link = Link(Connection(int(sys.argv[1])), lambda: os._exit(0))
     try:
-        follow(received(connection), builder(communicator, f"cuda:{rank}" if device == "cuda" else device))
+        store = TCPStore(HOST, port, size, is_master=False, timeout=CONNECT)
+        communicator = join_group(store, rank, size, device)
+        follow(link.calls(), builder(communicator, f"cuda:{rank}" if device == "cuda" else device), link.send)
     except Exception as error:
-        connection.send(one_line(error))
-        raise
+        link.send(Failed.of(error))
+    os._exit(1)  # at once: a collective of this rank may be under way
 
 
 def builder(ranks: Communicator, device: str) -> Build:
@@ -70,22 +71,6 @@ def builder(ranks: Communicator, device: str) -> Build:
             return build(replace(config, device=device), _silent, _silent, shared=model, share=share, ranks=ranks)
 
     return build_part
-
-
-def received(connection: Connection) -> Iterator[Call]:
-    """The calls of rank 0. They are read ahead, so that its end is noticed while a collective waits for it."""
-    calls: SimpleQueue[Call] = SimpleQueue()
-
-    def read() -> None:
-        try:
-            while True:
-                calls.put(connection.recv())
-        except (EOFError, OSError):
-            os._exit(0)
-
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        yield calls.get()
 
 
 def _silent(*_: object) -> None:

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from specbatch import Engine, EngineConfig, SamplingParams, SpecbatchError
+from specbatch import Completion, Engine, EngineConfig, SamplingParams, SpecbatchError
 from specbatch.engine import ranks
 
 CONFIG = {
@@ -20,7 +21,7 @@ CONFIG = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
-LONG = SamplingParams(max_new_tokens=2_000, ignore_eos=True)
+SHORT, LONG = (SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (8, 2_000))
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("model") / "config.json"
     path.write_text(json.dumps(CONFIG))
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def no_group() -> Iterator[None]:
+    """Each test starts processes of its own."""
+    yield
+    ranks._close_groups()
 
 
 def config(model: str, size: int) -> EngineConfig:
@@ -62,9 +70,10 @@ def test_processes_generate_the_tokens_of_one_and_errors_name_the_rank(model: st
         next(events)
         os.kill(pid, signal.SIGKILL)
         start = time.monotonic()
-        with pytest.raises(SpecbatchError, match="the process of rank 1 ended"):
+        with pytest.raises(SpecbatchError, match="the process of rank 1 ended by SIGKILL"):
             list(events)
         assert time.monotonic() - start < 5
+        assert not children()
         with pytest.raises(SpecbatchError, match="rank 1"):
             second.generate(prompts, params)
     # Another group starts, whose ranks report what they raise.
@@ -88,12 +97,18 @@ def children() -> list[int]:
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
 def test_ranks_end_with_the_process_that_started_them(model: str, ending: signal.Signals) -> None:
     program = f"""
-from test_rank_processes import LONG, children, config
+from test_rank_processes import LONG, SHORT, children, config
 from specbatch import Engine
-events = Engine(config({model!r}, 2)).stream(["one"], LONG)
+engine = Engine(config({model!r}, 2))
+expected = engine.generate(["one"], SHORT)[0].token_ids
+events = engine.stream(["one"], LONG)
 next(events)
 print(*children(), flush=True)
-list(events)
+try:
+    list(events)
+except KeyboardInterrupt:
+    assert engine.generate(["one"], SHORT)[0].token_ids == expected
+    raise
 """
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     command, pipes = [sys.executable, "-c", program], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -105,6 +120,47 @@ list(events)
     assert ends_within(pid, 5)
     if ending == signal.SIGINT:
         assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+CAUSES = {
+    "start": "the process of rank 1 ended with status 3",
+    "join": "rank 1 failed: ValueError: no peer access",
+    "load": "rank 1 failed: out of memory while building the engine: .*",
+    "capture": "rank 1 failed: RuntimeError: operation not permitted when stream is capturing",
+    "launch": "rank 1 failed: ValueError: index out of range",
+    "memory": r"rank 1 failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 9.00 GiB",
+    "stop": "rank 1 has not answered for 3 s, as if its process were stopped",
+}
+WHILE_RUNNING = ("launch", "memory", "stop")
+
+
+@pytest.mark.parametrize(
+    "fault", ["launch", *(pytest.param(name, marks=pytest.mark.slow) for name in CAUSES if name != "launch")]
+)
+def test_a_fault_of_another_rank_is_one_error(
+    model: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], fault: str
+) -> None:
+    monkeypatch.setattr(ranks, "SILENT_BEATS", 3)
+    finished: list[Completion] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "FOLLOWER", "faulty_follower")
+        patch.setenv("FAULT", fault)
+        start, message = time.monotonic(), f"^tensor parallel: {CAUSES[fault]}; what was finished is kept"
+        if fault in WHILE_RUNNING:
+            engine = Engine(config(model, 2))
+            start = time.monotonic()
+            with engine, pytest.raises(SpecbatchError, match=message):
+                engine.generate(["one", "two"], [SHORT, LONG], on_completion=finished.append)
+        else:
+            with pytest.raises(SpecbatchError, match=message):
+                Engine(config(model, 2))
+        assert time.monotonic() - start < (8 if fault in WHILE_RUNNING else 40)  # with the imports of another process
+    assert not children()
+    assert len(finished) == (fault in WHILE_RUNNING)
+    assert capfd.readouterr().err == ""
+    if fault == "memory":
+        with Engine(config(model, 2)) as engine:
+            assert engine.generate(["one"], SHORT)[0].token_ids == finished[0].token_ids
 
 
 def test_sizes_that_do_not_divide_are_refused_before_a_process_starts(model: str) -> None:

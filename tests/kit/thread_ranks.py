@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -15,6 +15,7 @@ import torch
 
 from specbatch.engine import ranks
 from specbatch.engine.follower import builder
+from specbatch.engine.rank_link import Failed, Link
 from specbatch.kernels.collectives.communicator import sum_ref
 
 
@@ -79,23 +80,16 @@ def thread_group(patch: pytest.MonkeyPatch) -> Shared:
             ours, theirs = Pipe()
             threading.Thread(target=_follow, args=(ThreadCommunicator(found, rank), theirs), daemon=True).start()
             connections.append(ours)
-        return ranks.RankGroup(ThreadCommunicator(found, 0), connections, lambda: None)
+        return ranks.RankGroup(connections, [], lambda: ThreadCommunicator(found, 0))
 
     patch.setattr(ranks, "start_group", start)
     return found
 
 
 def _follow(communicator: ThreadCommunicator, connection: Connection) -> None:
-    def calls() -> Iterator[ranks.Call]:
-        while True:
-            try:
-                yield connection.recv()
-            except (EOFError, OSError):
-                return
-
+    link = Link(connection, lambda: None)
     try:
-        ranks.follow(calls(), builder(communicator, "cpu"))
+        ranks.follow(link.calls(), builder(communicator, "cpu"), link.send)
     except Exception as error:
-        connection.send(repr(error))
+        link.send(Failed.of(error))
         communicator.shared.barrier.abort()
-        raise

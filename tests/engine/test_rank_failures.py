@@ -1,0 +1,97 @@
+"""Failures of other ranks, as threads: one error that names the rank, and Ctrl-C that leaves the ranks together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from targets import Targets
+from thread_ranks import thread_group
+
+from specbatch import Completion, Engine, SamplingParams, SpecbatchError
+from specbatch.engine import builder, rank_link, ranks
+from specbatch.engine.step import DecodeStep
+
+SHORT, LONG = (SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (3, 30))
+
+
+def on_other_rank(method: Callable[..., Any], fault: Callable[[], None], calls: int = 0) -> Callable[..., Any]:
+    """`method`, but after so many calls of the other rank `fault` comes first there."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        if threading.current_thread() is not threading.main_thread():
+            calls -= 1
+            if calls < 0:
+                fault()
+        return method(*args, **kwargs)
+
+    return call
+
+
+def raises() -> None:
+    raise ZeroDivisionError("of a test")
+
+
+def built(targets: Targets) -> Engine:
+    return targets.engine("llama", "ngram", tensor_parallel=2)
+
+
+@pytest.mark.parametrize("place", ["_load", "_record_graphs"])
+def test_a_rank_that_cannot_be_built_is_named(targets: Targets, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    thread_group(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(builder, place, on_other_rank(getattr(builder, place), raises))
+        with pytest.raises(SpecbatchError, match="rank 1 failed: ZeroDivisionError: of a test; "):
+            built(targets)
+    assert len(built(targets).generate([[3, 4]], SHORT)[0].token_ids) == 3
+
+
+def test_what_has_finished_before_a_rank_fails_is_kept(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+    thread_group(monkeypatch)
+    engine, kept = built(targets), list[Completion]()
+    monkeypatch.setattr(DecodeStep, "__call__", on_other_rank(DecodeStep.__call__, raises, calls=9))
+    with pytest.raises(SpecbatchError, match="rank 1 failed: ZeroDivisionError"):
+        engine.generate([[3, 4], [5, 6]], [SHORT, LONG], on_completion=kept.append)
+    assert [len(item.token_ids) for item in kept] == [3]
+    for work in (lambda: engine.generate([[3]], SHORT), lambda: engine.score([([3], [4])])):
+        with pytest.raises(SpecbatchError, match="rank 1 failed: ZeroDivisionError"):
+            work()
+
+
+def test_a_rank_that_falls_silent_is_named(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+    thread_group(monkeypatch)
+    engine, stuck = built(targets), threading.Event()
+    monkeypatch.setattr(ranks, "BEAT_S", 0.1)
+    monkeypatch.setattr(rank_link.Link, "_send_beat", lambda link: stuck.wait())
+    monkeypatch.setattr(DecodeStep, "__call__", on_other_rank(DecodeStep.__call__, stuck.wait, calls=9))
+    start = time.monotonic()
+    with pytest.raises(SpecbatchError, match="rank 1 has not answered for 2 s, as if its process were stopped"):
+        engine.generate([[3, 4]], LONG)
+    assert time.monotonic() - start < 10
+    stuck.set()
+
+
+def test_ctrl_c_between_launches_leaves_the_ranks_together(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+    thread_group(monkeypatch)
+    engine = built(targets)
+    expected = engine.generate([[3, 4]], LONG)[0].token_ids
+    for step in range(8):
+        calls = 0
+
+        def interrupt(last: int = step) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == last + 1:  # while rank 0 is within the same launch, which waits for this rank
+                os.kill(os.getpid(), signal.SIGINT)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DecodeStep, "verify", on_other_rank(DecodeStep.verify, interrupt))
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate([[3, 4]], LONG)
+        assert engine.generate([[3, 4]], LONG)[0].token_ids == expected

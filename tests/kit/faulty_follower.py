@@ -1,0 +1,73 @@
+"""A process of another rank with a fault, in place of `specbatch.engine.follower`. FAULT names it: see `FAULTS`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from specbatch.engine import builder, follower
+from specbatch.engine.device_worker import DeviceWorker
+
+
+def _raising(error: BaseException) -> Callable[..., NoReturn]:
+    def call(*_: Any, **__: Any) -> NoReturn:
+        raise error
+
+    return call
+
+
+def _later(function: Callable[..., Any], calls: int, fault: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, with a fault after so many calls."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls -= 1
+        if calls < 0:
+            fault()
+        return function(*args, **kwargs)
+
+    return call
+
+
+def start() -> None:
+    sys.exit(3)
+
+
+def join() -> None:
+    follower.join_group = _raising(ValueError("no peer access"))
+
+
+def load() -> None:
+    builder._load = _raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+
+
+def capture() -> None:
+    builder._record_graphs = _raising(RuntimeError("operation not permitted when stream is capturing"))
+
+
+def launch() -> None:
+    DeviceWorker._run = _later(DeviceWorker._run, 20, _raising(ValueError("index out of range")))  # type: ignore[method-assign]
+
+
+def memory() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+    DeviceWorker._run = _later(DeviceWorker._run, 20, _raising(error))  # type: ignore[method-assign]
+
+
+def stop() -> None:
+    def stopped() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    DeviceWorker._run = _later(DeviceWorker._run, 20, stopped)  # type: ignore[method-assign]
+
+
+FAULTS = {function.__name__: function for function in (start, join, load, capture, launch, memory, stop)}
+
+if __name__ == "__main__":
+    FAULTS[os.environ["FAULT"]]()
+    follower.main()
