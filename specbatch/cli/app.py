@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 
 from specbatch import SpecbatchError, __version__
 from specbatch.atomic_file import UnwritableError
+from specbatch.cli.acceptance import acceptance
 from specbatch.cli.bench import bench
 from specbatch.cli.check import check
 from specbatch.cli.compare import compare
@@ -130,7 +131,7 @@ def _help(command: Callable[..., None]) -> str:
 
 
 app.command("eval", help=_help(evaluate))(bounded(evaluate))
-for command in (check, sweep, report, bench, trace, compare, gate, train_draft, generate, send_one, doctor):
+for command in (check, sweep, report, bench, trace, compare, acceptance, gate, train_draft, generate, send_one, doctor):
     app.command(command.__name__.replace("_", "-"), help=_help(command))(bounded(command))
 app.add_typer(models, name="models")
 

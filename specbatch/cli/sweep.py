@@ -43,13 +43,17 @@ def sweep(
         str | None,
         Option(
             help="gsm8k, random, gsp (groups of random prompts with a shared prefix), lm-eval:TASK or FILE.jsonl. "
-            "Lines have the format of generate, or MT-Bench's turns, of which only the first is used. Default: gsm8k; "
-            "with --input-len random.",
+            "Lines have the format of generate, or the turns of MT-Bench and SPEED-Bench, of which only the first is "
+            "used. Default: gsm8k; with --input-len random.",
             rich_help_panel=_WORKLOAD,
         ),
     ] = None,
     data: Annotated[
         Path | None, Option(help="Other questions for --dataset gsm8k and lm-eval:gsm8k.", rich_help_panel=_WORKLOAD)
+    ] = None,
+    category: Annotated[
+        str | None,
+        Option(help="FILE.jsonl: only the rows of this category. Default: all, in turn.", rich_help_panel=_WORKLOAD),
     ] = None,
     input_len: Annotated[
         str | None,
@@ -243,6 +247,7 @@ def sweep(
         groups=groups,
         group_prompts=group_prompts,
         shared_len=length("shared_len", shared_len),
+        category=category,
         request_rate=request_rate,
         burst=0 if burst == "all" else whole_number("burst", burst, "all"),
         chat_template=chat_template,

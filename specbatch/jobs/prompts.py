@@ -7,7 +7,8 @@
 
 Other keys are allowed; "id" is copied to the output, and "sampling" is an object with sampling parameters of the
 prompt. Some readers allow a fifth form, MT-Bench's {"turns": ["text", ...]}: the first turn is asked as a message.
-Later turns would need the answer to the first.
+Later turns would need the answer to the first. These readers read SPEED-Bench as well, as its own script prepares it:
+several messages, all of the user, are turns, and "category" is kept.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Prompt:
     """The prompt of one line: its number (from 1), its form, its value, and its id if it has one.
 
     sampling   the sampling parameters that the line sets
+    category   of a benchmark with several
     """
 
     line: int
@@ -47,6 +49,7 @@ class Prompt:
     value: Any
     id: str | int | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
+    category: str | None = None
 
     def as_message(self) -> Prompt:
         """The same prompt as a user message. Raises SpecbatchError for token ids, whose text is not known."""
@@ -177,6 +180,8 @@ def _prompt(row: Any, forms: tuple[str, ...], number: int) -> Prompt:
         raise MalformedRowError(f"{name} must be {expected}")
     if (place := no_text_in(value, name)) is not None:
         raise MalformedRowError(f"{place} {HALF_PAIR}")
+    if _PLACEHOLDER in str(value):
+        raise MalformedRowError(f"{name} is a placeholder: prepare the data set with the script of SPEED-Bench first")
     own = row.get(_IDS[1] if form == TURNS else _IDS[0])
     if own is not None and (not isinstance(own, (str, int)) or isinstance(own, bool)):
         raise MalformedRowError(f"id={shown_json(own)}: use a string or a whole number")
@@ -184,7 +189,12 @@ def _prompt(row: Any, forms: tuple[str, ...], number: int) -> Prompt:
         raise MalformedRowError(f"id={shown_json(own)} {HALF_PAIR}")
     if form == TURNS:
         form, value = "messages", [{"role": "user", "content": value[0]}]
-    return Prompt(line=number, form=form, value=value, id=own, sampling=_sampling(row.get(SAMPLING)))
+    elif form == "messages" and TURNS in forms and all(message["role"] == "user" for message in value):
+        value = value[:1]
+    category = row.get("category") if TURNS in forms else None
+    if category is not None and (not isinstance(category, str) or not category.isprintable() or not category):
+        raise MalformedRowError(f"category={shown_json(category)}: use a string")
+    return Prompt(number, form, value, own, _sampling(row.get(SAMPLING)), category)
 
 
 def _sampling(value: Any) -> dict[str, Any]:
@@ -246,6 +256,8 @@ def as_text(value: str) -> str:
 HALF_PAIR = "has half of a surrogate pair, which is not text; write the whole character"
 LINES = "one JSON object per line"
 _IDS = ("id", "question_id")  # MT-Bench has the second
+# In place of the texts that SPEED-Bench must not distribute.
+_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 _EXPECTED = {
     "prompt": "a string",
     "prompt_token_ids": "a list of whole numbers from 0",

@@ -22,7 +22,7 @@ from specbatch.records.sweep_plan import unfinished
 # Settings of the model and of the workload that must be equal, or the numbers cannot be compared.
 _MODEL_SETTINGS = ("model", "load_format", "tokenizer")
 _WORKLOAD_SETTINGS = (
-    *("task", "task_version", "num_fewshot", "limit", "dataset", "input_len", "output_len", "ignore_eos"),
+    *("task", "task_version", "num_fewshot", "limit", "dataset", "category", "input_len", "output_len", "ignore_eos"),
     *("max_new_tokens", "new_tokens", "sampling", "chat_template", "request_rate", "concurrency", "seed"),
     *("prompts", "input_sha256", "prompts_sha256"),
 )

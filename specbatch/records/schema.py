@@ -192,6 +192,7 @@ class PointWorkload(Workload):
     place: Count
     repeat: Positive
     dataset: str
+    category: str | None = None
     prompts: Count
     distinct_prompts: Count = 0
     input_len: Positive | None = None
@@ -300,6 +301,7 @@ class RequestRow(_Table):
     tpot_s: Amount | None = None
     e2e_s: Amount | None = None
     token_ids: list[int] | None = None
+    category: str | None = None
 
     @model_validator(mode="after")
     def _generated(self) -> Self:

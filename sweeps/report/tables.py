@@ -41,6 +41,7 @@ _SHOWN = (
 )
 _BREAK_EVEN, _RATIO = RELATIVE["break_even"], RELATIVE["ratio"]
 _POINT = ["concurrency", "configuration"]
+_VERIFIED = ("emitted", "verify_steps", "accepted", "drafted")  # counts of a request
 BASELINE = "baseline"
 
 
@@ -187,11 +188,39 @@ def markdown(records: list[RunRecord], rows: pd.DataFrame, missing: Sequence[Poi
     """Heading, table, acceptance, notes and a conclusion. missing: points of the sweep without a record."""
     headings, body = shown(rows)
     lines = "".join(f"* {note}\n" for note in notes(records, rows, missing))
-    parts = [heading(about(records)), f"{markdown_table(body, headings)}\n", acceptance(records), lines]
+    tables = (f"{markdown_table(body, headings)}\n", acceptance(records), categories(records))
+    parts = [heading(about(records)), *tables, lines]
     parts.append(
         "".join(f"{sentence}\n" for sentence in conclusion(rows, base_of(rows.configuration), differences_of(records)))
     )
     return "\n".join(filter(None, parts))
+
+
+def categories(records: list[RunRecord]) -> str:
+    """The table of categories of prompts, over the requests of all repeats; empty where they have none."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for point, repeats in points_of(records).items():
+        for row in (row for record in repeats for row in record.requests if "category" in row):
+            found.setdefault((*point, row["category"]), []).append(row)
+    sums = {
+        key: {name: sum(row.get(name) or 0 for row in rows) for name in ("output_tokens", *_VERIFIED)}
+        for key, rows in found.items()
+    }
+    body = [
+        [
+            *map(str, key),
+            str(len(found[key])),
+            str(total["output_tokens"]),
+            *_accepted(*map(total.__getitem__, _VERIFIED)),
+        ]
+        for key, total in sums.items()
+    ]
+    headings = (*_POINT, "category", "requests", "output tokens", "accept length", "accept rate")
+    return f"{markdown_table(body, headings)}\n" if body else ""
+
+
+def _accepted(emitted: int, verifies: int, accepted: int, drafted: int) -> tuple[str, str]:
+    return f"{emitted / verifies:.3f}" if verifies else "-", f"{accepted / drafted:.3f}" if drafted else "-"
 
 
 def acceptance(records: list[RunRecord]) -> str:

@@ -8,7 +8,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,7 +43,9 @@ class Workload:
                 "lm-eval:TASK": what that task asks, worked examples included, with the texts that end its answers, in
                 its own order; `data` as for `specbatch eval`;
                 or the path of a JSONL file as in `specbatch.jobs.prompts`, whose lines may also hold the `turns` of
-                MT-Bench: the first of them is asked
+                MT-Bench and SPEED-Bench: the first of them is asked. Rows with categories are taken in turn from each,
+                so that the prompts of every point have all of them
+    category    asks only the rows of this category
     input_len   tokens per random prompt; with "gsp" its own
     output_len  tokens per answer; for text the most, as an end token ends it
     prompts_per_concurrency  a point runs this many prompts per running request, and never fewer than four; with "gsp"
@@ -72,6 +74,7 @@ class Workload:
     sequential: bool = False
     chat_template: bool | None = None
     thinking: bool | None = None
+    category: str | None = None
     read_task: TaskReader | None = field(default=None, repr=False, compare=False)
     rows: tuple[Prompt, ...] = field(default=(), init=False, repr=False)  # of a dataset of text
     stop: tuple[str, ...] = field(default=(), init=False)  # texts that end its answers
@@ -101,7 +104,7 @@ class Workload:
                 "goes with --dataset gsm8k and lm-eval:TASK; name other files as --dataset FILE.jsonl",
             )
         if self.is_random:
-            for name in ("chat_template", "thinking"):
+            for name in ("chat_template", "thinking", "category"):
                 if getattr(self, name) is not None:
                     raise refuse(name, getattr(self, name), f"{self.dataset} prompts are not text; leave it out")
             return
@@ -110,6 +113,7 @@ class Workload:
                 "output_len", shown(self.output_len), "answers of text end by themselves; give one number, the maximum"
             )
         rows, stop = self._read()
+        rows = _of_categories(rows, self.category)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "rows", tuple(row.as_message() if self.chat_template else row for row in rows))
         if self.thinking is not None and not self.is_rendered:
@@ -228,6 +232,7 @@ class Workload:
             "thinking": self.thinking,
             "prompts": len(prompts),
             "distinct_prompts": len({tuple(prompt) for prompt in prompts}),
+            "category": self.category,
             "seed": self.seed,
             "shared": {name: getattr(self, name) for name in ("groups", "group_prompts", "shared_len")}
             if self.is_grouped
@@ -237,6 +242,13 @@ class Workload:
             "sequential": self.sequential,
             "prompts_sha256": sha256_of(prompts),
         }
+
+    def name_categories(self, requests: list[dict[str, Any]]) -> None:
+        """Add its category to the row of each request of a point, if the prompts have categories."""
+        if any(row.category for row in self.rows):
+            for place, request in enumerate(requests):
+                index = place if self.sequential else request["index"]
+                request["category"] = self.rows[index % len(self.rows)].category or ""
 
     def _draw_length(self, what: str, index: int, length: Length) -> int:
         least, most = _bounds(length)
@@ -257,6 +269,19 @@ class Workload:
         return read_prompts(Path(self.dataset), "dataset", (*FORMS, TURNS)), ()
 
 
+def _of_categories(rows: list[Prompt], category: str | None) -> list[Prompt]:
+    """The rows of a category, or of each in turn."""
+    by_category: dict[str | None, list[Prompt]] = {}
+    for row in rows:
+        by_category.setdefault(row.category, []).append(row)
+    if category is None:
+        return [row for round in zip_longest(*by_category.values()) for row in round if row is not None]
+    if category not in by_category:
+        known = ", ".join(name for name in by_category if name)
+        raise refuse("category", category, f"use one of {known}" if known else "the prompts have no categories")
+    return by_category[category]
+
+
 def lines_of(work: dict[str, Any]) -> dict[str, str]:
     """Heading lines that describe a record's workload."""
     inputs = work.get("input_range") or work["input_len"]
@@ -269,8 +294,9 @@ def lines_of(work: dict[str, Any]) -> dict[str, str]:
         switch = "" if thinking is None else f", thinking {'on' if thinking else 'off'}"
         text += f" by the chat template{switch}"
     output = f"{'exactly' if work['ignore_eos'] else 'at most'} {_text(work.get('output_range') or work['output_len'])}"
+    of = f" ({category})" if (category := work.get("category")) else ""
     return {
-        "workload": f"{work['dataset']}, {text}, output {output}, greedy, seed {work['seed']}",
+        "workload": f"{work['dataset']}{of}, {text}, output {output}, greedy, seed {work['seed']}",
         "arrivals": _arrivals(work),
     }
 

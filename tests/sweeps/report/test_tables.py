@@ -15,6 +15,7 @@ from specbatch.records.summarize import summarize
 from specbatch.sweeps.report.tables import (
     COLUMNS,
     View,
+    categories,
     load_records,
     losses_of,
     markdown,
@@ -386,3 +387,18 @@ def test_repeated_prompts_are_noted():
     assert "(baseline at concurrency 4, repeat 1, and 1 other points).\n" in text
     records = [record("baseline", 1, 10.0, distinct_prompts=2)]
     assert "REPEATED" not in text_of(records)
+
+
+def test_categories_have_their_own_table_over_all_repeats():
+    records = [record("v1", 1, 20.0), record("v1", 2, 20.0), record("baseline", 1, 10.0)]
+    counts = {"emitted": 9, "verify_steps": 4, "accepted": 5, "drafted": 20}
+    for made, category in zip(records, ("math", "math", "coding"), strict=True):
+        made.requests = [{"output_tokens": 10, "category": category, **(counts if category == "math" else {})}]
+    assert [line.split() for line in categories(records).splitlines()[2:]] == [
+        ["|", "4", "|", "v1", "|", "math", "|", "2", "|", "20", "|", "2.250", "|", "0.250", "|"],
+        ["|", "4", "|", "baseline", "|", "coding", "|", "1", "|", "10", "|", "-", "|", "-", "|"],
+    ]
+    assert categories(records) in text_of(records)
+    for made in records:
+        made.requests = [{"output_tokens": 10}]
+    assert categories(records) == ""

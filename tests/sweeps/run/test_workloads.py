@@ -240,3 +240,56 @@ def test_task_reads_questions_from_a_file(tmp_path):
     assert first.endswith("Question: What is 0?\nAnswer:")
     assert first.count("Question:") == 6
     assert "Question:" in workload.stop
+
+
+def speed_bench(folder: Path, *rows: dict) -> Path:
+    """Rows as the script of SPEED-Bench prepares them."""
+    rows = rows or tuple(
+        {"question_id": f"{name}{n}", "category": name, "messages": [{"role": "user", "content": f"{name} {n} {turn}"}
+         for turn in range(1 + n)]} for name in ("coding", "math") for n in range(3 if name == "coding" else 1)
+    )  # fmt: skip
+    path = folder / "qualitative.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_categories_are_asked_in_turn_or_alone(tmp_path):
+    path = str(speed_bench(tmp_path))
+    found = Workload(path, output_len=5)
+    assert [row.value for row in found.rows] == [
+        [{"role": "user", "content": text}] for text in ("coding 0 0", "math 0 0", "coding 1 0", "coding 2 0")
+    ], "the first turn of each"
+    requests = [{"index": index} for index in (5, 1, 0)]
+    found.name_categories(requests)
+    assert [request["category"] for request in requests] == ["math", "math", "coding"]
+    math = Workload(path, output_len=5, category="math")
+    assert [row.category for row in math.rows] == ["math"]
+    described = math.describe([[1]])
+    assert described["category"] == "math"
+    assert lines_of(described)["workload"].startswith(f"{path} (math), text")
+    for category, dataset, works in (
+        ("maths", path, "use one of coding, math"),
+        ("math", "gsm8k", "the prompts have no categories"),
+        ("math", "random", "random prompts are not text"),
+    ):
+        with pytest.raises(SpecbatchError, match=f"category='{category}': {works}"):
+            Workload(dataset, output_len=5, category=category)
+
+
+def test_requests_without_categories_are_left_as_they_are():
+    requests = [{"index": 0}]
+    for workload in (Workload(), Workload("gsm8k", output_len=5)):
+        workload.name_categories(requests)
+    assert requests == [{"index": 0}]
+
+
+@pytest.mark.parametrize(
+    ("row", "works"),
+    [
+        ({"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"]}, "turns is a placeh"),
+        ({"turns": ["a"], "category": 3}, "category=3: use a string"),
+    ],
+)
+def test_unprepared_rows_are_refused(tmp_path, row, works):
+    with pytest.raises(SpecbatchError, match=rf"qualitative.jsonl:1'?: {works}"):
+        Workload(str(speed_bench(tmp_path, row)), output_len=5)
