@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +25,7 @@ LONGEST = 1 << 20  # characters of a template
 CPU_SECONDS = 3.0  # for a rendering
 MEMORY = 512 << 20  # bytes of address space of the process
 LONGEST_OUTPUT = 64 << 20  # bytes
+AHEAD = 256 << 10  # bytes of variables that are rendered together
 CHANCES = 8  # renderings that may exceed a limit, of a template that has rendered nothing yet
 
 _Process = subprocess.Popen[bytes]
@@ -45,6 +47,7 @@ class ChatTemplate:
         self._exceeded = 0
         self._rendered = False  # a text, once
         self._failure: str | None = None
+        self._ahead: dict[bytes, tuple[int, str]] = {}  # replies by variables
 
     def render(self, **variables: Any) -> str:
         """The text for these variables, which are lists, dicts with string keys, strings, numbers, booleans or None.
@@ -52,20 +55,53 @@ class ChatTemplate:
         Raises SpecbatchError if the template is not valid, raises an error or exceeds a limit.
         """
         try:
-            request = marshal.dumps(variables)
+            request = _packed(variables)
         except ValueError as error:
             works = f"use lists, dicts, strings and numbers ({error})"
             raise refuse("messages", variables.get("messages"), works) from None
         with self._lock:
-            if self._failure is None and (self._process is None or self._owner != os.getpid()):
+            if self._failure is None and not self._runs:
                 self._start()
             if self._failure is not None:
                 raise refuse("chat_template", self.name, self._failure)
-            kind, text = self._ask(request)
+            kind, text = self._ahead.get(request) or self._ask(marshal.dumps([request]))
         if kind == REFUSED:
             raise refuse("chat_template", self.name, f"it does not accept these messages ({text})")
         self._rendered = True
         return text
+
+    def render_ahead(self, several: Iterable[dict[str, Any]]) -> None:
+        """Render for several sets of variables in one exchange with the process, which takes longer than a usual
+        rendering. `render` then returns the replies; what this leaves out, or what exceeds a limit, it asks for alone.
+
+        Each call forgets the replies of the one before.
+        """
+        with self._lock:
+            self._ahead.clear()
+            process = self._process
+            if not self._rendered or process is None or not self._runs:
+                return
+            requests, size = [], 0
+            for variables in several:
+                with suppress(ValueError):
+                    requests.append(_packed(variables))
+                    size += len(requests[-1])
+                if size > AHEAD:
+                    break
+            try:
+                replies = _exchange(process, marshal.dumps(requests), len(requests))
+            except BaseException:  # Ctrl-C, as in `_ask`
+                self._close(process)
+                raise
+            whole = [reply for reply in replies if reply[0] != MEMORY_EXCEEDED]
+            if len(whole) < len(requests):
+                self._close(process)
+            if len(whole) == len(replies):
+                self._ahead = dict(zip(requests, replies, strict=False))
+
+    @property
+    def _runs(self) -> bool:
+        return self._process is not None and self._owner == os.getpid()
 
     def _start(self) -> None:
         if len(self.source) > LONGEST:
@@ -80,7 +116,7 @@ class ChatTemplate:
         )
         self._owner = os.getpid()
         weakref.finalize(self, _stop, self._process, self._owner)
-        kind, text = self._ask(marshal.dumps(self.source))
+        kind, text = self._ask(self.source.encode(errors="surrogatepass"))
         if kind == REFUSED:
             self._failure = f"it cannot be read ({text})"
 
@@ -89,15 +125,15 @@ class ChatTemplate:
         process = self._process
         assert process is not None
         try:
-            reply = _exchange(process, request)
+            replies = _exchange(process, request)
         except BaseException:  # Ctrl-C: the reply would be taken for that of the next request
             self._close(process)
             raise
-        if reply is not None and reply[0] != MEMORY_EXCEEDED:
-            return reply
+        if replies and replies[0][0] != MEMORY_EXCEEDED:
+            return replies[0]
         self._close(process)
         self._exceeded += 1
-        works = f"it {_excess(process.returncode if reply is None else None)}"
+        works = f"it {_excess(None if replies else process.returncode)}"
         if self._exceeded >= CHANCES and not self._rendered:
             self._failure = f"{works}, nor for {CHANCES - 1} others; use another template, or --no-chat-template"
         raise refuse("chat_template", self.name, works)
@@ -107,19 +143,29 @@ class ChatTemplate:
         self._process = None
 
 
-def _exchange(process: _Process, request: bytes) -> tuple[int, str] | None:
-    """Send a request and return the kind and text of the reply; None if the process ended."""
+def _packed(variables: dict[str, Any]) -> bytes:
+    """Equal bytes for equal variables: later versions of the format depend on the number of references."""
+    return marshal.dumps(variables, 2)
+
+
+def _exchange(process: _Process, request: bytes, count: int = 1) -> list[tuple[int, str]]:
+    """Send a request and return the kind and text of its replies, fewer than `count` if the process ended."""
     assert process.stdin is not None
     assert process.stdout is not None
+    replies: list[tuple[int, str]] = []
     try:
         process.stdin.write(len(request).to_bytes(8, "little") + request)
         process.stdin.flush()
     except BrokenPipeError:
-        return None
-    header = process.stdout.read(9)
-    size = int.from_bytes(header[:8], "little")
-    text = process.stdout.read(size)
-    return (header[8], text.decode()) if len(header) == 9 and len(text) == size else None
+        return replies
+    while len(replies) < count:
+        header = process.stdout.read(9)
+        size = int.from_bytes(header[:8], "little")
+        text = process.stdout.read(size)
+        if len(header) < 9 or len(text) < size:
+            break
+        replies.append((header[8], text.decode()))
+    return replies
 
 
 def _stop(process: _Process, owner: int) -> None:

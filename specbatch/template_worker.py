@@ -1,8 +1,9 @@
 """Renders one chat template in a process of its own, with limits of CPU time, memory and output.
 
 `specbatch.chat_template` starts this file as a script and talks to it through pipes. Requests and replies start with
-their length as 8 bytes. A request is `marshal` data: first the template, then the variables of each rendering. A reply
-is one of the kinds below, as one byte, and UTF-8 text.
+their length as 8 bytes. The first request is the template. Each of the others is a `marshal` list of renderings: the
+variables of each, as `marshal` bytes. A reply is one of the kinds below, as one byte, and UTF-8 text. The template has
+one, and so has each rendering.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import marshal
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from datetime import datetime
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, BinaryIO, NoReturn
 
 TEXT, REFUSED, MEMORY_EXCEEDED = b"tem"
 _LONGEST_REASON = 300  # characters
@@ -34,21 +37,30 @@ def environment() -> Any:
     return found
 
 
-def answer(template: Any, request: bytes, longest: int) -> tuple[Any, int, bytes]:
-    """The compiled template, and the kind and text of the reply to a request, of at most `longest` bytes. The first
-    request, with template None, compiles it."""
+def compiled(source: bytes) -> Any:
+    """The template of a source."""
+    return environment().from_string(source.decode(errors="surrogatepass"))
+
+
+def rendered(template: Any, variables: bytes, longest: int) -> bytes:
+    """The text for the variables, of at most `longest` bytes."""
+    text: bytes = template.render(**marshal.loads(variables)).encode()
+    if len(text) > longest:
+        raise ValueError(f"its output is longer than {longest >> 20} MiB")
+    return text
+
+
+def attempt(call: Callable[[], Any], seconds: float) -> tuple[int, Any]:
+    """The kind of the reply, and the result or the reason, of a call with a limit of CPU time."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
-        value = marshal.loads(request)
-        if template is None:
-            return environment().from_string(value), TEXT, b""
-        text = template.render(**value).encode()
-        if len(text) > longest:
-            return template, REFUSED, f"its output is longer than {longest >> 20} MiB".encode()
-        return template, TEXT, text
+        return TEXT, call()
     except MemoryError:
-        return template, MEMORY_EXCEEDED, b""
+        return MEMORY_EXCEEDED, b""
     except Exception as error:  # a template can raise any of them
-        return template, REFUSED, reason(error).encode(errors="backslashreplace")
+        return REFUSED, reason(error).encode(errors="backslashreplace")
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def reason(error: Exception) -> str:
@@ -61,7 +73,7 @@ def reason(error: Exception) -> str:
 def serve(seconds: float, memory: int, longest: int) -> None:
     """Answer requests until the pipe is closed.
 
-    seconds   of CPU time for each request; the kernel ends the process when they are used up
+    seconds   of CPU time for each rendering; the kernel ends the process when they are used up
     memory    bytes of address space
     longest   bytes of a rendered prompt
     """
@@ -69,14 +81,22 @@ def serve(seconds: float, memory: int, longest: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    template = None
-    while header := source.read(8):
-        request = source.read(int.from_bytes(header, "little"))
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        template, kind, text = answer(template, request, longest)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def reply(kind: int, text: bytes) -> None:
         sink.write(len(text).to_bytes(8, "little") + bytes((kind,)) + text)
+
+    kind, template = attempt(partial(compiled, _read(source)), seconds)
+    reply(kind, b"" if kind == TEXT else template)
+    sink.flush()
+    while request := _read(source):
+        for variables in marshal.loads(request):
+            reply(*attempt(partial(rendered, template, variables, longest), seconds))
         sink.flush()
+
+
+def _read(source: BinaryIO) -> bytes:
+    """A request; empty at the end."""
+    return source.read(int.from_bytes(source.read(8), "little"))
 
 
 if __name__ == "__main__":

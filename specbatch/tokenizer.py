@@ -114,16 +114,26 @@ class Tokenizer:
         """
         if self._chat_template is None:
             raise refuse("chat_template", None, f"{self.name} has none; use --no-chat-template, or plain prompts")
-        switch = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        if switch and "enable_thinking" not in self._chat_template.source:
+        if enable_thinking is not None and "enable_thinking" not in self._chat_template.source:
             works = f"the chat template of {self.name} has no enable_thinking; leave it out"
             raise refuse("thinking", enable_thinking, works)
         if any(message.get("tool_calls") for message in messages) and "tool_calls" not in self._chat_template.source:
             works = f"the chat template of {self.name} does not render tool calls; write them as content"
             raise refuse_json("messages", messages, works)
-        return self._chat_template.render(
-            messages=messages, add_generation_prompt=add_generation_prompt, **switch, **self._special_tokens
-        )
+        return self._chat_template.render(**self._variables(messages, add_generation_prompt, enable_thinking))
+
+    def render_ahead(self, conversations: Iterable[Sequence[Mapping[str, Any]]]) -> None:
+        """Render several conversations at once, so that the next calls of `apply_chat_template` with one of them and
+        the default options take less time."""
+        if self._chat_template is not None:
+            self._chat_template.render_ahead(self._variables(messages, True, None) for messages in conversations)
+
+    def _variables(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, enable_thinking: bool | None
+    ) -> dict[str, Any]:
+        switch = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        prompt = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        return prompt | switch | self._special_tokens
 
     def vocabulary(self) -> list[str]:
         """Token strings by id; "" for unused ids."""

@@ -100,6 +100,65 @@ def test_output_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "its output is longer than 1 MiB" in refusal(ChatTemplate("{{ 'a' * 1048577 }}", "mine"))
 
 
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of replies of the exchanges from now on."""
+    exchange, counts = chat_template._exchange, list[int]()
+
+    def counted(process: Any, request: bytes, count: int = 1) -> Any:
+        counts.append(count)
+        return exchange(process, request, count)
+
+    monkeypatch.setattr(chat_template, "_exchange", counted)
+    return counts
+
+
+def test_renderings_ahead_take_one_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{% if m == 3 %}{{ raise_exception('no 3') }}{% endif %}<{{ m }}>", "mine")
+    template.render_ahead([{"m": 0}])  # nothing was rendered yet: it may be hostile
+    assert template.render(m=0) == "<0>"
+    exchanges = counting(monkeypatch)
+    template.render_ahead({"m": m} for m in (1, 2, 3, 2, float("nan"), object(), 4))
+    assert [template.render(m=m) for m in (4, 2, 2, 1, float("nan"))] == ["<4>", "<2>", "<2>", "<1>", "<nan>"]
+    with pytest.raises(SpecbatchError, match=r"does not accept these messages \(no 3\)"):
+        template.render(m=3)
+    assert exchanges == [6]
+    assert template.render(m=5) == "<5>"
+    template.render_ahead([])
+    assert template.render(m=1) == "<1>"
+    assert exchanges == [6, 1, 0, 1]
+
+
+def test_renderings_ahead_have_the_limits_of_single_ones(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    grow = "{{ 'a' * 10000000000 }}"
+    conditions = "{% if m == 'loop' %}" + loop + "{% elif m == 'grow' %}" + grow + "{% endif %}"
+    template = ChatTemplate(conditions + "<{{ m }}>", "mine")
+    assert template.render(m=0) == "<0>"
+    for hostile, reason in (("loop", "more than 0.3 seconds"), ("grow", "more than 512 MiB")):
+        template.render_ahead({"m": m} for m in (1, hostile, 2))
+        assert [template.render(m=m) for m in (1, 2)] == ["<1>", "<2>"]
+        with pytest.raises(SpecbatchError, match=reason):
+            template.render(m=hostile)
+        assert template.render(m=1) == "<1>"
+
+    slow = "{% for a in range(n) %}{% for b in range(1000) %}{% endfor %}{% endfor %}"
+    template = ChatTemplate(slow + "{{ n }}", "mine")  # the limit is for each of them, and not for all
+    assert template.render(n=1) == "1"
+    exchanges = counting(monkeypatch)
+    template.render_ahead({"n": 200 + n} for n in range(100))
+    assert all(template.render(n=200 + n) == str(200 + n) for n in range(100))
+    assert exchanges == [100]
+
+
+def test_long_variables_are_not_rendered_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{{ m | length }}", "mine")
+    assert template.render(m="") == "0"
+    exchanges = counting(monkeypatch)
+    template.render_ahead({"m": "a" * n} for n in (5, 2 * chat_template.AHEAD, 7, 8))
+    assert [template.render(m="a" * n) for n in (5, 7)] == ["5", "7"]
+    assert exchanges == [2, 1]
+
+
 def test_a_process_that_ends_is_replaced() -> None:
     template = ChatTemplate("{{ messages[0].content }}", "mine")
     assert template.render(messages=MESSAGES) == "hi"

@@ -25,7 +25,7 @@ from specbatch.config import EngineConfig
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse, reporting
 from specbatch.jobs.formats import BadRow, JobFormat, JobRow, PromptRows, Request
-from specbatch.jobs.input_scan import SHOWN, BadLines, InputScan, job_rows, scan
+from specbatch.jobs.input_scan import SHOWN, BadLines, InputScan, job_rows, rendered_ahead, scan
 from specbatch.jobs.openai_batch import OpenAIBatch, is_openai_batch
 from specbatch.jobs.output_files import OutputFiles, column_types
 from specbatch.jobs.partial_output import MAKES_TOKENS, PartialRows, Row, RowsOnDisk
@@ -127,7 +127,15 @@ class BatchJob:
             values = _given(params, given)
             form = OpenAIBatch(source, values, seed=seed, chat_template=chat_template, model=config.model, log=log)
         else:
-            form = PromptRows(source, params, seed=seed, chat_template=chat_template, split=split, column=column)
+            form = PromptRows(
+                source,
+                params,
+                seed=seed,
+                chat_template=chat_template,
+                split=split,
+                column=column,
+                folder=files.partial.parent,
+            )
         bad = BadLines(source)
         found = scan(form, bad)
         if not found.rows and not bad.count:
@@ -234,8 +242,8 @@ class BatchJob:
     def _check_prompts(self, engine: InferenceEngine) -> None:
         """Refuse missing prompts that this engine cannot run, or leave them out."""
         bad = BadLines(self.source)
-        for row in job_rows(self.form, self.found):
-            if isinstance(row, JobRow) and row.index not in self.finished:
+        for row in self._missing(engine):
+            if isinstance(row, JobRow):
                 try:
                     self.form.encode(row, engine)
                 except SpecbatchError as error:
@@ -244,6 +252,12 @@ class BatchJob:
         bad.leave_out(self.total, skip=self.skip_bad, log=self.log)
         self.skipped += bad.count
         self.found.rows -= bad.count
+
+    def _missing(self, engine: InferenceEngine) -> Iterator[JobRow | BadRow]:
+        """The rows that are neither finished nor left out, in order."""
+        every = job_rows(self.form, self.found)
+        missing = (row for row in every if row.index not in self.finished and row.index not in self.left_out)
+        return rendered_ahead(missing, self.form, engine)
 
     def _check_columns(self) -> None:
         """Refuse rows that a data set cannot hold."""
@@ -315,9 +329,7 @@ class _Run:
     def _requests(self) -> Iterator[Request]:
         """The requests of the missing rows, in order."""
         job, number = self._job, 0
-        for row in job_rows(job.form, job.found):
-            if row.index in job.finished or row.index in job.left_out:
-                continue
+        for row in job._missing(self._engine):
             if self._limits.tokens is not None and self._tokens >= self._limits.tokens:
                 self._stopped = "--max-tokens-total"
                 return

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.jobs.partial_output import Row, row_seed
 from specbatch.jobs.prompts import MalformedLine, Prompt, PromptReader
+from specbatch.jobs.tokens_on_disk import TokensOnDisk
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -82,6 +83,10 @@ class JobFormat(ABC):
         """The requests of a row. Raises SpecbatchError if the engine cannot run one."""
 
     @abstractmethod
+    def conversations(self, row: JobRow) -> list[Any]:
+        """The messages that `encode` renders with the chat template."""
+
+    @abstractmethod
     def answer(self, row: JobRow, completions: Sequence[Sequence[Completion]], engine: InferenceEngine) -> Row:
         """The row to keep. completions: the samples of each request."""
 
@@ -114,10 +119,13 @@ class PromptRows(JobFormat):
         chat_template: bool,
         split: str | None,
         column: str | None,
+        folder: Path,
     ) -> None:
+        """folder: for a temporary file of token ids, so that a prompt is encoded once"""
         self._source, self._params, self._seed = source, params, seed
         self._chat_template, self._split = chat_template, split
         self._reader = PromptReader(column=column)
+        self._encoded = TokensOnDisk(folder)
 
     def rows(self) -> Iterator[JobRow | BadRow]:
         for number, raw in self._reader.rows("input", self._source, self._split):
@@ -126,16 +134,25 @@ class PromptRows(JobFormat):
                 yield BadRow(number - 1, None, item.problem)
                 continue
             identity = [number - 1, item.form, item.value, item.id] + ([item.sampling] if item.sampling else [])
-            yield JobRow(number - 1, item.id, item, replace(self._params, **item.sampling), identity)
+            params = replace(self._params, **item.sampling) if item.sampling else self._params
+            yield JobRow(number - 1, item.id, item, params, identity)
 
     def encode(self, row: JobRow, engine: InferenceEngine) -> list[Request]:
         prompt: Prompt = row.request
         params = row.params
         if "seed" not in prompt.sampling:
-            params = replace(params, seed=row_seed(self._seed, row.index))
+            params = params.with_seed(row_seed(self._seed, row.index))
+        if (known := self._encoded.get(row.index)) is not None:
+            return [(known, params)]
         tokens = prompt.encode(engine.tokenizer, chat_template=self._chat_template, most=engine.caps["max_model_len"])
         engine.check(tokens, params, row.index)
+        self._encoded.put(row.index, tokens)
         return [(tokens, params)]
+
+    def conversations(self, row: JobRow) -> list[Any]:
+        prompt: Prompt = row.request
+        renders = prompt.form == "messages" and self._chat_template and row.index not in self._encoded
+        return [prompt.value] if renders else []
 
     def answer(self, row: JobRow, completions: Sequence[Sequence[Completion]], engine: InferenceEngine) -> Row:
         rows = [self._start(row) | _numbers(item) for item in completions[0]]

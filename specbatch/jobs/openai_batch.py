@@ -118,13 +118,17 @@ class OpenAIBatch(JobFormat):
             if isinstance(body, ChatBody) and body.limit is None and "max_new_tokens" not in self._given:
                 params = replace(params, max_new_tokens=max(params.min_tokens, _room(engine, len(tokens)), 1))
             if params.seed is None:
-                params = replace(params, seed=row_seed(self._seed, f"{row.index}/{number}" if number else row.index))
+                params = params.with_seed(row_seed(self._seed, f"{row.index}/{number}" if number else row.index))
             try:
                 engine.check(tokens, params, row.index)
             except SpecbatchError as error:
                 raise SpecbatchError(str(error).replace("max_new_tokens", "max_tokens")) from None
             found.append((tokens, params))
         return found
+
+    def conversations(self, row: JobRow) -> list[Any]:
+        body: ChatBody | CompletionBody = row.request
+        return [value for form, value in body.prompts() if form == "messages" and self._chat_template]
 
     def answer(self, row: JobRow, completions: Sequence[Sequence[Completion]], engine: InferenceEngine) -> Row:
         name = self._name(row)

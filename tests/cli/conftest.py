@@ -38,6 +38,8 @@ class StubTokenizer:
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
+    def render_ahead(self, conversations: Iterable[Any]) -> None: ...
+
     def apply_chat_template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
         return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
 

@@ -21,6 +21,8 @@ import specbatch
 from specbatch.jobs.output_files import read_output
 from specbatch.jobs.partial_output import PartialRows
 
+from .conftest import StubTokenizer
+
 PROMPTS = [{"prompt": letter} for letter in "abcdef"]
 
 
@@ -92,6 +94,23 @@ def test_sampling_that_cannot_work_is_a_malformed_line(generate, engine, samplin
     assert result.exit_code == 2
     assert f"in.jsonl:2': {problem}" in result.stderr
     assert engine.built == []
+
+
+@pytest.mark.parametrize("interrupt_after", [None, 3])
+def test_each_prompt_is_encoded_once_and_chats_are_rendered_together(generate, monkeypatch, tmp_path, interrupt_after):
+    chats = [{"messages": [{"role": "user", "content": f"c{n}"}]} for n in range(3)]
+    ids = [{"prompt_token_ids": [5]}]
+    generate(lines=PROMPTS + chats + ids, interrupt_after=interrupt_after)
+    finished = 0 if interrupt_after is None else 2  # and the ids: the stub answers the last ones first
+    encoded, ahead = [], []
+    encode = StubTokenizer.encode
+    monkeypatch.setattr(StubTokenizer, "encode", lambda self, text, **o: encoded.append(text) or encode(self, text))
+    monkeypatch.setattr(StubTokenizer, "render_ahead", lambda self, chats: ahead.append(list(chats)))
+    result = generate("--overwrite" if interrupt_after is None else "", PROMPTS + chats + ids)
+    assert result.exit_code == 0
+    assert len(encoded) == len(set(encoded)) == 9 - finished
+    assert ahead == [[chat["messages"] for chat in chats if f"<user>{chat['messages'][0]['content']}<" in str(encoded)]]
+    assert [row["prompt_tokens"] for row in rows(tmp_path / "out.jsonl")] == [1] * 6 + [19] * 3 + [1]
 
 
 def test_another_sampling_is_another_job(generate):
