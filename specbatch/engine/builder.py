@@ -22,6 +22,7 @@ from specbatch.engine.scheduler import Scheduler
 from specbatch.engine.score_step import ScoreStep
 from specbatch.engine.step import DecodeStep
 from specbatch.engine.step_times import measure_step_times
+from specbatch.engine.token_check import TokenCheck
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.kernels.attention.prefill_backends import PrefillAttention, prefill_backend
 from specbatch.kernels.collectives.communicator import Communicator
@@ -165,8 +166,8 @@ def _build(
         with on_device(prepared.device):
             parts = _load(prepared, plan, shared, log, ranks)
             parts.caps.update(_record_graphs(parts.worker, log, report))
-            parts.worker.others = others
             if others is not None:
+                parts.worker.lead(others)
                 others.wait_until_built()
             if ranks is None or ranks.rank == 0:  # the others repeat its steps
                 parts.caps.update(_time_draft_lengths(parts))
@@ -282,11 +283,14 @@ def _load(
     drafter = draft.build(model, loader)
     simulated = config.speculation.simulated
     simulate = None if simulated is None else acceptance_thresholds(simulated.conditional, device)
+    token_check = None if ranks is None else TokenCheck(device)
     passes: dict[str, Any] = {"page_size": config.page_size, "needs_all_hidden": needs_all_hidden, "fp8": fp8}
     worker = DeviceWorker(
         batch,
         PrefillStep(batch, model, forward, drafter, states=cache.states, **passes),
-        DecodeStep(model, cache, drafter, simulate, fp8=fp8),
+        DecodeStep(
+            model, cache, drafter, simulate, fp8=fp8, history=None if token_check is None else token_check.history
+        ),
         ScoreStep(batch, model, forward, workspace=plan.workspace, **passes),
         caches=loader.caches,
         forwards=loader.forwards,
@@ -295,6 +299,7 @@ def _load(
         draft_lengths=config.speculation.lengths,
         recorder=recorder if config.graphs.decode == "whole" else None,
         fp8=fp8,
+        token_check=token_check,
     )
     caps: dict[str, Any] = {
         "device": str(device),

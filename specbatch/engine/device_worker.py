@@ -25,6 +25,7 @@ from specbatch.core.step_input import StepInput
 from specbatch.engine.prefill import PrefillStep, PrefillWork
 from specbatch.engine.score_step import ScoreStep, ScoreWork
 from specbatch.engine.step import DecodeStep
+from specbatch.engine.token_check import TokenCheck
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.common.upload import upload
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
@@ -63,6 +64,12 @@ class OtherRanks(Protocol):
 
     def wait_until_built(self) -> None:
         """Wait until they have built their parts of the engine. Raises SpecbatchError if one of them has failed."""
+
+    def report(self, number: int, history: list[int]) -> None:
+        """Compare the digests of this rank with theirs, see `TokenCheck`."""
+
+    def wait_until_compared(self) -> None:
+        """Wait until all digests that were reported are found equal. Raises SpecbatchError if they are not."""
 
     def fail(self, error: BaseException) -> None:
         """A call has raised an error here, and the ranks are at different places in their work. Raises SpecbatchError
@@ -132,10 +139,12 @@ class DeviceWorker:
         draft_lengths: tuple[int, ...],
         recorder: Recorder | None,
         fp8: bool,
+        token_check: TokenCheck | None = None,
     ) -> None:
         """caches: of target and draft; forwards: their prefill passes by role, for their counters and recordings;
         prefill_chunk: most tokens of a pass; draft_lengths: numbers of drafts that a step may have; recorder: for
-        graphs of whole decode steps, None to run them eagerly; fp8: see `use_fp8_activations`."""
+        graphs of whole decode steps, None to run them eagerly; fp8: see `use_fp8_activations`; token_check: of a model
+        that is divided over ranks."""
         self.others: OtherRanks | None = None
         self.batch = batch
         self.prefill_step = prefill_step
@@ -146,11 +155,18 @@ class DeviceWorker:
         self._page_size = page_size
         self._prefill_chunk = prefill_chunk
         self._fp8 = fp8
+        self.token_check = token_check
         self.decode_counters = GraphCounters()
         self.graphs: WholeGraphs | None = None
         if recorder is not None:
             self.graphs = WholeGraphs(self._run, recorder, batch.slots, draft_lengths, batch.device)
             self.decode_counters = self.graphs.counters
+
+    def lead(self, others: OtherRanks) -> None:
+        """Have the other ranks make all calls from now on."""
+        self.others = others
+        if self.token_check is not None:
+            self.token_check.report = others.report
 
     @launches
     def admit(self, admissions: list[Admission]) -> None:
@@ -174,9 +190,25 @@ class DeviceWorker:
         """Run one decode step over the requests in `slots`, from a graph if there are any; see `DecodeStep`. No KV is
         longer than `bound` after it."""
         if self.graphs is not None:
-            return self.graphs(slots, flags, num_drafts)
-        self.decode_counters.fall_back("off")
-        return self._run(upload(slots, self.batch.device), flags, num_drafts, bound)
+            result = self.graphs(slots, flags, num_drafts)
+        else:
+            self.decode_counters.fall_back("off")
+            result = self._run(upload(slots, self.batch.device), flags, num_drafts, bound)
+        if self.token_check is not None:
+            self.token_check.step()
+        return result
+
+    def confirm(self) -> None:
+        """Wait until it is known that all ranks have chosen the same tokens. Raises SpecbatchError if they have not."""
+        if self.others is not None:
+            self.report_digests()
+            self.others.wait_until_compared()
+
+    @launches
+    def report_digests(self) -> None:
+        """Report the digests of all steps so far."""
+        if self.token_check is not None:
+            self.token_check.flush()
 
     @launches
     def shorten(self, slots: list[int], num_drafts: int, bound: int) -> None:

@@ -134,6 +134,8 @@ class Engine(InferenceEngine):
                 self._require("busy")
             while self._step():  # v2 may have a step in flight, for requests that have ended
                 pass
+            with on_device(self.device):
+                self._worker.confirm()
             if self._watch is not None:
                 with on_device(self.device):
                     self._watch.finish(self._window.examples)

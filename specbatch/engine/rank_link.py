@@ -35,6 +35,14 @@ class Built(NamedTuple):
     engine: int
 
 
+class Digests(NamedTuple):
+    """Of the tokens of decode steps, see `TokenCheck`."""
+
+    engine: int
+    number: int
+    history: list[int]
+
+
 class Failed(NamedTuple):
     """The rank ends. reason: one line; is_consequence: another rank may be the cause, see `may_follow`."""
 
@@ -47,7 +55,7 @@ class Failed(NamedTuple):
         return cls(one_line(error), "".join(traceback.format_exception(error)), may_follow(error))
 
 
-Message = Beat | Progress | Built | Failed
+Message = Beat | Progress | Built | Digests | Failed
 
 
 class Link:

@@ -26,7 +26,8 @@ import torch
 
 from specbatch.config import EngineConfig
 from specbatch.core.async_copy import on_device
-from specbatch.engine.rank_link import BEAT_S, Built, Call, Failed, Message, may_follow, one_line
+from specbatch.engine.rank_link import BEAT_S, Built, Call, Digests, Failed, Message, may_follow, one_line
+from specbatch.engine.token_check import first_difference
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.memory.planner import MemoryShare
@@ -65,6 +66,9 @@ class RankGroup:
         self._processes = processes
         self._engines = 0
         self._built: dict[int, int] = {}  # engine -> number of ranks that have built it
+        self._digests: dict[
+            tuple[int, int], dict[int, list[int]]
+        ] = {}  # engine and number of a copy -> rank -> history
         self._changed = threading.Condition()
         for rank, connection in enumerate(connections, start=1):
             threading.Thread(target=self._watch, args=(rank, connection), daemon=True).start()
@@ -118,6 +122,31 @@ class RankGroup:
         """Wait until all ranks have built this engine. Raises SpecbatchError if one of them has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure or self._built.get(engine) == len(self._connections))
+        self.check()
+
+    def compare(self, rank: int, digests: Digests) -> None:
+        """Compare digests of a rank with those of the others. The group fails if they differ."""
+        key = digests.engine, digests.number
+        with self._changed:
+            found = self._digests.setdefault(key, {})
+            found[rank] = digests.history
+            if len(found) <= len(self._connections):
+                return
+            difference = first_difference([found[rank] for rank in sorted(found)])
+            if difference is None:
+                del self._digests[key]
+                self._changed.notify_all()
+        if difference is not None:
+            step, ranks = difference
+            names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            self.fail(
+                f"{names} did not choose the tokens of rank 0 in decode step {step}, which is an error of specbatch"
+            )
+
+    def wait_until_compared(self) -> None:
+        """Wait until all digests are found equal. Raises SpecbatchError if they are not, or a rank fails."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure or not self._digests)
         self.check()
 
     def check(self) -> None:
@@ -179,6 +208,8 @@ class RankGroup:
         if isinstance(message, Failed):
             patience = EXPLAIN_S if message.is_consequence else 0.0
             self.fail(f"rank {rank} failed: {message.reason}", message.trace, patience=patience)
+        elif isinstance(message, Digests):
+            self.compare(rank, message)
         elif isinstance(message, Built):
             with self._changed:
                 self._built[message.engine] = self._built.get(message.engine, 0) + 1
@@ -223,6 +254,12 @@ class EngineRanks:
         shared = None if self._shared is None else self._shared._number
         self.send(BUILD, (self._config, self._share, shared))
         return self._group.communicator
+
+    def report(self, number: int, history: list[int]) -> None:
+        self._group.compare(0, Digests(self._number, number, history))
+
+    def wait_until_compared(self) -> None:
+        self._group.wait_until_compared()
 
     def wait_until_built(self) -> None:
         self._group.wait_until_built(self._number)
@@ -273,7 +310,9 @@ def follow(calls: Iterable[Call], build: Build, send: Callable[[Message], None])
     engines: dict[int, EngineParts] = {}
     for engine, name, arguments in calls:
         if name == BUILD:
-            engines[engine] = build(engines, *arguments)
+            engines[engine] = parts = build(engines, *arguments)
+            if parts.worker.token_check is not None:
+                parts.worker.token_check.report = lambda *copied, engine=engine: send(Digests(engine, *copied))
             send(Built(engine))
         elif name == CLOSE:
             engines.pop(engine).worker.close()

@@ -15,6 +15,7 @@ from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import Drafter
 from specbatch.engine.acceptance import Accepted, accept, logprobs_of, top_logprobs_of
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
+from specbatch.kernels.sampling.token_digest import token_digest
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder, Features
 from specbatch.runtime.cuda_graphs import Result
@@ -38,7 +39,7 @@ class DecodeStep:
     """Advances every request of a step by the drafts that it accepts and one token of the target's own.
 
     simulate: thresholds int64 [D] of simulated acceptance, for benchmarks (see `accept_ref`); fp8: see
-    `use_fp8_activations`.
+    `use_fp8_activations`; history: of `token_digest`, for a model that is divided over ranks.
     """
 
     model: Decoder
@@ -46,6 +47,7 @@ class DecodeStep:
     drafter: Drafter
     simulate: torch.Tensor | None = None
     fp8: bool = False
+    history: torch.Tensor | None = None
 
     def __call__(self, step: StepInput) -> Result:
         """Returns `Accepted.packed` and what `step.sampling.flags` ask for."""
@@ -54,6 +56,8 @@ class DecodeStep:
             verified = self.verify(step, proposal)
             accepted = self.accept(step, proposal, verified)
             self.commit(step, verified, accepted)
+            if self.history is not None:
+                token_digest(self.history, proposal.tokens, accepted.packed, step.slots, step.lengths)
             return self._result(step, verified, accepted)
 
     def propose(self, step: StepInput) -> Proposal:

@@ -14,10 +14,10 @@ from targets import Targets
 from thread_ranks import thread_group
 
 from specbatch import Completion, Engine, SamplingParams, SpecbatchError
-from specbatch.engine import builder, rank_link, ranks
+from specbatch.engine import builder, rank_link, ranks, token_check
 from specbatch.engine.step import DecodeStep
 
-SHORT, LONG = (SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (3, 30))
+SHORT, LONG = (SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 38))
 
 
 def on_other_rank(method: Callable[..., Any], fault: Callable[[], None], calls: int = 0) -> Callable[..., Any]:
@@ -49,7 +49,7 @@ def test_a_rank_that_cannot_be_built_is_named(targets: Targets, monkeypatch: pyt
         patch.setattr(builder, place, on_other_rank(getattr(builder, place), raises))
         with pytest.raises(SpecbatchError, match="rank 1 failed: ZeroDivisionError: of a test; "):
             built(targets)
-    assert len(built(targets).generate([[3, 4]], SHORT)[0].token_ids) == 3
+    assert len(built(targets).generate([[3, 4]], SHORT)[0].token_ids) == 6
 
 
 def test_what_has_finished_before_a_rank_fails_is_kept(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_what_has_finished_before_a_rank_fails_is_kept(targets: Targets, monkeyp
     monkeypatch.setattr(DecodeStep, "__call__", on_other_rank(DecodeStep.__call__, raises, calls=9))
     with pytest.raises(SpecbatchError, match="rank 1 failed: ZeroDivisionError"):
         engine.generate([[3, 4], [5, 6]], [SHORT, LONG], on_completion=kept.append)
-    assert [len(item.token_ids) for item in kept] == [3]
+    assert [len(item.token_ids) for item in kept] == [6]
     for work in (lambda: engine.generate([[3]], SHORT), lambda: engine.score([([3], [4])])):
         with pytest.raises(SpecbatchError, match="rank 1 failed: ZeroDivisionError"):
             work()
@@ -95,3 +95,32 @@ def test_ctrl_c_between_launches_leaves_the_ranks_together(targets: Targets, mon
             with pytest.raises(KeyboardInterrupt):
                 engine.generate([[3, 4]], LONG)
         assert engine.generate([[3, 4]], LONG)[0].token_ids == expected
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+@pytest.mark.parametrize("place", ["propose", "accept"])
+def test_a_rank_with_other_tokens_is_named(
+    targets: Targets, monkeypatch: pytest.MonkeyPatch, place: str, is_long: bool
+) -> None:
+    """A long text is not finished before this is noticed."""
+    thread_group(monkeypatch)
+    monkeypatch.setattr(token_check, "EVERY", 8)
+    engine, method, calls, kept = built(targets), getattr(DecodeStep, place), 0, list[Completion]()
+    engine.generate([[3, 4]], SHORT)
+    first = engine.iterations
+
+    def changed(*args: Any) -> Any:
+        nonlocal calls
+        found = method(*args)
+        if threading.current_thread() is not threading.main_thread():
+            calls += 1
+            if calls == 3:
+                found.tokens[0, 0] += 1
+                return found._replace(drafted=found.drafted.clamp(min=1)) if place == "propose" else found
+        return found
+
+    monkeypatch.setattr(DecodeStep, place, changed)
+    message = f"rank 1 did not choose the tokens of rank 0 in decode step {first + 2}, "
+    with pytest.raises(SpecbatchError, match=message):
+        engine.generate([[3, 4]], LONG if is_long else SHORT, on_completion=kept.append)
+    assert len(kept) == (not is_long)
