@@ -27,7 +27,7 @@ from specbatch.jobs.openai_request import BODIES, ChatBody, CompletionBody, Enve
 from specbatch.jobs.openai_response import error_response, response_body
 from specbatch.jobs.partial_output import Row, row_seed
 from specbatch.jobs.prompt_file import stream_rows
-from specbatch.jobs.prompts import HALF_PAIR, MalformedRowError, Prompt, as_text, no_text_in, parse_row
+from specbatch.jobs.prompts import HALF_PAIR, PER_ROW, MalformedRowError, Prompt, as_text, no_text_in, parse_row
 from specbatch.memory.page_pool import reach_of
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class OpenAIBatch(JobFormat):
             try:
                 engine.check(tokens, params, row.index)
             except SpecbatchError as error:
-                raise SpecbatchError(str(error).replace("max_new_tokens", "max_tokens")) from None
+                raise SpecbatchError(_of_body(error)) from None
             found.append((tokens, params))
         return found
 
@@ -173,8 +173,9 @@ class OpenAIBatch(JobFormat):
 
 def _of_body(error: SpecbatchError) -> str:
     """The message of an error about a sampling parameter, in the terms of a request."""
-    if error.setting is not None and error.works is not None:
-        error = refuse_json(f"body.{error.setting}", error.value, error.works)
+    name = (error.setting or "").partition(" of prompt ")[0]  # the engine's number of the row
+    if name in PER_ROW:
+        error = refuse_json(f"body.{name}", error.value, error.works or "")
     return str(error).replace("max_new_tokens", "max_tokens")
 
 

@@ -67,7 +67,7 @@ def test_limit_beyond_the_context_has_the_name_of_the_request(generate, engine, 
     monkeypatch.setattr(engine, "check", staticmethod(check))
     assert generate([request("a", max_tokens=900)]).exit_code == 1
     (failed,) = lines(tmp_path / "out.jsonl.errors.jsonl")
-    assert failed["error"]["message"] == "max_tokens of prompt 0=900: too many"
+    assert failed["error"]["message"] == "body.max_tokens=900: too many"
 
 
 def test_output_and_error_file_validate_and_have_each_row_once(generate, tmp_path):
