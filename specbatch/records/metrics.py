@@ -8,10 +8,14 @@ from 0 to 1. Tables show them in `Metric.unit`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from specbatch.core.request import INCOMPLETE
 
 Better = Literal["higher", "lower"]
 
@@ -21,6 +25,13 @@ class HasMetrics(Protocol):
 
     @property
     def metrics(self) -> Mapping[str, float | None]: ...
+
+
+class HasRows(HasMetrics, Protocol):
+    """A run record with the numbers of its requests."""
+
+    @property
+    def requests(self) -> list[dict[str, Any]]: ...
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,7 @@ class Metric:
                     number; without a denominator the field is averaged over the requests that have it. None: no such
                     fields (a rate of the whole run, a percentile)
     is_median       the median over the requests of that field, not its mean
+    percentile      of the values of `field` in the rows of all requests; None: it is no percentile above the median
     is_time         depends on the clock, so that it varies between repeats; other metrics follow from the prompts
     """
 
@@ -56,6 +68,8 @@ class Metric:
     per_request: tuple[str, str | None] | None = None
     is_median: bool = False
     is_time: bool = True
+    percentile: int | None = None
+    field: str = ""
 
     @property
     def heading(self) -> str:
@@ -72,10 +86,25 @@ class Metric:
         value = record.metrics.get(self.key)
         return None if value is None else self.scale * value
 
-    def over_repeats(self, records: Iterable[HasMetrics]) -> float | None:
-        """The median over repeats in `unit`, leaving out those that did not measure it; None without any."""
+    def over_repeats(self, records: Sequence[HasRows]) -> float | None:
+        """The value over repeats in `unit`; None if it was not measured.
+
+        Of a percentile, that of the requests of all repeats together, if they are enough (`least_values`). Of other
+        metrics the median over the repeats that measured it.
+        """
+        if self.percentile is not None and all(record.requests for record in records):
+            times = [time for record in records for row in record.requests for time in self._times(row)]
+            enough = len(times) >= least_values(self.percentile)
+            return self.scale * float(np.percentile(times, self.percentile)) if enough else None
         values = [value for record in records if (value := self.read(record)) is not None]
         return median(values) if values else None
+
+    def _times(self, row: Mapping[str, Any]) -> Iterable[float]:
+        """The values that a request adds to the percentile."""
+        found = row.get(self.field)
+        if found is None or row["finish_reason"] in INCOMPLETE:
+            return ()
+        return found if isinstance(found, list) else (found,)
 
     def text(self, value: float | None, decimals: int | None = None) -> str:
         """A value in `unit` as tables show it: "-" where nothing was measured."""
@@ -116,7 +145,14 @@ class Distribution:
             quantity=self.quantity,
             per_request=(f"{self.name}_s", None) if averaged else None,
             is_median=part == "median",
+            percentile=next((percent for percent in self.percentiles if part == f"p{percent}"), None),
+            field=f"{self.name}_s",
         )
+
+
+def least_values(percent: int) -> int:
+    """How many values a percentile needs, so that at least one is expected above it: 100 for p99."""
+    return 1 if percent <= 50 else math.ceil(100 / (100 - percent))
 
 
 def percentile_name(percent: int) -> str:

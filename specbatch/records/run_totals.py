@@ -11,7 +11,7 @@ import numpy as np
 
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import Completion
-from specbatch.records.metrics import DISTRIBUTIONS, percentile_name
+from specbatch.records.metrics import DISTRIBUTIONS, least_values, percentile_name
 
 EXACT_TIMES = 1 << 18  # values of a time that are kept one by one
 _STEP = math.log(1.001)  # width of a bucket, for more values than that
@@ -54,10 +54,12 @@ class TimeSample:
         return math.exp(bucket * _STEP)
 
     def metrics(self, name: str) -> dict[str, float | None]:
-        """Mean, percentiles and maximum under the names of `DISTRIBUTIONS[name]`; None where nothing was measured."""
+        """Mean, percentiles and maximum under the names of `DISTRIBUTIONS[name]`; None where nothing was measured, and
+        for percentiles of too few values."""
         found: dict[str, float | None] = {f"mean_{name}_s": self._sum / self.count if self.count else None}
         for percent in DISTRIBUTIONS[name].percentiles:
-            found[f"{percentile_name(percent)}_{name}_s"] = self.percentile(percent) if self.count else None
+            enough = self.count >= least_values(percent)
+            found[f"{percentile_name(percent)}_{name}_s"] = self.percentile(percent) if enough else None
         return found | {f"max_{name}_s": self._largest if self.count else None}
 
 

@@ -95,6 +95,10 @@ def _row(concurrency: int, name: str, records: list[RunRecord]) -> Row:
     }
     measured = [_numbers(record) for record in records]
     for line in (line for lines in BLOCK.values() for line in lines):
+        metric = METRICS.get(line.metric)
+        if metric is not None and metric.percentile is not None:
+            row[line.column] = metric.over_repeats(records)
+            continue
         values = [value for numbers in measured if (value := numbers.get(line.metric)) is not None]
         row[line.column] = median(values) * line.scale if values else None
     return row

@@ -5,16 +5,22 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from specbatch.records.markdown import draft_length_lines
+from specbatch.records.metrics import METRICS, least_values
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import MIN_FULL_STEPS
 from specbatch.records.sweep_plan import Point
 from specbatch.sweeps.report.gain import Gain
 from specbatch.sweeps.report.notes import Note, failures, replay_notes
+from specbatch.sweeps.run.workloads import RANDOM
 
-MEDIANS = "Medians over repeats (smallest-largest), ratios within a repeat; accept length counts the bonus token."
+MEDIANS = (
+    "Medians over repeats (smallest-largest), percentiles over the requests of all repeats, ratios within a repeat; "
+    "accept length counts the bonus token."
+)
 
 
 def sweep_notes(
@@ -31,6 +37,7 @@ def sweep_notes(
     finished = [record for record in records if not record.error]
     if "step_s" in shown:
         found += _short_runs(finished)
+    found += _few_requests(points, shown)
     found += [*_shared(finished), *_simulated(records), *_tokens(finished)]
     for (concurrency, name), repeats in points.items():
         for line in draft_length_lines((record.counters for record in repeats), repeats[0].caps):
@@ -78,6 +85,21 @@ def _short_runs(records: list[RunRecord]) -> Iterator[Note]:
         yield Note(text, "NOT MEASURED", "use longer answers or a larger prefill chunk")
 
 
+def _few_requests(points: Mapping[tuple[Any, ...], list[RunRecord]], shown: Collection[str]) -> Iterator[Note]:
+    """Percentiles that some points have too few requests for."""
+    tails = [metric for key in shown if (metric := METRICS[key]).percentile is not None]
+    for percent, of in groupby(tails, key=lambda metric: metric.percentile):
+        assert percent is not None
+        missing = [
+            metric.title
+            for metric in of
+            if any(metric.over_repeats(repeats) is None for repeats in points.values() if not repeats[0].error)
+        ]
+        if missing:
+            names, least = " and ".join(missing), least_values(percent)
+            yield Note(f"{names}: not shown for fewer than {least} requests, all repeats together.")
+
+
 def _of_record(record: RunRecord) -> Iterator[Note]:
     work, where = record.workload, _where(record)
     if record.metrics["requests"] != work["prompts"]:
@@ -114,6 +136,8 @@ def _remarks(record: RunRecord) -> Iterator[Note]:
         yield Note(f"only {distinct} prompts are different; a prefix cache answers the others faster", "REPEATED")
     for line in record.workload.get("remarks", ()):
         yield Note(line)
+    if record.drafts and record.simulated_acceptance is None and record.workload["dataset"] in RANDOM:
+        yield Note("Random prompts: their answers repeat themselves, so acceptance is higher than on real text")
     for line in record.workload.get("warnings", ()):
         yield Note(line, "CHECK OUTPUTS")
     if reason := record.counters.get("no_accept_length"):

@@ -1,6 +1,7 @@
 """The table of a sweep, made from the records on disk alone.
 
-A number is the median over repeats; the first one also has its minimum and maximum. `ratio` is over the configuration
+A number is the median over repeats, and a percentile that of the requests of all repeats; the first one also has its
+minimum and maximum. `ratio` is over the configuration
 `baseline`, else over the first one, in the same repeat. `break_even` is over the fastest run without speculation in the
 same repeat. A `View` chooses the numbers; columns in which nothing was measured are not shown.
 """
@@ -140,6 +141,7 @@ def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
     import pandas as pd
 
     first, *_ = columns = view.columns
+    points = points_of(records)
     runs = pd.DataFrame(
         {
             **{key: record.workload[key] for key in (*_POINT, "repeat")},
@@ -156,6 +158,9 @@ def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
     runs["ratio"] = runs.compared / base.reindex(pd.MultiIndex.from_frame(runs[["concurrency", "repeat"]])).to_numpy()
     groups = runs.groupby(_POINT, sort=False)
     rows = groups[[*columns, "break_even"]].median()
+    for column, metric in columns.items():
+        if metric.percentile is not None:
+            rows[column] = [_or_nan(metric.over_repeats(points[point])) for point in rows.index]
     rows.insert(0, "repeats", groups.failed.agg(lambda reasons: int(reasons.isna().sum())))
     rows.insert(0, "simulated_acceptance", groups.simulated_acceptance.first())
     rows.insert(0, "simulated_accept_length", groups.simulated_accept_length.first())

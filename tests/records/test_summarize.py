@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_runs import make_record, metrics_of
 
 from specbatch.atomic_file import write_atomic
 from specbatch.config import EngineConfig
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import Completion, RequestMetrics
 from specbatch.records.environment import hardware, versions
+from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
 from specbatch.records.run_totals import TimeSample
 from specbatch.records.store import load_record
@@ -63,13 +65,30 @@ def test_totals_are_sums_over_the_run() -> None:
 def test_spreads() -> None:
     found = summarize(TWO, 4.0)
     assert (found["mean_ttft_s"], found["median_ttft_s"], found["max_ttft_s"]) == (2.0, 2.0, 3.0)
-    assert found["p90_ttft_s"] == pytest.approx(2.8)
-    assert found["p99_ttft_s"] == pytest.approx(2.98)
     assert found["mean_itl_s"] == pytest.approx(1.5 / 5)
     assert found["median_itl_s"] == pytest.approx(0.1)
     assert found["per_user_throughput"] is None
     for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s"):
         assert {f"{kind}_{name}" for kind in ("mean", "median", "p90", "p99", "max")} <= set(found)
+
+
+@pytest.mark.parametrize(("percent", "least"), [(90, 10), (95, 20), (99, 100)])
+def test_percentiles_need_requests_above_them(percent: int, least: int) -> None:
+    rows = [completion(output_tokens=2, ttft_s=float(n), tpot_s=1.0, e2e_s=1.0) for n in range(least)]
+    assert summarize(rows, 1.0)[f"p{percent}_ttft_s"] == pytest.approx(percent / 100 * (least - 1))
+    assert summarize(rows[1:], 1.0)[f"p{percent}_ttft_s"] is None
+
+
+def test_percentiles_are_of_the_requests_of_all_repeats() -> None:
+    metric = METRICS["p99_ttft_s"]
+    repeats = [make_record([metrics_of(ttft=one)] * 40) for one in (1.0, 2.0, 3.0)]
+    assert metric.over_repeats(repeats[:2]) is None
+    assert metric.over_repeats(repeats) == pytest.approx(3000)
+    assert METRICS["median_ttft_s"].over_repeats(repeats) == pytest.approx(2000)
+    tokens = [make_record([metrics_of(itl_s=[0.1] * 60)] * 2)]
+    assert METRICS["p99_itl_s"].over_repeats(tokens) == pytest.approx(100)
+    ended = make_record([metrics_of()] * 200, finish="abort")
+    assert metric.over_repeats([ended]) is None
 
 
 def test_missing_measurements_are_none() -> None:

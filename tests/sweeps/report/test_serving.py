@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from statistics import median
 
+import numpy as np
 import pytest
 from swept import swept
 
+from specbatch.records.sweep_plan import point_of
 from specbatch.sweeps.report.serving import (
     BLOCK,
     SUMMARY,
@@ -22,6 +24,10 @@ from specbatch.sweeps.report.serving import (
 RECORDS = [
     swept(name, concurrency, repeat) for concurrency in (1, 4) for name in ("baseline", "v2") for repeat in (1, 2, 3)
 ]
+
+
+def of(record, field):
+    return [time for row in record.requests for time in row[field]]
 
 
 def row_of(rows, name, concurrency):
@@ -41,9 +47,12 @@ def test_rows_hold_medians_over_repeats_in_the_units_of_their_titles():
     assert row["repeats"] == 3
     assert row["output_throughput"] == median(one["output_throughput"] for one in found)
     assert row["accept_length"] == median(one["accept_length"] for one in found)
-    for part, name in (("mean", "ttft"), ("p99", "tpot"), ("max", "itl"), ("p90", "e2e")):
+    for part, name in (("mean", "ttft"), ("median", "tpot"), ("max", "itl")):
         expected = 1000 * median(one[f"{part}_{name}_s"] for one in found)
         assert row[f"{part}_{name}_ms"] == pytest.approx(expected)
+    assert row["p99_ttft_ms"] is None  # of 24 requests
+    together = [time for one in RECORDS if point_of(one)[:3:2] == ("v2", 4) for time in of(one, "itl_s")]
+    assert row["p99_itl_ms"] == pytest.approx(1000 * np.percentile(together, 99))
 
 
 def test_concurrency_is_the_mean_number_of_unfinished_requests():
@@ -64,7 +73,8 @@ def test_block_has_the_format_of_other_benchmarks():
     assert value(text, "Successful requests") == "8"
     assert value(text, "Traffic request rate (req/s)") == "inf"
     assert value(text, "Max request concurrency") == "4"
-    assert value(text, "P99 TTFT (ms)") == f"{row['p99_ttft_ms']:.2f}"
+    assert value(text, "P99 TTFT (ms)") == "-"  # too few requests
+    assert value(text, "P99 ITL (ms)") == f"{row['p99_itl_ms']:.2f}"
     assert value(text, "Mean ITL (ms)") == f"{row['mean_itl_ms']:.2f}"
     assert value(text, "Accept length") == f"{row['accept_length']:.2f}"
     titles = [line.title for lines in BLOCK.values() for line in lines]

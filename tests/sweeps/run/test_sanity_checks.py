@@ -7,7 +7,7 @@ import json
 import pytest
 
 from specbatch.core.request import Completion, RequestMetrics
-from specbatch.sweeps.run.sanity_checks import warnings
+from specbatch.sweeps.run.sanity_checks import LEAST_LOOP, LONGEST_PERIOD, ends_in_loop, warnings
 from specbatch.sweeps.run.workloads import Workload
 
 
@@ -79,3 +79,20 @@ def test_whole_warnings(asked):
     tokens = "8 input tokens were counted where 6 were sent: the server tokenizes prompts differently"
     assert found(asked(), answers("a", "b", counted=4)) == tokens
     assert found(Workload(output_len=16), answers("a", "b", counted=4, tokens=16)) == tokens
+
+
+@pytest.mark.parametrize("period", [1, 2, 7, LONGEST_PERIOD])
+def test_loops_at_the_end_are_found(period: int) -> None:
+    repeated = [n % period for n in range(period + LEAST_LOOP)]
+    assert ends_in_loop([99, 98, *repeated])
+    assert not ends_in_loop(repeated[1:])
+    assert not ends_in_loop([*repeated, 99])
+    assert not ends_in_loop([*repeated[:-5], 99, *repeated[-4:]])
+    assert not ends_in_loop([n % (LONGEST_PERIOD + 1) for n in range(100)])
+
+
+def test_answers_that_end_in_a_loop_are_counted(asked) -> None:
+    one, other = answers("a b a b", "It is 42.")
+    one.token_ids = [3, 4] * 40
+    for workload in (asked(), Workload(output_len=9)):
+        assert "1 of 2 answers end in a loop, which is easy to draft" in found(workload, [one, other])
