@@ -20,7 +20,7 @@ from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.progress import Report
 from specbatch.records.run_record import RunRecord
 from specbatch.replicas.merged_record import MergedWindow
-from specbatch.replicas.messages import Build, Ended, Refused, Returned
+from specbatch.replicas.messages import Build
 from specbatch.replicas.pool import ReplicaPool, Starter
 from specbatch.replicas.process import LocalProcesses
 from specbatch.replicas.scoring import score_on
@@ -76,7 +76,8 @@ class DataParallelEngine(InferenceEngine):
         shared = None if weights_of is None else weights_of._number
         try:
             own = replace(config, data_parallel=1, memory_fraction=_memory_fraction(config))
-            built = self._pool.build(Build(self._number, own, share, shared), report or (lambda done, total: None))
+            log(f"replicas: {config.data_parallel}, each as follows")
+            built = self._pool.build(Build(self._number, own, share, shared), log, report or (lambda done, total: None))
         except BaseException:
             if self._owns_pool:
                 self._pool.close()
@@ -102,19 +103,8 @@ class DataParallelEngine(InferenceEngine):
 
     def next_logits(self, tokens: list[int]) -> torch.Tensor:
         self._require("ready")
-        while not (ready := self._pool.ready()):
-            list(self._pool.receive())
-        ticket = self._pool.call(ready[0], self._number, "next_logits", tokens=tokens)
-        while True:
-            for number, message in self._pool.receive():
-                match message:
-                    case Returned(answered, logits) if answered == ticket:
-                        found: torch.Tensor = logits
-                        return found
-                    case Refused(error, answered) if answered == ticket:
-                        raise error
-                    case Ended() if number == ready[0]:
-                        return self.next_logits(tokens)
+        logits: torch.Tensor = self._pool.call_one(self._number, "next_logits", tokens=tokens)
+        return logits
 
     def forget_prefixes(self) -> None:
         self._require("ready")

@@ -76,7 +76,22 @@ Command = Build | Close | Begin | Submit | Abort | End | Call
 
 @dataclass(frozen=True)
 class Log:
+    """A line of the log of an engine."""
+
+    engine: int
     line: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """A line that the process of a replica has printed."""
+
+    line: str
+
+
+@dataclass(frozen=True)
+class Alive:
+    """The stream makes progress. Sent every few seconds in which it completes nothing."""
 
 
 @dataclass(frozen=True)
@@ -112,17 +127,19 @@ class Returned:
 
 @dataclass(frozen=True)
 class Refused:
-    """A `Build` or `Call` raised SpecbatchError. The replica goes on."""
+    """The `Build` of an engine, or the `Call` with a ticket, raised SpecbatchError. The replica goes on."""
 
     error: SpecbatchError
+    engine: int
     ticket: int | None = None
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The replica has ended or cannot go on. It is the last message."""
+    """The replica has ended or cannot go on. It is the last message. details: a traceback."""
 
     reason: str
+    details: str = ""
 
 
-Message = Log | Progress | Built | Completed | Returned | Refused | Ended
+Message = Log | Output | Alive | Progress | Built | Completed | Returned | Refused | Ended

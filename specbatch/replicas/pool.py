@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -19,12 +23,15 @@ from specbatch.replicas.messages import (
     Ended,
     Log,
     Message,
+    Output,
     Progress,
     Refused,
     Returned,
 )
 
 MOST_FAILED_STARTS = 3  # in a row, before a replica is given up
+DIFFERS = 1.05  # times as many KV pages, which the log shows
+LONGEST_LOOK_S = 1.0  # that counts as time in which the replicas could be heard
 
 
 class Link(Protocol):
@@ -60,12 +67,14 @@ class _Replica:
     place           from 0; its successor has the same
     built           its engines
     failed_starts   of its predecessors, in a row
+    said            its lines of the logs, by engine and without numbers
     """
 
     place: int
     link: Link
     failed_starts: int
     built: set[int] = field(default_factory=set)
+    said: Counter[tuple[int, str]] = field(default_factory=Counter)
 
 
 class ReplicaPool:
@@ -73,18 +82,23 @@ class ReplicaPool:
     for.
 
     replaced   how many have ended and were replaced
+    heard_s    seconds in which `receive` was called again and again. It stands still while this process is stopped
     """
 
     def __init__(self, starter: Starter, log: Callable[[str], None]) -> None:
         self._starter = starter
         self._log = log
-        self._said: set[str] = set()
+        self._said: Counter[tuple[int, str]] = Counter()  # the most that a replica has said of each line
+        self._printed: set[str] = set()
         self._inbox: SimpleQueue[tuple[int, Message]] = SimpleQueue()
         self._builds: dict[int, Build] = {}
+        self._logs: dict[int, Callable[[str], None]] = {}  # of the engines
+        self._building: int | None = None
         self._numbers, self._tickets = count(), count()
         self._replicas: dict[int, _Replica] = {}
-        self._building = False
+        self._looked = time.monotonic()
         self.replaced = 0
+        self.heard_s = 0.0
         try:
             for place in range(starter.most):
                 self._start(place)
@@ -96,24 +110,29 @@ class ReplicaPool:
         """The replicas that have built all engines."""
         return [number for number, replica in self._replicas.items() if replica.built >= self._builds.keys()]
 
-    def build(self, build: Build, report: Report) -> Built:
-        """Build an engine on all replicas. Returns when enough of them are ready: the answer of the first.
+    def build(self, build: Build, log: Callable[[str], None], report: Report) -> Built:
+        """Build an engine on all replicas. Returns when enough of them are ready: the answer of the first, with the
+        least of the capacities that any of them has.
 
-        Raises SpecbatchError if an engine is refused or a replica ends.
+        log: gets the lines of the engine, those of all replicas once. Raises SpecbatchError if an engine is refused or
+        a replica ends; no replica keeps the engine.
         """
         self._builds[build.engine] = build
-        self._said.clear()
+        self._logs[build.engine] = log
+        self._building = build.engine
         for replica in self._replicas.values():
             replica.link.send(build)
-        self._building = True
         try:
             return self._wait_for(build.engine, report)
+        except BaseException:
+            self.close_engine(build.engine)
+            raise
         finally:
-            self._building = False
+            self._building = None
 
     def close_engine(self, engine: int) -> None:
         """Close an engine on all replicas."""
-        del self._builds[engine]
+        del self._builds[engine], self._logs[engine]
         for replica in self._replicas.values():
             replica.built.discard(engine)
             replica.link.send(Close(engine))
@@ -129,65 +148,106 @@ class ReplicaPool:
         return ticket
 
     def call_all(self, engine: int, method: str, **arguments: Any) -> list[Any]:
-        """Call a method on all replicas that are ready. Returns their values, without those of replicas that end."""
-        tickets = {number: self.call(number, engine, method, **arguments) for number in self.ready()}
+        """Call a method on all replicas that are ready, at least one. Returns their values, without those of replicas
+        that end."""
+        tickets: dict[int, int] = {}
         values: dict[int, Any] = {}
-        while tickets.keys() - values.keys():
+        while not tickets or tickets.keys() - values.keys():
+            if not tickets:
+                tickets = {number: self.call(number, engine, method, **arguments) for number in self.ready()}
             for number, message in self.receive():
                 match message:
                     case Returned(ticket, value) if tickets.get(number) == ticket:
                         values[number] = value
-                    case Refused(error):
+                    case Refused(error, _, ticket) if tickets.get(number) == ticket:
                         raise error
                     case Ended():
                         tickets.pop(number, None)
         return [values[number] for number in sorted(values)]
 
+    def call_one(self, engine: int, method: str, **arguments: Any) -> Any:
+        """Call a method on one replica. If it ends, another one is called."""
+        asked: int | None = None
+        ticket = -1
+        while True:
+            if asked is None and (ready := self.ready()):
+                asked = ready[0]
+                ticket = self.call(asked, engine, method, **arguments)
+            for number, message in self.receive():
+                match message:
+                    case Returned(answered, value) if answered == ticket:
+                        return value
+                    case Refused(error, _, answered) if answered == ticket:
+                        raise error
+                    case Ended() if number == asked:
+                        asked = None
+
     def receive(self, timeout: float | None = None) -> Iterator[tuple[int, Message]]:
-        """Wait for messages, up to `timeout` seconds, and yield them with the numbers of their replicas.
+        """Wait for messages, up to `timeout` seconds, and yield those that are there, with the numbers of their
+        replicas.
 
         A replica that has ended is replaced first. Raises SpecbatchError if none is left.
         """
-        while True:
-            if not self._replicas:
-                raise SpecbatchError("no replica is left; build a new engine")
-            try:
-                number, message = self._inbox.get(timeout=timeout)
-            except Empty:
-                return
-            timeout = 0.0
+        now = time.monotonic()
+        self.heard_s += min(now - self._looked, LONGEST_LOOK_S)
+        self._looked = now
+        if not self._replicas:
+            raise SpecbatchError("no replica is left; build a new engine")
+        try:
+            there = [self._inbox.get(timeout=timeout)]
+            while not self._inbox.empty():
+                there.append(self._inbox.get())
+        except Empty:
+            return
+        for number, message in there:
             replica = self._replicas.get(number)
-            if replica is None:
-                continue
-            match message:
-                case Log(line):
-                    if line not in self._said:  # replicas that build the same engine say the same
-                        self._log(f"replica {replica.place}: {line}")
-                    self._said.add(line)
-                    continue
-                case Built(engine):
-                    replica.built.add(engine)
-                case Refused(error, None) if not self._building:  # by a successor, of what its predecessor had built
-                    message = Ended(str(error))
-            if isinstance(message, Ended):
-                self._replace(number, message.reason)
-            yield number, message
+            if replica is not None and (handled := self._handled(replica, message)) is not None:
+                if isinstance(handled, Ended):
+                    self._replace(number, handled)
+                yield number, handled
+
+    def fail(self, number: int, reason: str) -> None:
+        """Let the next `receive` end a replica."""
+        self._inbox.put((number, Ended(reason)))
 
     def close(self) -> None:
         """End all replicas."""
         replicas, self._replicas = self._replicas, {}
-        for replica in replicas.values():
-            replica.link.close()
+        if replicas:
+            with ThreadPoolExecutor(len(replicas)) as threads:
+                list(threads.map(lambda replica: replica.link.close(), replicas.values()))
+
+    def _handled(self, replica: _Replica, message: Message) -> Message | None:
+        """The message for those who ask; None if there is nothing left to do."""
+        match message:
+            case Log(engine, line):
+                key = engine, re.sub(r"[0-9.,]+( [KMGT]?i?B\b)?", "#", line)
+                replica.said[key] += 1
+                if replica.said[key] > self._said[key]:  # the first replica to say it speaks for all
+                    self._said[key] += 1
+                    self._logs.get(engine, self._log)(line)
+                return None
+            case Output(line):
+                if line not in self._printed:
+                    self._printed.add(line)
+                    self._log(f"replica {replica.place}: {line}")
+                return None
+            case Built(engine):
+                replica.built.add(engine)
+            case Refused(error, engine, None) if engine != self._building:
+                # Either it was refused before by another replica, or a successor cannot build what was built.
+                return Ended(str(error)) if engine in self._builds else None
+        return message
 
     def _wait_for(self, engine: int, report: Report) -> Built:
-        first: Built | None = None
+        built: dict[int, Built] = {}  # by place
         recorded: dict[int, Progress] = {}
-        while first is None or len(self.ready()) < self._starter.least:
+        while not built or len(self.ready()) < self._starter.least:
             for number, message in self.receive():
                 match message:
                     case Built() if message.engine == engine:
-                        first = first or message
-                    case Refused(error):
+                        built[self._replicas[number].place] = message
+                    case Refused(error, refused, None) if refused == engine:
                         raise error
                     case Ended(reason):
                         raise SpecbatchError(f"a replica ended while it was built: {reason}")
@@ -195,7 +255,11 @@ class ReplicaPool:
                         recorded[number] = message
                         done, total = (sum(getattr(item, of) for item in recorded.values()) for of in ("done", "total"))
                         report(done, total)
-        return first
+        first, *others = (built[place] for place in sorted(built))
+        pages = [item.caps["kv_pages"] for item in (first, *others)]
+        if max(pages) > DIFFERS * min(pages):
+            self._logs[engine](f"KV pages of the replicas: {', '.join(map(str, pages))}")
+        return replace(first, caps=_least([item.caps for item in (first, *others)]))
 
     def _start(self, place: int, failed_starts: int = 0) -> None:
         number = next(self._numbers)
@@ -204,18 +268,29 @@ class ReplicaPool:
         for build in self._builds.values():
             link.send(build)
 
-    def _replace(self, number: int, reason: str) -> None:
+    def _replace(self, number: int, ended: Ended) -> None:
         replica = self._replicas.pop(number)
         replica.link.close()
         failed = 0 if replica.built >= self._builds.keys() else replica.failed_starts + 1
-        ended = f"replica {replica.place} ended ({reason})"
+        if ended.details and ended.details not in self._printed:
+            self._printed.add(ended.details)
+            self._log(f"replica {replica.place}: {ended.details.rstrip()}")
+        what = f"replica {replica.place} ended ({ended.reason})"
         if failed < MOST_FAILED_STARTS:
-            self._log(f"{ended}; starting another")
-            self._said.clear()
+            self._log(f"{what}; starting another")
             self._start(replica.place, failed)
             self.replaced += 1
         elif self._replicas:
             left = len(self._replicas)
-            self._log(f"{ended}; going on with {left} other{'s' if left > 1 else ''}")
+            self._log(f"{what}; going on with {left} other{'s' if left > 1 else ''}")
         else:
-            raise SpecbatchError(f"data_parallel={self._starter.most}: no replica is left; {ended}")
+            raise SpecbatchError(f"data_parallel={self._starter.most}: no replica is left; {what}")
+
+
+def _least(caps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Capacities that all replicas have: those of the first, and of counts the least."""
+    found = dict(caps[0])
+    for name, value in found.items():
+        if type(value) is int:
+            found[name] = min(each[name] for each in caps)
+    return found

@@ -1,7 +1,4 @@
-"""Replicas as processes of this machine, each with GPUs of its own.
-
-python -m specbatch.replicas.process FD
-"""
+"""Replicas as processes of this machine, each with GPUs of its own."""
 
 from __future__ import annotations
 
@@ -12,13 +9,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection, Pipe
+from contextlib import suppress
+from multiprocessing.connection import Pipe
+from queue import SimpleQueue
 
 import torch
 
 from specbatch.config import EngineConfig
 from specbatch.errors import refuse
-from specbatch.replicas.messages import Command, Ended, Message
+from specbatch.replicas.messages import Command, Ended, Message, Output
 from specbatch.runtime.device import find_device
 from specbatch.runtime.pipe import hang_up
 
@@ -55,35 +54,45 @@ class ReplicaProcess:
     def __init__(self, settings: dict[str, str], deliver: Callable[[Message], None]) -> None:
         """settings: of its environment."""
         self._connection, theirs = Pipe()
-        self._sending = threading.Lock()
+        self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | settings
-        command = [sys.executable, "-m", "specbatch.replicas.process", str(theirs.fileno())]
         self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+            [sys.executable, "-m", "specbatch.replicas", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C in a terminal is for this process alone
         )
         theirs.close()
-        threading.Thread(target=self._read, args=(deliver,), daemon=True).start()
+        self._printed = threading.Thread(target=self._read_output, args=(deliver,), daemon=True)
+        for thread in (
+            self._printed,
+            threading.Thread(target=self._write, daemon=True),
+            threading.Thread(target=self._read, args=(deliver,), daemon=True),
+        ):
+            thread.start()
 
     def send(self, command: Command) -> None:
-        """Pass on a command. A replica that has ended ignores it: its last message says so."""
-        data = pickle.dumps(command)
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # half a message would be the last
-        try:
-            with self._sending:
-                self._connection.send_bytes(data)
-        except OSError:
-            pass
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        """Pass on a command, without waiting for the replica to read it. One that has ended ignores it."""
+        self._outgoing.put(pickle.dumps(command, pickle.HIGHEST_PROTOCOL))
 
     def close(self) -> None:
-        """End the process."""
+        """End the process. One that does not end by itself is killed."""
+        self._outgoing.put(None)
         hang_up(self._connection)
         try:
             self._process.wait(EXIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):  # in a call of a driver that hangs, it ends after this process
+                self._process.wait(EXIT_S)
+
+    def _write(self) -> None:
+        with suppress(OSError):  # its end is noticed by who reads
+            while (data := self._outgoing.get()) is not None:
+                self._connection.send_bytes(data)
 
     def _read(self, deliver: Callable[[Message], None]) -> None:
         try:
@@ -93,38 +102,16 @@ class ReplicaProcess:
                 if isinstance(message, Ended):
                     return
         except (EOFError, OSError):
-            deliver(Ended(_ending(self._process.wait())))
-        finally:
-            self._connection.close()
+            status = self._process.wait()
+            self._printed.join(EXIT_S)  # what it printed last may say why
+            deliver(Ended(_ending(status)))
+
+    def _read_output(self, deliver: Callable[[Message], None]) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                deliver(Output(line.decode(errors="replace").rstrip()))
 
 
 def _ending(status: int) -> str:
     return f"its process was killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-
-
-def main() -> None:
-    """Carry out what comes through the connection. Its end ends this process, whatever it does."""
-    from specbatch.replicas.replica import Replica
-
-    connection, sending = Connection(int(sys.argv[1])), threading.Lock()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that leads decides what Ctrl-C ends
-
-    def send(message: Message) -> None:
-        with sending:
-            connection.send_bytes(pickle.dumps(message))
-
-    replica = Replica(send)
-
-    def read() -> None:
-        try:
-            while True:
-                replica.receive(pickle.loads(connection.recv_bytes()))
-        except (EOFError, OSError):
-            os._exit(0)
-
-    threading.Thread(target=read, daemon=True).start()
-    replica.run()
-
-
-if __name__ == "__main__":
-    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
@@ -14,6 +15,7 @@ from specbatch.engine.submissions import SubmissionQueue
 from specbatch.errors import SpecbatchError
 from specbatch.replicas.messages import (
     Abort,
+    Alive,
     Begin,
     Build,
     Built,
@@ -30,6 +32,8 @@ from specbatch.replicas.messages import (
     Returned,
     Submit,
 )
+
+ALIVE_S = 5.0  # between signs of life
 
 
 class _Stream:
@@ -74,15 +78,14 @@ class Replica:
             while True:
                 self._carry_out(*self._commands.get())
         except Exception as error:
-            self._send(Ended(_one_line(error)))
-            raise
+            self._send(Ended(_one_line(error), traceback.format_exc()))
 
     def _carry_out(self, command: Command, stream: _Stream | None) -> None:
         try:
             match command:
                 case Build():
                     self._build(command)
-                case Close(number):
+                case Close(number) if number in self._engines:  # else it was refused
                     self._engines.pop(number).close()
                 case Begin(number, engine):
                     assert stream is not None
@@ -92,12 +95,12 @@ class Replica:
         except SpecbatchError as error:
             if not isinstance(command, Build | Call):
                 raise
-            self._send(Refused(error, command.ticket if isinstance(command, Call) else None))
+            self._send(Refused(error, command.engine, command.ticket if isinstance(command, Call) else None))
 
     def _build(self, command: Build) -> None:
         engine = self._engines[command.engine] = Engine(
             command.config,
-            log=lambda line: self._send(Log(line)),
+            log=lambda line: self._send(Log(command.engine, line)),
             report=lambda done, total: self._send(Progress(done, total)),
             weights_of=None if command.weights_of is None else self._engines[command.weights_of],
             share=command.share,
@@ -105,10 +108,14 @@ class Replica:
         self._send(Built(command.engine, engine.config, engine.caps))
 
     def _run(self, number: int, stream: _Stream, engine: Engine) -> None:
+        heard = time.monotonic()
         with closing(engine.serve(stream.queue)) as events:
             for event in events:
                 if stream.dropped:
                     return
+                if time.monotonic() - heard > ALIVE_S:
+                    self._send(Alive())
+                    heard = time.monotonic()
                 while stream.aborts:
                     engine.abort(stream.aborts.popleft())
                 if event.completion is not None:

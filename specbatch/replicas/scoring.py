@@ -31,7 +31,7 @@ def score_on(pool: ReplicaPool, engine: int, pairs: list[Checked], on_score: OnS
                     for index, value in enumerate(values, calls.pop(ticket)[1]):
                         found[index] = value
                         on_score(index, value)
-                case Refused(error, ticket) if ticket in calls:
+                case Refused(error, _, int(ticket)) if ticket in calls:
                     raise SpecbatchError(f"of the pairs from {calls[ticket][1]} on: {error}")
                 case Ended(reason):
                     for ticket, (other, first) in list(calls.items()):

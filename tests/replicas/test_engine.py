@@ -120,6 +120,33 @@ def test_engines_share_weights_and_replicas(one: Engine) -> None:
     assert len(starter.links) == 3
 
 
+def test_a_refused_engine_leaves_the_others_and_their_replicas(one: Engine) -> None:
+    engine, starter = replicas(3)
+    wanted = tokens(one.generate(PROMPTS, SAMPLED))
+    config = replace(CONFIG, data_parallel=3)
+    with engine:
+        for _ in range(2):
+            with pytest.raises(SpecbatchError, match="max_model_len"):
+                DataParallelEngine(replace(config, max_model_len=100_000), weights_of=engine)
+        with DataParallelEngine(replace(config, speculation=Speculation()), weights_of=engine) as other:
+            assert tokens(other.generate(PROMPTS, SAMPLED)) == wanted == tokens(engine.generate(PROMPTS, SAMPLED))
+    assert len(starter.links) == 3  # no replica was replaced
+
+
+def test_replicas_log_what_they_all_say_once() -> None:
+    alone: list[str] = []
+    together: list[str] = []
+    Engine(CONFIG, log=alone.append).close()
+    several = replace(CONFIG, data_parallel=3)
+    with (
+        DataParallelEngine(several, starter=ThreadReplicas(3), log=together.append) as engine,
+        DataParallelEngine(several, weights_of=engine, log=together.append),
+    ):
+        pass
+    words = [[line.split()[0] for line in lines] for lines in (alone, together)]
+    assert words[1] == 2 * ["replicas:", *words[0]]
+
+
 # -- replicas that end -------------------------------------------------------------------------------------------------
 
 

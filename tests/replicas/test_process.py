@@ -23,7 +23,7 @@ PROMPTS = ["one", "two and three", "four"]
 
 
 def replicas_of(pid: int) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(pid), "-f", "specbatch.replicas.process"], capture_output=True)
+    found = subprocess.run(["pgrep", "-P", str(pid), "-f", "specbatch.replicas"], capture_output=True)
     return [int(line) for line in found.stdout.split()]
 
 
