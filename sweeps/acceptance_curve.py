@@ -15,6 +15,7 @@ from typing import Any
 
 from specbatch.acceptance_profile import AcceptanceProfile, from_counts
 from specbatch.atomic_file import write_atomic
+from specbatch.core.sampling_params import sampling_text
 from specbatch.errors import refuse
 from specbatch.records.markdown import markdown_table, sum_lists
 from specbatch.records.run_record import RunRecord
@@ -138,6 +139,7 @@ def _name(record: RunRecord) -> str:
         f"{asked.algorithm}{f' {asked.draft}' if asked.draft else ''}{shape}",
         f"{data}{f' ({category})' if category else ''}",
         f"thinking {'on' if work['thinking'] else 'off'}" if work.get("thinking") is not None else "",
+        sampling_text(work["sampling"]) if work.get("sampling") else "",
         f"simulated: {simulated}" if simulated else "",
     )
     return ", ".join(filter(None, parts))

@@ -103,7 +103,7 @@ class CheckReport:
             numbers = ("equal", "plain", "checked", "margin", "gap", "verdict")
             body = [[_name(item), *(_shown(getattr(item, name)) for name in numbers)] for item in parted]
             parts.append(markdown_table(body, headers))
-        parts.append(acceptance_table({(): [record.counters]}))
+        parts.append(acceptance_table({(): [record.counters]}, sampling="greedy"))
         parts.append("\n".join(draft_length_lines([record.counters], record.caps)))
         parts.append("\n".join(f"* {note}" for note in self._notes()))
         return "\n\n".join(part.rstrip("\n") for part in parts if part)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
 
-from specbatch.cli.options import EngineOptions, Json, takes_engine
+from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, takes_engine
 from specbatch.cli.output import fresh_folder, say, show
 from specbatch.cli.values import is_given, names, whole_numbers
 from specbatch.errors import refuse
@@ -19,10 +19,11 @@ from specbatch.progress import progress
 _WITHOUT = ("data_parallel", "spec", "prefill_graph", "max_running", "max_model_len", "kv_pages", "prefix_cache")
 
 
-@takes_engine(without=_WITHOUT)
+@takes_engine(without=_WITHOUT, sampling=SAMPLING_OPTIONS)
 def bench(
     context: typer.Context,
     engine: EngineOptions,
+    sampling: dict[str, Any],
     sections: Annotated[str, Option(help="Sections to run: machine, decode, closed, ttft, verify.")] = (
         "machine,decode,closed,ttft,verify"
     ),
@@ -95,6 +96,7 @@ def bench(
         output_len=output_len,
         ttft_tokens=whole_numbers("ttft_tokens", ttft_tokens),
         repeats=repeats,
+        sampling=sampling,
         given=frozenset(
             name
             for name in (*(name for kind in KINDS.values() for name in kind.lengths), "sections")

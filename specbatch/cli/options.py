@@ -18,6 +18,7 @@ from typer import Option
 
 from specbatch.acceptance_profile import read_profile
 from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.core.sampling_params import SAMPLED, SamplingParams
 from specbatch.errors import at_least, refuse, shown_json
 from specbatch.field_errors import did_you_mean
 
@@ -51,7 +52,7 @@ class DerivedOption:
 
 
 _MODEL, _SPECULATION, _BATCH, _EXECUTION = "Model", "Speculation", "Batch and memory", "Execution"
-_CACHE = "Cache and quantization"
+_CACHE, _SAMPLING = "Cache and quantization", "Sampling"
 _PANELS = {
     **dict.fromkeys(("model", "device", "dtype", "load_format", "tokenizer"), _MODEL),
     **dict.fromkeys(
@@ -120,6 +121,7 @@ def options_of(
 
 
 ENGINE_OPTIONS = _derived()
+SAMPLING_OPTIONS = {name: option for name, option in options_of(SamplingParams, _SAMPLING).items() if name in SAMPLED}
 _ONLY_WITH_DRAFTS = tuple(
     item.name for item in fields(Speculation) if item.name not in ("algorithm", "schedule", "draft")
 )

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Option
 
-from specbatch.cli.options import EngineOptions, Json, takes_engine
+from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, takes_engine
 from specbatch.cli.output import open_engine, show
 from specbatch.errors import refuse
 
 
-@takes_engine(without=("data_parallel",))
+@takes_engine(without=("data_parallel",), sampling=SAMPLING_OPTIONS)
 def send_one(
     engine: EngineOptions,
+    sampling: dict[str, Any],
     prompt: Annotated[str | None, Option(help="The prompt. Default: some Python code.")] = None,
     max_new_tokens: Annotated[int, Option(help="Maximum number of tokens in the answer.")] = 128,
     stream: Annotated[bool, Option("--stream", help="Print the text as it is generated.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Answer one prompt with greedy decoding, and show latency, acceptance and speed.
+    """Answer one prompt, and show latency, acceptance and speed.
 
     specbatch send-one
 
     specbatch send-one --spec v2 --prompt "def fibonacci(n):" --stream
+
+    specbatch send-one --temperature 0.6 --top-p 0.95 --seed 3
     """
     from specbatch.core.request import SamplingParams
     from specbatch.jobs.send_one import PROMPT, table
@@ -32,7 +35,7 @@ def send_one(
 
     if prompt == "":
         raise refuse("prompt", prompt, "is empty; write at least one token of text")
-    params = SamplingParams(max_new_tokens=max_new_tokens)
+    params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)
     config = engine.config(concurrency=1, prefix_cache=False)
     with open_engine(config) as running:
         result = send(running, prompt or PROMPT, params, write=_write_through if stream else None)

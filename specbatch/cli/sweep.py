@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions, Json, takes_engine
+from specbatch.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, EngineOptions, Json, takes_engine
 from specbatch.cli.output import fresh_folder, say, show
 from specbatch.cli.values import is_given, length, names, whole_number, whole_numbers
 from specbatch.config import EngineConfig
@@ -26,10 +26,11 @@ _ENGINE_OPTIONS_OF_SERVERS = ("model", "tokenizer", "seed")
 _SERVER_OPTIONS = ("base_url", "send", "api_key_env", "idle_timeout", "request_timeout")
 
 
-@takes_engine(without=("spec",))
+@takes_engine(without=("spec",), sampling=SAMPLING_OPTIONS)
 def sweep(
     context: typer.Context,
     engine: EngineOptions,
+    sampling: dict[str, Any],
     concurrency: Annotated[
         str, Option(help="Maximum numbers of requests in flight, separated by commas.", rich_help_panel=_LOAD)
     ] = "1,8,32,128",
@@ -188,6 +189,11 @@ def sweep(
 
     specbatch sweep --configs grid.toml --out out/heads
 
+    specbatch sweep --temperature 0.6 --top-p 0.95
+
+    Answers are greedy, or sampled with --temperature, each with its own seed (--seed chooses them): the same for all
+    configurations and, if it has seeds, a server.
+
     baseline does not speculate and runs schedule v2. v1 and v2 speculate with ngram, or with --algorithm and --draft.
     v2+piecewise also uses piecewise CUDA graphs for prefill. For gsp the prefix cache is on, and emptied before each
     point.
@@ -248,6 +254,7 @@ def sweep(
         group_prompts=group_prompts,
         shared_len=length("shared_len", shared_len),
         category=category,
+        **sampling,
         request_rate=request_rate,
         burst=0 if burst == "all" else whole_number("burst", burst, "all"),
         chat_template=chat_template,

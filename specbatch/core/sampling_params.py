@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -113,6 +113,18 @@ class SamplingParams:
         found = copy(self)
         object.__setattr__(found, "seed", seed)
         return found
+
+
+SAMPLED = ("temperature", "top_p", "top_k", "min_p")  # parameters that decide on the distribution of a token
+
+
+def sampling_text(sampling: Mapping[str, Any] | None) -> str:
+    """The parameters `SAMPLED` in words, for tables: "greedy", or "temperature 0.6, top-p 0.95". None is greedy."""
+    if not sampling or not sampling["temperature"]:
+        return "greedy"
+    usual = SamplingParams()
+    given = (name for name in SAMPLED if sampling.get(name, getattr(usual, name)) != getattr(usual, name))
+    return ", ".join(f"{name.replace('_', '-')} {sampling[name]:g}" for name in given)
 
 
 def _tuple_of(values: Any) -> Any:

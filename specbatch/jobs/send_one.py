@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specbatch.core.request import Completion, SamplingParams
+from specbatch.core.sampling_params import SAMPLED, sampling_text
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 from specbatch.records.run_record import speculation_of
 
@@ -45,6 +46,8 @@ def send_one(
     engine.reset_record()
     completion = _stream(engine, prompt, params, write) if write else engine.generate([prompt], params)[0]
     metrics = completion.metrics
+    sampling = {name: getattr(params, name) for name in SAMPLED} if params.temperature else None
+    workload = {"command": "send-one", "prompt": prompt, "sampling": sampling}
     return {
         "latency_s": metrics.e2e_s,
         "tokens": metrics.output_tokens,
@@ -52,7 +55,7 @@ def send_one(
         "speed": metrics.output_tokens / metrics.e2e_s,
         "text": completion.text,
         "finish_reason": completion.finish_reason,
-        "record": engine.record(concurrency=1, workload={"command": "send-one", "prompt": prompt}).as_dict(),
+        "record": engine.record(concurrency=1, workload=workload).as_dict(),
     }
 
 
@@ -66,7 +69,10 @@ def table(result: dict[str, Any]) -> str:
     shown = markdown_table([row], list(HEADERS.values()))
     speculation = speculation_of(result["record"]["config"]["speculation"])
     record = result["record"]
-    parts = [shown, acceptance_table({(): [record["counters"]]})]
+    parts = [
+        shown,
+        acceptance_table({(): [record["counters"]]}, sampling=sampling_text(record["workload"].get("sampling"))),
+    ]
     parts.append("\n".join(draft_length_lines([record["counters"]], record["caps"])))
     parts += [] if speculation.simulated is None else [str(speculation)]
     return "\n\n".join(filter(None, parts))

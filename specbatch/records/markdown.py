@@ -38,11 +38,14 @@ def acceptance_cells(runs: Iterable[Mapping[str, Any]]) -> list[str] | None:
     ]
 
 
-def acceptance_table(rows: Mapping[tuple[Any, ...], Iterable[Mapping[str, Any]]], names: tuple[str, ...] = ()) -> str:
-    """Markdown: one row of `acceptance_cells` for each key, after the parts of the key, whose headings are `names`.
-    Empty where nothing was drafted."""
+def acceptance_table(
+    rows: Mapping[tuple[Any, ...], Iterable[Mapping[str, Any]]], names: tuple[str, ...] = (), sampling: str = ""
+) -> str:
+    """Markdown: one row of `acceptance_cells` for each key, after the parts of the key, whose headings are `names`, and
+    above them how tokens were sampled. Empty where nothing was drafted."""
     body = [[*key, *cells] for key, runs in rows.items() if (cells := acceptance_cells(runs))]
-    return markdown_table(body, [*names, *ACCEPTANCE]) if body else ""
+    title = f"Acceptance, {sampling}:\n\n" if sampling else ""
+    return f"{title}{markdown_table(body, [*names, *ACCEPTANCE])}" if body else ""
 
 
 def draft_length_lines(runs: Iterable[Mapping[str, Any]], caps: Mapping[str, Any]) -> list[str]:

@@ -184,6 +184,13 @@ class _Shared(_Table):
     shared_len: Any
 
 
+class _Sampling(_Table):
+    temperature: Amount
+    top_p: Amount = 1.0
+    top_k: Count = 0
+    min_p: Amount = 0.0
+
+
 class PointWorkload(Workload):
     """Of a point of a sweep (`sweeps.run.workloads.Workload.describe`)."""
 
@@ -193,6 +200,7 @@ class PointWorkload(Workload):
     repeat: Positive
     dataset: str
     category: str | None = None
+    sampling: _Sampling | None = None
     prompts: Count
     distinct_prompts: Count = 0
     input_len: Positive | None = None

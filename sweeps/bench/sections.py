@@ -11,9 +11,9 @@ A section that the user's lengths make too long for the model is refused; one th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.config import EngineConfig, Speculation
@@ -86,7 +86,8 @@ SECTIONS = (MACHINE, *KINDS)
 class BenchOptions:
     """What is measured, `repeats` times each. configs: None: all that the device supports.
 
-    given: options of `Kind.lengths`, and "sections", that the user gave.
+    sampling: parameters of `Workload`; greedy without any
+    given: options of `Kind.lengths`, and "sections", that the user gave
     """
 
     sections: tuple[str, ...] = SECTIONS
@@ -100,6 +101,7 @@ class BenchOptions:
     output_len: int = 256
     ttft_tokens: tuple[int, ...] = (128, 1024, 8192)
     repeats: int = 3
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     given: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -122,15 +124,16 @@ class BenchOptions:
 
     def sweeps(self, kind: str, seed: int) -> Iterator[SweepOptions]:
         """The sweeps of a section, most of them of one."""
+        drawn = self.sampling
         if kind == "ttft":
             for tokens in self.ttft_tokens:
-                one = Workload("random", None, tokens, TTFT_NEW_TOKENS, TTFT_REQUESTS, seed, sequential=True)
+                one = Workload("random", None, tokens, TTFT_NEW_TOKENS, TTFT_REQUESTS, seed, sequential=True, **drawn)
                 yield SweepOptions((1,), self.repeats, one, f"ttft-{tokens}")
         elif kind == "closed":
-            loop = Workload("random", None, self.input_len, self.output_len, 2, seed)
+            loop = Workload("random", None, self.input_len, self.output_len, 2, seed, **drawn)
             yield SweepOptions(self.concurrency, self.repeats, loop, kind)
         else:
-            steps = Workload("random", None, self.decode_tokens, self.new_tokens, 1, seed)
+            steps = Workload("random", None, self.decode_tokens, self.new_tokens, 1, seed, **drawn)
             yield SweepOptions(self.batch if kind == "decode" else self.verify_batch, self.repeats, steps, kind)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from specbatch.atomic_file import write_atomic
 from specbatch.config import Graphs
+from specbatch.core.sampling_params import sampling_text
 from specbatch.errors import refuse
 from specbatch.records.intervals import Interval, over_runs
 from specbatch.records.markdown import acceptance_table, markdown_table
@@ -231,7 +232,8 @@ def _accepted(emitted: int, verifies: int, accepted: int, drafted: int) -> tuple
 def acceptance(records: list[RunRecord]) -> str:
     """The table of acceptance; empty where nothing was drafted."""
     counters = {point: [record.counters for record in found] for point, found in points_of(records).items()}
-    accepted = acceptance_table(counters, tuple(_POINT))
+    sampling = sampling_text(records[0].workload.get("sampling"))
+    accepted = acceptance_table(counters, tuple(_POINT), sampling)
     return f"{accepted}\n" if accepted else ""
 
 

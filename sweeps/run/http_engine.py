@@ -226,6 +226,7 @@ class HttpEngine:
             "temperature": params.temperature,
             "ignore_eos": params.ignore_eos,
             "skip_special_tokens": params.skip_special_tokens,
+            **_sampling(params),
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
@@ -306,3 +307,11 @@ class HttpEngine:
 def _is_name(model: object) -> TypeGuard[str]:
     """Whether a model can be named in messages, tables and folders."""
     return isinstance(model, str) and model.isprintable() and 0 < len(model) <= NAME_LENGTH
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    """Fields of a sampled request. All of them are sent, because servers take defaults from the model otherwise; -1 is
+    top-k off for vLLM and SGLang."""
+    if not params.temperature:
+        return {}
+    return {"top_p": params.top_p, "top_k": params.top_k or -1, "min_p": params.min_p, "seed": params.seed}

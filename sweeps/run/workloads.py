@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SAMPLED, sampling_text
 from specbatch.errors import at_least, refuse
 from specbatch.jobs.prompts import FORMS, TURNS, Prompt, read_prompts
 from specbatch.jobs.questions import bundled_questions
@@ -45,6 +46,8 @@ class Workload:
                 or the path of a JSONL file as in `specbatch.jobs.prompts`, whose lines may also hold the `turns` of
                 MT-Bench and SPEED-Bench: the first of them is asked. Rows with categories are taken in turn from each,
                 so that the prompts of every point have all of them
+    temperature, top_p, top_k, min_p   how answers are sampled; greedy by default, so that every configuration must
+                produce the same tokens
     category    asks only the rows of this category
     input_len   tokens per random prompt; with "gsp" its own
     output_len  tokens per answer; for text the most, as an end token ends it
@@ -75,6 +78,10 @@ class Workload:
     chat_template: bool | None = None
     thinking: bool | None = None
     category: str | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     read_task: TaskReader | None = field(default=None, repr=False, compare=False)
     rows: tuple[Prompt, ...] = field(default=(), init=False, repr=False)  # of a dataset of text
     stop: tuple[str, ...] = field(default=(), init=False)  # texts that end its answers
@@ -87,6 +94,10 @@ class Workload:
         for name in ("groups", "group_prompts", "shared_len"):
             if not self.is_grouped and getattr(self, name) != getattr(Workload, name):
                 raise refuse(name, shown(getattr(self, name)), "goes with --dataset gsp; leave it out")
+        self.params(1)  # refuses values that cannot be sampled with
+        for name in SAMPLED:
+            if not self.temperature and getattr(self, name) != getattr(Workload, name):
+                raise refuse(name, getattr(self, name), "greedy answers are not sampled; add --temperature")
         if not self.request_rate > 0:
             raise refuse("request_rate", self.request_rate, "use requests per second above 0, or inf for a closed loop")
         if self.burst:  # 0: all
@@ -159,11 +170,13 @@ class Workload:
         return None if self.input_range is None else self.input_range[1] + _bounds(self.output_len)[1]
 
     def params(self, count: int) -> list[SamplingParams]:
-        """Of the first `count` prompts. Greedy, so that every configuration must produce the same tokens; of text
-        special tokens are shown, so that what should not be there is seen."""
+        """Of the first `count` prompts. Each has its own seed, the same in all configurations and repeats. Special
+        tokens of text are shown, so that what should not be there is seen."""
+        sampling: dict[str, Any] = {name: getattr(self, name) for name in SAMPLED}
         return [
             SamplingParams(
-                temperature=0.0,
+                **sampling,
+                seed=random.Random(f"{self.seed}/sampling {index}").getrandbits(31) if self.temperature else None,
                 max_new_tokens=self._draw_length("output", index, self.output_len),
                 ignore_eos=self.is_random,
                 stop=self.stop,
@@ -233,6 +246,7 @@ class Workload:
             "prompts": len(prompts),
             "distinct_prompts": len({tuple(prompt) for prompt in prompts}),
             "category": self.category,
+            "sampling": {name: getattr(self, name) for name in SAMPLED} if self.temperature else None,
             "seed": self.seed,
             "shared": {name: getattr(self, name) for name in ("groups", "group_prompts", "shared_len")}
             if self.is_grouped
@@ -295,8 +309,9 @@ def lines_of(work: dict[str, Any]) -> dict[str, str]:
         text += f" by the chat template{switch}"
     output = f"{'exactly' if work['ignore_eos'] else 'at most'} {_text(work.get('output_range') or work['output_len'])}"
     of = f" ({category})" if (category := work.get("category")) else ""
+    sampled = f"{sampling_text(work.get('sampling'))}, seed {work['seed']}"
     return {
-        "workload": f"{work['dataset']}{of}, {text}, output {output}, greedy, seed {work['seed']}",
+        "workload": f"{work['dataset']}{of}, {text}, output {output}, {sampled}",
         "arrivals": _arrivals(work),
     }
 

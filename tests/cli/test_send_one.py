@@ -24,3 +24,11 @@ def test_send_one_streams_the_same_text(run):
     assert json.loads(whole.stdout)["accept_length"] == 1.0
     both = run("send-one", "--max-new-tokens", 4, "--prompt", "é", "--stream", "--json")
     assert json.loads(both.stdout.splitlines()[-1])["text"] == json.loads(whole.stdout)["text"]
+
+
+def test_send_one_states_its_sampling(run):
+    sampled = run("send-one", "--max-new-tokens", 4, "--prompt", "a", "--temperature", 0.6, "--top-k", 20, "--json")
+    record = json.loads(sampled.stdout)["record"]
+    assert record["workload"]["sampling"] == {"temperature": 0.6, "top_p": 1.0, "top_k": 20, "min_p": 0.0}
+    greedy = run("send-one", "--max-new-tokens", 4, "--prompt", "a", "--json")
+    assert json.loads(greedy.stdout)["record"]["workload"]["sampling"] is None

@@ -283,3 +283,12 @@ def test_no_model_runs_if_one_is_refused(sweep, tmp_path, monkeypatch):
     assert result.exit_code == 2
     assert "model='missing'" in result.output
     assert not (tmp_path / "out").exists()
+
+
+def test_sampled_answers(sweep, tmp_path):
+    result = sweep("--concurrency 1 --configs baseline,v2 --temperature 0.6 --top-p 0.95")
+    assert result.exit_code == 0, result.output
+    assert read(tmp_path, "v2/c1/r1")["workload"]["sampling"]["temperature"] == 0.6
+    assert "output exactly 5, temperature 0.6, top-p 0.95, seed 0" in result.stdout
+    other = sweep("--concurrency 1 --configs baseline,v2 --temperature 0.7 --top-p 0.95")
+    assert (other.exit_code, "temperature (0.6 there, 0.7 now)" in other.output) == (2, True)

@@ -238,6 +238,20 @@ def test_simulated_output_is_not_compared():
     assert "ngram without a match, --draft-tokens auto) accept fewer, so the mean reached" in text
 
 
+def test_sampling_is_stated_and_may_change_tokens():
+    records = pair(output_sha256="other")
+    counts = {"drafted": [4], "tried": [4], "accepted": [2], "context": [[8, 4, 6]]}
+    records[1].counters = {"acceptance": counts, "emitted_histogram": [0, 2, 2]}
+    assert "Acceptance, greedy:\n\n| concurrency" in text_of(records)
+    for made in records:
+        made.workload["sampling"] = {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "min_p": 0.0}
+    text = text_of(records)
+    assert "Acceptance, temperature 0.6, top-p 0.95:" in text
+    assert "output exactly 4, temperature 0.6, top-p 0.95, seed 0" in text
+    assert "TOKENS DIFFER" not in text
+    assert "Configurations generated different tokens from the same seeds, with the same distribution" in text
+
+
 def test_graphs_that_were_never_replayed_are_named():
     records = [record("baseline", 1, 10.0)]
     records[0].config["graphs"] = {"decode": "whole", "prefill": "piecewise"}

@@ -109,10 +109,15 @@ def test_request_bodies(serve):
     script = Script()
     run(serve(script), [[1, 72, 105]], temperature=0.0, ignore_eos=True, stop=("x", "y"), skip_special_tokens=False)
     run(serve(script, send="text"), [[1, 72, 105]])
-    ids, text = script.bodies
+    for changes in ({"top_p": 0.9, "top_k": 20, "min_p": 0.1}, {}):
+        run(serve(script), [[5]], temperature=0.6, seed=7, **changes)
+    ids, text, *sampled = script.bodies
+    sent = [tuple(body[name] for name in ("temperature", "top_p", "top_k", "min_p", "seed")) for body in sampled]
+    assert sent == [(0.6, 0.9, 20, 0.1, 7), (0.6, 1.0, -1, 0.0, 7)]
     assert ids["prompt"] == [1, 72, 105]
     assert text["prompt"] == "Hi"  # the server adds its own first token
     assert (ids["model"], ids["max_tokens"], ids["temperature"], ids["ignore_eos"]) == ("org/toy", 4, 0.0, True)
+    assert not {"top_p", "top_k", "min_p", "seed"} & set(ids)
     assert (ids["stop"], ids["skip_special_tokens"], ids["stream"]) == (["x", "y"], False, True)
     assert "stop" not in text
     assert "Authorization" not in script.headers[0]

@@ -293,3 +293,26 @@ def test_requests_without_categories_are_left_as_they_are():
 def test_unprepared_rows_are_refused(tmp_path, row, works):
     with pytest.raises(SpecbatchError, match=rf"qualitative.jsonl:1'?: {works}"):
         Workload(str(speed_bench(tmp_path, row)), output_len=5)
+
+
+def test_answers_are_greedy_or_sampled_with_a_seed_of_their_own():
+    sampling = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05}
+    greedy, one, again, other = Workload(), *(Workload(seed=seed, **sampling) for seed in (1, 1, 2))
+    assert {(wanted.temperature, wanted.seed) for wanted in greedy.params(3)} == {(0.0, None)}
+    assert one.params(40) == again.params(40)
+    assert one.params(9) == one.params(40)[:9]
+    found = one.params(40)[3]
+    assert {name: getattr(found, name) for name in sampling} == sampling
+    seeds = {wanted.seed for workload in (one, other) for wanted in workload.params(40)}
+    assert len(seeds) == 80
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert one.describe([[1]])["sampling"] == sampling
+    assert ", temperature 0.6, top-p 0.95, top-k 20, min-p 0.05, seed 1" in lines_of(one.describe([[1]]))["workload"]
+    assert greedy.describe([[1]])["sampling"] is None
+    for name, value, works in (
+        ("temperature", -1.0, "use 0"),
+        ("top_p", 0.9, "greedy answers are not sampled; add --temperature"),
+        ("min_p", 2.0, "use a value from 0"),
+    ):
+        with pytest.raises(SpecbatchError, match=f"{name}={value}: {works}"):
+            Workload(**{name: value})
