@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from specbatch.engine.open_requests import StreamEvent
     from specbatch.engine.scoring import Likelihood
     from specbatch.errors import SpecbatchError
+    from specbatch.jobs.frames import RunFrames, load_run
     from specbatch.replicas.engine import DataParallelEngine
 
 # Names resolve on first use, so that `import specbatch` (and `specbatch --help`) does not import torch.
@@ -31,10 +32,12 @@ _HOME = {
     "EngineConfig": "specbatch.config",
     "Graphs": "specbatch.config",
     "Likelihood": "specbatch.engine.scoring",
+    "RunFrames": "specbatch.jobs.frames",
     "SamplingParams": "specbatch.core.request",
     "SpecbatchError": "specbatch.errors",
     "Speculation": "specbatch.config",
     "StreamEvent": "specbatch.engine.open_requests",
+    "load_run": "specbatch.jobs.frames",
 }
 
 __all__ = [
@@ -45,11 +48,13 @@ __all__ = [
     "EngineConfig",
     "Graphs",
     "Likelihood",
+    "RunFrames",
     "SamplingParams",
     "SpecbatchError",
     "Speculation",
     "StreamEvent",
     "__version__",
+    "load_run",
 ]
 
 

@@ -108,15 +108,8 @@ def load_run(setting: str, path: Path, read_rows: ReadRows) -> Run:
 
     Refused: no record, an unreadable one, records of one point with different settings or workloads.
     """
-    if (output := output_of(path)) is not None:
-        found = [(output, load_output(setting, output, read_rows))]
-    else:
-        found = find_records(setting, path)
-    if not found:
-        works = "holds no record.json" if path.exists() else "no such file or folder"
-        raise refuse(setting, str(path), f"{works}; name what eval, sweep, bench, check or generate wrote")
     points: dict[PointKey, Replicates] = {}
-    for folder, record in sorted(found, key=lambda item: _order(item[1])):
+    for folder, record in read_records(setting, path, read_rows):
         point = points.setdefault(_key(record), Replicates([], []))
         if point.records and (different := conflicts(_settings(point.records[0]), _settings(record))):
             others = f"{point.paths[0]} and {folder} ({'; '.join(different)})"
@@ -125,6 +118,18 @@ def load_run(setting: str, path: Path, read_rows: ReadRows) -> Run:
         point.records.append(record)
     missing = Counter(PointKey("", point.configuration, point.concurrency) for point in unfinished(path, setting))
     return Run(path, points, missing)
+
+
+def read_records(setting: str, path: Path, read_rows: ReadRows) -> list[tuple[Path, RunRecord]]:
+    """The records of the run at `path`, each with its folder or output, in the order of its points."""
+    if (output := output_of(path)) is not None:
+        found = [(output, load_output(setting, output, read_rows))]
+    else:
+        found = find_records(setting, path)
+    if not found:
+        works = "holds no record.json" if path.exists() else "no such file or folder"
+        raise refuse(setting, str(path), f"{works}; name what eval, sweep, bench, check or generate wrote")
+    return sorted(found, key=lambda item: _order(item[1]))
 
 
 def match(before: Run, after: Run) -> Pairs:

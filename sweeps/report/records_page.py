@@ -1,0 +1,116 @@
+"""docs/records.md: every file of a run and every field and column of them, made from the registry of metrics.
+
+python -m specbatch.sweeps.report.records_page > docs/records.md
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from specbatch.core.request import RequestMetrics
+from specbatch.jobs.frames import POINT
+from specbatch.records.metrics import METRICS, RELATIVE, Metric
+from specbatch.records.run_record import RunRecord
+from specbatch.sweeps.report.tables import COLUMNS
+
+FILES = {
+    "sweep": "`sweep.json` (the plan), `CONFIGURATION/cN/rN/record.json` and `requests.jsonl` for each point "
+    "(concurrency N, repeat N), `summary.csv`, `summary.md`",
+    "bench": "a folder of `sweep` for each section, `summary.csv`, `summary.md`",
+    "eval": "`record.json`, `requests.jsonl`, `questions.jsonl` (a line per answer, with its scores), `summary.csv`, "
+    "`summary.md`; with `--ablation` one such folder per configuration and `ablation.csv`, `.md` and `.json`",
+    "check": "`record.json`, `requests.jsonl`, `prompts.jsonl` (a line per prompt, with its verdict), `summary.md`",
+    "generate": "`OUT`, and `OUT.record.json`",
+}
+RECORD = {
+    "config": "settings of the engine, as they were resolved",
+    "caps": "what the engine could hold after the memory plan, and its device, dtype and backends",
+    "metrics": "the numbers of the run: the table of metrics below",
+    "counters": "counts that metrics and tables are computed from: iterations, graph replays, acceptance by draft "
+    "position and by context",
+    "requests": "not in the file: the lines of `requests.jsonl`",
+    "workload": "what was run: the command, the prompts with their hash, lengths, sampling, and the place of a point "
+    "in its sweep",
+    "versions": "of specbatch, Python, PyTorch, Triton and other packages",
+    "hardware": "CPU, cores and GPU",
+    "created": "when the run ended (ISO 8601, UTC)",
+    "schema": "version of this format",
+}
+REQUEST = {
+    "index": "place of the prompt in the input, from 0",
+    "sample": "number of the sample, from 0; absent for the first",
+    "request_id": "the caller's name of the prompt, if given",
+    "finish_reason": "`stop`, `length`, `abort` or `error`",
+    "error": "why the request failed, if it did",
+    "category": "category of the prompt, if the data set has them",
+    "prompt_tokens": "tokens of the prompt",
+    "embedded_tokens": "of them, tokens that were given as embeddings",
+    "cached_tokens": "of them, tokens that came from the prefix cache",
+    "output_tokens": "tokens generated",
+    "queue_s": "seconds until the request was admitted",
+    "ttft_s": "seconds until its first token",
+    "tpot_s": "seconds per token after the first; null with one token",
+    "e2e_s": "seconds until its last token",
+    "verify_steps": "verifies from which a token was kept",
+    "emitted": "tokens emitted by them",
+    "drafted": "drafts that count in the accept rate",
+    "accepted": "drafts that were accepted",
+    "accept_length": "emitted / verifies; null without a verify",
+    "emitted_histogram": "verifies that emitted 0, 1, 2, ... tokens",
+    "acceptance": "counts by draft position (`drafted`, `tried`, `accepted`) and by length of the context (`context`: "
+    "tokens, verifies, emitted tokens)",
+    "itl_s": "seconds between arrivals of tokens, divided among the tokens of an arrival",
+    "retractions": "times that the request gave its KV pages back",
+}
+
+
+def page() -> str:
+    """The whole page, in Markdown."""
+    assert RECORD.keys() == {item.name for item in fields(RunRecord)}
+    assert {item.name for item in fields(RequestMetrics)} <= REQUEST.keys()
+    shared = "path", *POINT
+    csv = {metric.column: metric for metric in (*COLUMNS.values(), *RELATIVE.values())}
+    parts = [
+        "# Records",
+        "Every run leaves its numbers in plain files. Tables, plots, `compare`, `gate` and `report` are made from them "
+        "alone. This page is made by `python -m specbatch.sweeps.report.records_page`.",
+        "## Files",
+        _table(FILES, "command", "files"),
+        "## In Python",
+        "`specbatch.load_run(path)` reads a folder of any command, a part of one, or an output of `generate` into "
+        "three pandas frames: `points` (a row per record, with every metric below), `requests` (a row per request) and "
+        f"`drafts` (acceptance by draft position). They share the columns {', '.join(map('`{}`'.format, shared))}.",
+        '```py\nimport specbatch\n\nrun = specbatch.load_run("out/sweep-20260102-030405")\n'
+        'run.points.pivot_table("output_throughput", "concurrency", "configuration")\n'
+        'run.requests.groupby("configuration").ttft_s.describe()\n```',
+        "## record.json",
+        _table(RECORD, "field", "content"),
+        "### metrics",
+        "Times are in seconds and shares from 0 to 1; null where nothing was measured. The "
+        "[glossary](glossary.md) has the formulas.",
+        _table({key: _definition(metric) for key, metric in METRICS.items()}, "metric", "definition"),
+        "## requests.jsonl",
+        "A line per request, in the order in which they ended. Lines of scored texts have `prompt_tokens`, "
+        "`scored_tokens`, `logprob` and `is_greedy`.",
+        _table(REQUEST, "field", "content"),
+        "## summary.csv",
+        "A row per concurrency and configuration: `concurrency`, `configuration`, `simulated_accept_length`, "
+        "`simulated_acceptance`, `repeats`, `speculation` (what it gains), `failed` (the reason), and these columns. "
+        "The first one and `ratio` also have `_min` and `_max` over repeats.",
+        _table({name: _definition(metric, metric.unit) for name, metric in csv.items()}, "column", "definition"),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _definition(metric: Metric, unit: str = "") -> str:
+    part = f"{metric.title.split()[0]}: " if metric.quantity else ""
+    return f"{part}{metric.definition}{f' Unit: {unit}.' if unit else ''}"
+
+
+def _table(rows: dict[str, str], *headings: str) -> str:
+    lines = [f"| {' | '.join(headings)} |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in rows.items())]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,56 @@
+"""Runs as pandas frames, and the page of all fields."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from made_runs import make_record, metrics_of
+from swept import swept
+
+import specbatch
+from specbatch import SpecbatchError
+from specbatch.core.request import RequestMetrics
+from specbatch.records.metrics import METRICS
+from specbatch.records.run_record import RunRecord
+from specbatch.sweeps.report.records_page import REQUEST, page
+
+
+def saved(record: RunRecord, folder: Path) -> None:
+    folder.mkdir()
+    record.save(folder)
+
+
+def test_a_sweep_in_three_frames(tmp_path: Path) -> None:
+    for place, (name, concurrency) in enumerate((("baseline", 1), ("v2", 1), ("v2", 4))):
+        saved(swept(name, concurrency), tmp_path / str(place))
+    run = specbatch.load_run(tmp_path)
+    assert run.points[["configuration", "concurrency"]].to_numpy().tolist() == [["baseline", 1], ["v2", 1], ["v2", 4]]
+    assert set(METRICS) <= set(run.points)
+    assert run.points.output_throughput.tolist() == [
+        swept(name, concurrency).metrics["output_throughput"]
+        for name, concurrency in (("baseline", 1), ("v2", 1), ("v2", 4))
+    ]
+    assert run.requests.groupby(["configuration", "concurrency"], sort=False).size().tolist() == [2, 2, 8]
+    of_v2 = run.drafts[run.drafts.concurrency == 4]
+    counts = swept("v2", 4).counters["acceptance"]
+    assert of_v2.position.tolist() == [1, 2, 3, 4]
+    assert of_v2.accepted.tolist() == counts["accepted"]
+    assert set(run.drafts.configuration) == {"v2"}
+
+
+def test_a_single_record_and_what_is_none(tmp_path: Path) -> None:
+    saved(make_record([metrics_of()] * 3, configuration=None), tmp_path / "eval")
+    run = specbatch.load_run(str(tmp_path / "eval"))
+    assert (len(run.points), len(run.requests), len(run.drafts)) == (1, 3, 0)
+    with pytest.raises(SpecbatchError, match=r"path='.*none': no such file or folder"):
+        specbatch.load_run(tmp_path / "none")
+
+
+def test_the_page_of_records_is_up_to_date() -> None:
+    """Made by `python -m specbatch.sweeps.report.records_page > docs/records.md`."""
+    docs = Path(__file__).parents[2] / "docs" / "records.md"
+    assert docs.read_text() == page()
+    row = make_record([metrics_of()]).requests[0]
+    assert row.keys() | {item.name for item in fields(RequestMetrics)} <= REQUEST.keys()
