@@ -12,6 +12,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "data": ("datasets", "pandas"),
     "eval": ("lm_eval", "datasets", *_TABLES),
     "http": ("aiohttp", "prometheus_client"),
+    "ray": ("ray",),
     "reasoning": ("reasoning_gym",),
     "report": _TABLES,
 }

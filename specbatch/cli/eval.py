@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
 from specbatch.cli.options import Concurrency, EngineOptions, Json, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_replicas, say, show
 from specbatch.errors import refuse
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from specbatch.config import EngineConfig
 
 
-@takes_engine(without=("simulate_accept_length", "simulate_accept"), settings=options_of(EvalOptions))
+@takes_engine(
+    without=("simulate_accept_length", "simulate_accept"), settings=options_of(EvalOptions), cluster=CLUSTER_OPTIONS
+)
 def evaluate(
     *,
     task: Annotated[str, Argument(help="gsm8k, gsm8k_platinum, one_digit_sums or another lm-eval task.")],
@@ -29,6 +32,7 @@ def evaluate(
         bool, Option("--ablation", help="Compare baseline, v1, v2 and v2+piecewise in one run.")
     ] = False,
     concurrency: Concurrency = None,
+    cluster: dict[str, Any],
     output: Annotated[
         Path | None,
         Option(
@@ -67,7 +71,10 @@ def evaluate(
 
     if ablation and engine.spec is not None:
         raise refuse("spec", engine.spec, "--ablation runs every schedule; leave it out")
-    config = (engine.having(spec="v2") if ablation else engine).config(concurrency=concurrency, compares=ablation)
+    if ablation and cluster["distributed"] is not None:
+        raise refuse("distributed", cluster["distributed"], "--ablation runs on one machine; leave one of them out")
+    engine, workers = clustered(engine.having(spec="v2") if ablation else engine, cluster)
+    config = engine.config(concurrency=concurrency, compares=ablation, elsewhere=workers is not None)
     partial = STARTED if ablation else PARTIAL
     resumes = "*" if output is not None and (output / partial).exists() else None
     with fresh_folder(output, "eval", resumes=resumes) as folder:
@@ -89,7 +96,7 @@ def evaluate(
         if kept is not None and kept.rows:
             say(f"continuing: {len(kept.rows)} {'answers' if ready.task.generates else 'texts'} are finished")
         done = 0 if kept is None else len(kept.rows)
-        with open_replicas(config) as running, progress(f"eval {task}", done) as report:
+        with open_replicas(config, workers) as running, progress(f"eval {task}", done) as report:
             result = ready.run(running, report, kept)
     text = f"{result.table()}\n\nresults: {folder}"
     show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Context, Exit, Option
 
+from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
 from specbatch.cli.options import ChatTemplate, Concurrency, EngineOptions, Json, options_of, takes_engine
 from specbatch.cli.output import open_replicas, say, show
 from specbatch.cli.values import duration, is_given
@@ -18,7 +19,7 @@ from specbatch.progress import progress
 STOPPED = 3  # exit status of a job that a limit ended before it was finished
 
 
-@takes_engine(sampling=options_of(SamplingParams))
+@takes_engine(sampling=options_of(SamplingParams), cluster=CLUSTER_OPTIONS)
 def generate(
     context: Context,
     *,
@@ -70,6 +71,7 @@ def generate(
     ] = None,
     chat_template: ChatTemplate = True,
     concurrency: Concurrency = None,
+    cluster: dict[str, Any],
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing output.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -108,7 +110,8 @@ def generate(
 
     limits = Limits(max_tokens_total, None if time_limit is None else started + duration("time_limit", time_limit))
     params = SamplingParams(stop=tuple(stop or ()), **sampling)
-    config = engine.config(concurrency=concurrency)
+    engine, workers = clustered(engine, cluster)
+    config = engine.config(concurrency=concurrency, elsewhere=workers is not None)
     job = BatchJob.open(
         source,
         output,
@@ -125,7 +128,7 @@ def generate(
     )
     if job.finished:
         say(f"continuing: {len(job.finished)} of {job.total} are finished")
-    with open_replicas(config) as running:
+    with open_replicas(config, workers) as running:
         running.reset_record(rows=False)
         with progress("generate", len(job.finished)) as report:
             finished = job.run(running, concurrency=concurrency, limits=limits, report=report)

@@ -171,7 +171,12 @@ class EngineOptions(SimpleNamespace):
         return Speculation(algorithm=self.algorithm or default, schedule=self.spec or "v2", **settings)
 
     def config(
-        self, *, concurrency: int | None = None, prefix_cache: bool = True, compares: bool = False
+        self,
+        *,
+        concurrency: int | None = None,
+        prefix_cache: bool = True,
+        compares: bool = False,
+        elsewhere: bool = False,
     ) -> EngineConfig:
         """The configuration of the engine.
 
@@ -179,6 +184,7 @@ class EngineOptions(SimpleNamespace):
         prefix_cache   the command's default of --prefix-cache
         compares       whether the command compares configurations with and without prefill graphs, so that they are
                        off unless asked for
+        elsewhere      whether it runs on a cluster, where a device cpu or cuda need not be one of this machine
         """
         if concurrency is not None:
             at_least("concurrency", concurrency, 1)
@@ -194,7 +200,7 @@ class EngineOptions(SimpleNamespace):
             return config
         from specbatch.runtime.device import default_graphs, find_device
 
-        usual = default_graphs(find_device(config.device))
+        usual = default_graphs(config.device if elsewhere else find_device(config.device).type)
         prefill = self.prefill_graph or ("off" if compares else usual.prefill)
         return replace(config, graphs=Graphs(self.decode_graph or usual.decode, prefill))
 

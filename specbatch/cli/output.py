@@ -23,6 +23,7 @@ from specbatch.progress import Report, progress
 if TYPE_CHECKING:
     from specbatch.engine.engine import Engine
     from specbatch.engine.interface import InferenceEngine
+    from specbatch.replicas.cluster import Cluster
 
 
 RUN_HELP = "A folder of sweep, bench, eval or check, a part of one, or OUT.jsonl of generate."
@@ -40,14 +41,16 @@ def open_engine(config: EngineConfig) -> Iterator[Engine]:
 
 
 @contextmanager
-def open_replicas(config: EngineConfig) -> Iterator[InferenceEngine]:
-    """As `open_engine`, with as many replicas as the configuration has."""
+def open_replicas(config: EngineConfig, cluster: Cluster | None = None) -> Iterator[InferenceEngine]:
+    """As `open_engine`, with as many replicas as the configuration has, on this machine or on a cluster."""
     from specbatch.replicas.engine import engine_of
+    from specbatch.replicas.ray_actors import connected_actors
 
-    with _graphs(config) as report:
-        engine = engine_of(config, log=say, report=report)
-    with engine:
-        yield engine
+    with nullcontext() if cluster is None else connected_actors(config, cluster) as starter:
+        with _graphs(config) as report:
+            engine = engine_of(config, log=say, report=report, starter=starter)
+        with engine:
+            yield engine
 
 
 def _graphs(config: EngineConfig) -> AbstractContextManager[Report | None]:

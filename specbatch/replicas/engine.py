@@ -25,7 +25,7 @@ from specbatch.replicas.pool import ReplicaPool, Starter
 from specbatch.replicas.process import LocalProcesses
 from specbatch.replicas.scoring import score_on
 from specbatch.replicas.stream import ReplicaStream
-from specbatch.runtime.device import find_device
+from specbatch.runtime.device import device_type
 from specbatch.weights import Log
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class DataParallelEngine(InferenceEngine):
 
 def _memory_fraction(config: EngineConfig) -> float:
     """For one replica: on a CPU they share the memory."""
-    shared = find_device(config.device).type == "cpu"
+    shared = device_type(config.device) == "cpu"
     return config.memory_fraction / config.data_parallel if shared else config.memory_fraction
 
 
@@ -179,12 +179,15 @@ def engine_of(
     report: Report | None = None,
     weights_of: InferenceEngine | None = None,
     share: MemoryShare = EXCLUSIVE,
+    starter: Starter | None = None,
 ) -> InferenceEngine:
-    """The engine of a configuration: a `DataParallelEngine` if it has several replicas, else an `Engine`."""
+    """The engine of a configuration: a `DataParallelEngine` for several replicas or a starter, else an `Engine`."""
     from specbatch.engine.engine import Engine
 
     count = config.data_parallel
     if weights_of is not None and (held := weights_of.config.data_parallel) != count:
         raise refuse("weights_of", f"data_parallel={count}", f"the weights are those of data_parallel={held}; use it")
     how: dict[str, Any] = {"log": log, "report": report, "weights_of": weights_of, "share": share}
-    return Engine(config, **how) if count == 1 else DataParallelEngine(config, **how)
+    if count == 1 and starter is None:
+        return Engine(config, **how)
+    return DataParallelEngine(config, starter=starter, **how)

@@ -136,10 +136,15 @@ class Refused:
 
 @dataclass(frozen=True)
 class Ended:
-    """The replica has ended or cannot go on. It is the last message. details: a traceback."""
+    """The replica has ended or cannot go on. It is the last message.
+
+    details   a traceback
+    lost      its process or node was ended from outside, so that another one may fare better
+    """
 
     reason: str
     details: str = ""
+    lost: bool = False
 
 
 Message = Log | Output | Alive | Progress | Built | Completed | Returned | Refused | Ended

@@ -114,8 +114,8 @@ class ReplicaPool:
         """Build an engine on all replicas. Returns when enough of them are ready: the answer of the first, with the
         least of the capacities that any of them has.
 
-        log: gets the lines of the engine, those of all replicas once. Raises SpecbatchError if an engine is refused or
-        a replica ends; no replica keeps the engine.
+        log: gets the lines of the engine, those of all replicas once. Raises SpecbatchError if an engine is refused, a
+        replica fails, or too few are left of those that are lost; no replica keeps the engine.
         """
         self._builds[build.engine] = build
         self._logs[build.engine] = log
@@ -249,8 +249,9 @@ class ReplicaPool:
                         built[self._replicas[number].place] = message
                     case Refused(error, refused, None) if refused == engine:
                         raise error
-                    case Ended(reason):
-                        raise SpecbatchError(f"a replica ended while it was built: {reason}")
+                    case Ended(reason, _, lost):
+                        if not lost or len(self._replicas) < self._starter.least:
+                            raise SpecbatchError(f"a replica ended while it was built: {reason}")
                     case Progress():
                         recorded[number] = message
                         done, total = (sum(getattr(item, of) for item in recorded.values()) for of in ("done", "total"))

@@ -104,7 +104,7 @@ class ReplicaProcess:
         except (EOFError, OSError):
             status = self._process.wait()
             self._printed.join(EXIT_S)  # what it printed last may say why
-            deliver(Ended(_ending(status)))
+            deliver(Ended(_ending(status), lost=status < 0))
 
     def _read_output(self, deliver: Callable[[Message], None]) -> None:
         assert self._process.stdout is not None

@@ -22,9 +22,14 @@ def find_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def default_graphs(device: torch.device) -> Graphs:
+def device_type(name: str) -> str:
+    """cpu or cuda, also of a CUDA device that this machine does not have."""
+    return "cuda" if name.startswith("cuda") else find_device(name).type
+
+
+def default_graphs(device_type: str) -> Graphs:
     """The graphs that commands record by default: without any, they would time the host on a GPU."""
-    return Graphs("whole", "piecewise") if device.type == "cuda" else Graphs()
+    return Graphs("whole", "piecewise") if device_type == "cuda" else Graphs()
 
 
 def type_name(dtype: torch.dtype) -> str:

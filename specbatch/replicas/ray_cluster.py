@@ -1,0 +1,153 @@
+"""Connects to a Ray cluster, and checks that a worker fits this process: versions and paths."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specbatch.config import EngineConfig
+from specbatch.errors import SpecbatchError, refuse
+from specbatch.extras import needs
+from specbatch.replicas.cluster import AUTO, LOCAL, PORT, Cluster
+from specbatch.version import __version__
+
+ANSWER_S = 5.0  # for a head node to accept a connection; `ray.init` itself tries for minutes
+OBJECT_STORE_BYTES = 100 * 2**20  # of a local cluster: messages between replicas are small
+LAST_STARTED = Path("/tmp/ray/ray_current_cluster")  # where `ray start` leaves the address for "auto"
+
+
+@contextmanager
+def connected(cluster: Cluster, config: EngineConfig) -> Iterator[None]:
+    """Connect this process to the cluster, or start a local one, and leave it at the end. A connection that exists
+    already, made with `ray.init`, is used and kept.
+
+    Raises SpecbatchError if the cluster does not answer or has other versions, or if a local one is too small.
+    """
+    needs("ray")
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    how: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    address = cluster.address
+    if address == LOCAL:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        how |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    else:
+        address = _answering(address)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address, **how)
+    except (RuntimeError, ConnectionError, ValueError, OSError) as error:
+        raise refuse("address", cluster.address, _why_not(str(error))) from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has set its own
+    try:
+        if address == LOCAL:
+            _check_size(cluster, cluster.needs_of(config), ray.cluster_resources())
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _answering(address: str) -> str:
+    """The address in full. Refused: one where nothing accepts connections."""
+    known = address
+    if address == AUTO:
+        known = os.environ.get("RAY_ADDRESS", "")
+        with suppress(OSError):
+            known = known or LAST_STARTED.read_text()
+        if not known:
+            return AUTO
+    host, _, port = known.strip().partition(":")
+    try:
+        socket.create_connection((host, int(port or PORT)), ANSWER_S).close()
+    except (OSError, ValueError) as error:
+        works = f"nothing answers at {host}:{port or PORT} ({error}); start a head node there with `ray start --head`"
+        raise refuse("address", address, works) from None
+    return f"{host}:{port or PORT}"
+
+
+def _why_not(error: str) -> str:
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    if "Version mismatch" in error:
+        return f"{'; '.join(lines).rstrip('.')}; install the same versions on all machines"
+    if "Could not find any running Ray instance" in error:
+        return "no Ray cluster runs on this machine; use local, or HOST:PORT of a head node"
+    return f"Ray cannot connect: {' '.join(lines[:2])}"
+
+
+def _check_size(cluster: Cluster, each: Mapping[str, int], present: Mapping[str, float]) -> None:
+    for name, count in each.items():
+        if cluster.least * count > (there := int(present.get(name, 0))):
+            works = f"{cluster.least} workers need {cluster.least * count} {name}s and this machine has {there}"
+            raise refuse("workers", f"{cluster.least}-{cluster.most}", f"{works}; use at most {there // count}")
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a worker must have in common with the process that leads it. Plain values, for any version to read.
+
+    folder   where the process runs; a worker goes there if it can, so that relative paths mean the same
+    paths    of models and drafts that are folders or files, absolute
+    """
+
+    versions: dict[str, str]
+    folder: str
+    paths: list[str]
+
+
+def requirements(*configs: EngineConfig) -> Requirements:
+    names = {name for item in configs for name in (item.model, item.tokenizer, item.speculation.draft) if name}
+    paths = sorted(str(Path(name).absolute()) for name in names if Path(name).exists())
+    return Requirements(versions(), os.getcwd(), paths)
+
+
+def versions() -> dict[str, str]:
+    import ray
+
+    return {"Python": platform.python_version(), "Ray": ray.__version__, "specbatch": __version__}
+
+
+def meet(wanted: Requirements) -> None:
+    """On a worker: go to the folder, and raise SpecbatchError if versions differ or a path is missing."""
+    with suppress(OSError):
+        os.chdir(wanted.folder)
+    for name, version in versions().items():
+        if version != wanted.versions[name]:
+            there = f"{name} {version} and the process that leads it {wanted.versions[name]}"
+            raise SpecbatchError(f"worker on {node()} has {there}; install the same version on all machines")
+    for path in wanted.paths:
+        if not Path(path).exists():
+            works = "put it in a folder that all machines share, or use a hub id"
+            raise SpecbatchError(f"worker on {node()} cannot find {path}; {works}")
+
+
+def node() -> str:
+    """The address of the node that this worker runs on."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def ending_of(error: Exception) -> str:
+    """Why an actor ended, from Ray's exception."""
+    text = str(error)
+    where = next((f" on {line.split()[1]}" for line in text.splitlines() if line.strip().startswith("ip:")), "")
+    for cause, short in (
+        ("node has died", f"its node{where} was lost"),
+        ("worker process has died", f"its process{where} was lost"),
+        ("No module named 'specbatch", f"specbatch is not installed{where}; install it on all machines"),
+    ):
+        if cause in text:
+            return short
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), type(error).__name__)

@@ -1,0 +1,55 @@
+"""Options of a cluster: what goes together, and what an engine on workers is configured with."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+from typer.testing import CliRunner
+
+from specbatch import SpecbatchError
+from specbatch.cli.app import app
+from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
+from specbatch.cli.options import EngineOptions
+from specbatch.config import Graphs
+from specbatch.replicas.cluster import Cluster
+
+NONE = dict.fromkeys(CLUSTER_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("given", "engine", "message"),
+    [
+        ({"workers": "2"}, {}, "workers='2': is of a cluster; add --distributed ray"),
+        ({"address": "auto"}, {}, "address='auto': is of a cluster"),
+        ({"distributed": "ray"}, {}, "distributed='ray': add --workers MIN-MAX"),
+        ({"distributed": "dask", "workers": "2"}, {}, "distributed='dask': use ray"),
+        ({"distributed": "ray", "workers": "3-1"}, {}, "workers='3-1'"),
+        ({"distributed": "ray", "workers": "2"}, {"data_parallel": 2}, "data_parallel=2: goes without --distributed"),
+        ({"distributed": "ray", "workers": "2"}, {"device": "cuda:1"}, "device='cuda:1': Ray chooses the GPUs"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(given: dict[str, str], engine: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecbatchError, match=message):
+        clustered(EngineOptions(**engine), NONE | given)
+
+
+def test_workers_may_have_gpus_that_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    engine, cluster = clustered(EngineOptions(device="cuda"), NONE | {"distributed": "ray", "workers": "2-4"})
+    assert cluster == Cluster("auto", 2, 4)
+    config = engine.config(concurrency=80, elsewhere=True)
+    assert (config.data_parallel, config.max_running, config.graphs) == (4, 20, Graphs("whole", "piecewise"))
+    assert clustered(EngineOptions(), NONE)[1] is None
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    words = "generate in.jsonl -o out.jsonl --distributed ray --workers 2 --device cpu"
+    done = CliRunner().invoke(app, words.split())
+    assert done.exit_code == 2
+    assert done.stderr.strip() == "error: ray not installed; pip install 'specbatch[ray]'"
+    done = CliRunner().invoke(app, ["eval", "gsm8k", "--ablation", "--distributed", "ray", "--workers", "2"])
+    assert done.stderr.strip() == "error: distributed='ray': --ablation runs on one machine; leave one of them out"
