@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from specbatch.kernels.sampling.accept import BatchRows, Proposal
-from specbatch.kernels.sampling.accept_triton import Chosen, argmax_partials, commit
+from specbatch.kernels.sampling.accept_triton import Chosen, commit, partials_of
+from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.kernels.sampling.filtered_distribution import SamplingTensors
 from specbatch.kernels.sampling.filtered_distribution_triton import distribution_of
 from specbatch.kernels.sampling.rng import TARGET
@@ -17,7 +18,7 @@ from specbatch.kernels.sampling.tree_verify_triton import commit_tree
 
 
 def accept_and_commit(
-    logits: torch.Tensor,
+    logits: Scores,
     proposal: Proposal,
     rows: BatchRows,
     positions: torch.Tensor,
@@ -27,8 +28,9 @@ def accept_and_commit(
     """`acceptance.accept_and_commit_ref`: two launches if greedy, a handful if sampled."""
     seeds, predicted = sampling.seeds, positions + 1
     if not sampling.flags.sampled:
-        chosen = Chosen(argmax_partials(logits.flatten(0, 1)), None)
+        chosen = Chosen(partials_of(logits), None)
     else:
+        assert isinstance(logits, torch.Tensor), "sampling needs all logits"
         dist, q = distribution_of(logits, sampling), proposal.probabilities
         if q is not None and simulate is None:
             tokens, accepted, finite = rejection_sample(dist, proposal.tokens, proposal.drafted, q, seeds, predicted)

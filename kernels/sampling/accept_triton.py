@@ -13,6 +13,7 @@ import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.sampling.accept import BatchRows, Proposal
+from specbatch.kernels.sampling.argmax_topk import Maxima, Scores
 from specbatch.kernels.sampling.rng_triton import simulated_accept
 
 _BLOCK = 2048  # logits that a program handles at once
@@ -43,7 +44,7 @@ def unpack(packed):
 
 @triton.jit
 def _argmax_kernel(
-    logits, partials, vocabulary, group, outer, inner, chunks, steps, BLOCK: tl.constexpr, PDL: tl.constexpr
+    logits, partials, vocabulary, first, group, outer, inner, chunks, steps, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     wait_for_previous_kernel(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -67,7 +68,7 @@ def _argmax_kernel(
             at = start + (steps - 1 - step) * BLOCK + tl.arange(0, BLOCK)
             x = tl.load(logits + at, at < end, other=0.0).to(tl.float32)
             ids = tl.where(x != x, at, ids)
-    tl.store(partials + row * chunks + chunk, tl.max(pack(best, ids), 0))
+    tl.store(partials + row * chunks + chunk, tl.max(pack(best, first + ids), 0))
 
 
 @triton.jit
@@ -139,24 +140,26 @@ def _commit_kernel(
     tl.store(packed + N + 2, is_finite)
 
 
-def argmax_partials(logits: torch.Tensor) -> torch.Tensor:
+def argmax_partials(logits: torch.Tensor, first: int = 0, count: int | None = None) -> torch.Tensor:
     """The largest of each chunk of each row of logits [M, V] or [B, n, V], as `pack` has it: int64 [M, chunks], M being
-    B * n. Rows may be apart in memory, their elements not."""
+    B * n. Rows may be apart in memory, their elements not. first: the token of column 0; count: columns that count,
+    None: all."""
     assert logits.stride(-1) == 1, "the logits of a row must be adjacent"
     vocabulary = logits.shape[-1]
     group = logits.shape[1] if logits.dim() == 3 else 1
-    count = logits.shape[0] * group
+    rows = logits.shape[0] * group
     block = _BLOCK
-    if count * triton.cdiv(vocabulary, block) <= _FEW:
+    if rows * triton.cdiv(vocabulary, block) <= _FEW:
         block //= 2
     blocks = triton.cdiv(vocabulary, block)
-    steps = triton.cdiv(blocks, max(1, _PROGRAMS // count))
+    steps = triton.cdiv(blocks, max(1, _PROGRAMS // rows))
     chunks = triton.cdiv(blocks, steps)
-    partials = torch.empty(count, chunks, dtype=torch.int64, device=logits.device)
-    _argmax_kernel[(count, chunks)](
+    partials = torch.empty(rows, chunks, dtype=torch.int64, device=logits.device)
+    _argmax_kernel[(rows, chunks)](
         logits,
         partials,
-        vocabulary,
+        vocabulary if count is None else count,
+        first,
         group,
         logits.stride(0),
         logits.stride(-2),
@@ -166,6 +169,11 @@ def argmax_partials(logits: torch.Tensor) -> torch.Tensor:
         **pdl(logits),
     )
     return partials
+
+
+def partials_of(scores: Scores) -> torch.Tensor:
+    """`argmax_partials` of logits, or those that were gathered: int64 [M, chunks]."""
+    return scores.keys.flatten(0, -2).contiguous() if isinstance(scores, Maxima) else argmax_partials(scores)
 
 
 class Chosen(NamedTuple):

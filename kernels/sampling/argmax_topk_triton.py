@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
-from specbatch.kernels.sampling.accept_triton import argmax_partials, pack, unpack
+from specbatch.kernels.sampling.accept_triton import argmax_partials, pack, partials_of, unpack
+from specbatch.kernels.sampling.argmax_topk import Maxima, Scores
 
 _BLOCK = 2048  # logits among which one program looks for children
 _COLUMNS = 1024  # of an embedding that one program copies
@@ -41,32 +42,39 @@ def _likeliest_kernel(
         tl.store(embedded + row * width + column, tl.load(embedding + token * width + column, inside), inside)
 
 
-def argmax(logits: torch.Tensor, ids: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+def argmax_keys(logits: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """`argmax_topk.argmax_keys`."""
+    return argmax_partials(logits, first, count)
+
+
+def argmax(logits: Scores, ids: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
     """`argmax_topk.argmax`."""
-    tokens = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device) if out is None else out
+    like = logits.keys if isinstance(logits, Maxima) else logits
+    tokens = torch.empty(like.shape[:-1], dtype=torch.int64, device=like.device) if out is None else out
     _finish(logits, ids, tokens, None, None)
     return tokens
 
 
 def argmax_embedding(
-    logits: torch.Tensor, embedding: torch.Tensor, ids: torch.Tensor | None = None, out: torch.Tensor | None = None
+    logits: Scores, embedding: torch.Tensor, ids: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`argmax_topk.argmax_embedding`; embedding contiguous."""
-    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device) if out is None else out
-    embedded = embedding.new_empty(len(logits), embedding.shape[1])
+    rows = len(logits.keys if isinstance(logits, Maxima) else logits)
+    tokens = torch.empty(rows, dtype=torch.int64, device=embedding.device) if out is None else out
+    embedded = embedding.new_empty(rows, embedding.shape[1])
     _finish(logits, ids, tokens, embedding, embedded)
     return embedded
 
 
 def _finish(
-    logits: torch.Tensor,
+    logits: Scores,
     ids: torch.Tensor | None,
     tokens: torch.Tensor,
     embedding: torch.Tensor | None,
     embedded: torch.Tensor | None,
 ) -> None:
     assert tokens.dim() == 1 or tokens.is_contiguous(), "tokens of a block must be contiguous"
-    partials = argmax_partials(logits)
+    partials = partials_of(logits)
     rows, chunks = partials.shape
     width = 0 if embedding is None else embedding.shape[1]
     _likeliest_kernel[(rows, max(1, triton.cdiv(width, _COLUMNS)))](
@@ -80,7 +88,7 @@ def _finish(
         width,
         BLOCK_CHUNKS=triton.next_power_of_2(chunks),
         COLUMNS=_COLUMNS,
-        **pdl(logits),
+        **pdl(partials),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from specbatch.core.request import Request
 from specbatch.kernels.dispatch import op
+from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
 from specbatch.kernels.sampling.rng import uniform_ref
 from specbatch.kernels.sampling.sample import sample_ref
@@ -31,6 +32,11 @@ class SamplingFlags(NamedTuple):
     logprobs: bool = False
     top_logprobs: bool = False
     min_tokens: bool = False
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether more of the target's logits is needed than their argmax."""
+        return any(self)
 
     @classmethod
     def of(cls, requests: Iterable[Request]) -> SamplingFlags:
@@ -64,11 +70,12 @@ class Sampling:
     end_from: torch.Tensor | None = field(default=None, kw_only=True)
 
     @contextmanager
-    def end_tokens_masked(self, logits: torch.Tensor, positions: torch.Tensor) -> Iterator[None]:
+    def end_tokens_masked(self, logits: Scores, positions: torch.Tensor) -> Iterator[None]:
         """Inside, logits [B, n, V] of tokens at `positions` [B, n] before `end_from` are -inf for end tokens."""
         if self.end_tokens is None or self.end_from is None:
             yield
             return
+        assert isinstance(logits, torch.Tensor), "single logits are masked"
         index = self.end_tokens[:, None].expand(*positions.shape, -1)
         values = logits.gather(-1, index)
         early = (positions < self.end_from[:, None])[..., None]

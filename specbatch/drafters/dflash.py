@@ -13,7 +13,7 @@ from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.errors import of_draft, refuse
 from specbatch.kernels.attention.context_kv import write_context_kv, write_verified_kv
-from specbatch.kernels.sampling.argmax_topk import argmax
+from specbatch.kernels.sampling.argmax_topk import Scores, argmax
 from specbatch.kernels.sampling.rng import DRAFT
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder, Features
@@ -51,11 +51,13 @@ class DFlashDrafter(NoDraft):
         metadata = step.decode_metadata(step.lengths, count + 1, masks=model.config.masks)
         hidden = model.block.forward(tokens, positions, metadata.bind(self._cache)).last
         # Row i predicts the token at its own position; the first one, the root, is known.
-        logits = self._logits(hidden.unflatten(0, (-1, count + 1)), step.num_drafts)
+        is_greedy = not step.sampling.flags.sampled
+        scores = self._scores(hidden.unflatten(0, (-1, count + 1)), step.num_drafts, greedy=is_greedy)
         drafted = step.batch.filled(step.num_drafts, step.slots)
-        if step.sampling.flags.sampled:
-            return self._draw(step, logits, drafted)
-        return Proposal(argmax(logits, model.ids), drafted)
+        if is_greedy:
+            return Proposal(argmax(scores, model.ids), drafted)
+        assert isinstance(scores, torch.Tensor)
+        return self._draw(step, scores, drafted)
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         write_verified_kv(self._context(features), self._model.heads, *self._stores, step.verified(accepted))
@@ -72,13 +74,14 @@ class DFlashDrafter(NoDraft):
         padded = distributions.new_zeros(*distributions.shape[:2], total).index_copy_(2, ids, distributions)
         return Proposal(ids[tokens], drafted, padded)
 
-    def _logits(self, hidden: torch.Tensor, count: int) -> torch.Tensor:
-        """[B, block, H] -> logits [B, count, V] of the rows after the first. For a whole block the first row passes the
-        output matrix, too: its logits are not used, but a GEMM of 512 rows takes less time than one of 480."""
+    def _scores(self, hidden: torch.Tensor, count: int, *, greedy: bool) -> Scores:
+        """[B, block, H] -> `Decoder.scores` [B, count, V] of the rows after the first. For a whole block the first row
+        passes the output matrix, too: its logits are not used, but a GEMM of 512 rows takes less time than one of 480.
+        """
         first = 0 if count == self._count else 1
         rows = hidden[:, first : count + 1]
-        logits: torch.Tensor = self._model.block.logits(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
-        return logits[:, 1 - first :]
+        scores: Scores = self._model.block.scores(rows.flatten(0, 1), greedy=greedy).unflatten(0, rows.shape[:2])
+        return scores[:, 1 - first :]
 
     def _context(self, features: Features) -> torch.Tensor:
         assert features.aux is not None

@@ -64,15 +64,17 @@ class DraftModelChain(NoDraft):
             context = step.decode_metadata(start, rows).bind(self._cache)
             features = self._model.forward(self._known(tokens), positions.flatten(), context)
             newest = features.last.view(len(step.slots), rows, -1)[:, -1]
-            logits = self._fit(self._model.logits(newest))
             start = positions = start + rows
             rows = 1
             if step.sampling.flags.sampled:
+                logits = self._fit(self._model.logits(newest))
                 drawn, distribution = step.sampling.sample_with_probabilities(logits[:, None], start[:, None], DRAFT)
                 tokens = drafts[:, index].copy_(drawn[:, 0])
                 distributions.append(distribution)
             else:
-                tokens = argmax(logits, out=drafts[:, index])
+                is_larger = self._model.config.vocab_size > self._vocabulary
+                best = self._fit(self._model.logits(newest)) if is_larger else self._model.scores(newest, greedy=True)
+                tokens = argmax(best, out=drafts[:, index])
         return Proposal(
             drafts, batch.filled(step.num_drafts, step.slots), torch.cat(distributions, 1) if distributions else None
         )

@@ -191,12 +191,11 @@ class FeatureChain(NoDraft):
         """Choose one token for each hidden [B, hidden_size] of the pairs at positions `places` int64 [B] and write it
         to `out` int64 [B]. Returns its embedding [B, hidden_size] and the distribution float32 [B, 1, V] that it was
         sampled from, None for argmax."""
-        head = self._head
-        logits, ids = head.logits(hidden), head.vocabulary
+        head, ids = self._head, self._head.vocabulary
         if not sampling.flags.sampled:
-            return argmax_embedding(logits, head.embedding, ids, out), None
+            return argmax_embedding(head.scores(hidden, greedy=True), head.embedding, ids, out), None
         positions = places[:, None] + 2  # a token is one position after its pair
-        tokens, distribution = sampling.sample_with_probabilities(logits[:, None], positions, DRAFT)
+        tokens, distribution = sampling.sample_with_probabilities(head.logits(hidden)[:, None], positions, DRAFT)
         if ids is not None:  # tokens outside the draft vocabulary have probability 0
             padded = distribution.new_zeros(*distribution.shape[:2], self._vocabulary)
             tokens, distribution = ids[tokens], padded.index_copy_(2, ids, distribution)

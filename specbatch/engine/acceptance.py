@@ -29,7 +29,7 @@ from specbatch.core.sampling_params import MOST_TOP_LOGPROBS
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.sampling.accept import BatchRows, commit_ref
-from specbatch.kernels.sampling.argmax_topk import topk_logprobs
+from specbatch.kernels.sampling.argmax_topk import Maxima, Scores, topk_logprobs
 from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL, TARGET, simulated_accept_ref
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.kernels.sampling.tree_verify import deepest_path_ref, walk_tree_ref
@@ -60,19 +60,20 @@ class Accepted(NamedTuple):
 def accept(
     step: StepInput,
     proposal: Proposal,
-    logits: torch.Tensor,
+    logits: Scores,
     positions: torch.Tensor,
     simulate: torch.Tensor | None = None,
 ) -> Accepted:
-    """Apply the acceptance rule to logits [B, N, V] of nodes at `positions` [B, N], and commit tokens and lengths to
-    the batch; on a CUDA device one kernel does both. simulate: see `accept_ref`."""
+    """Apply the acceptance rule to logits [B, N, V] of nodes at `positions` [B, N], or their `Maxima` if the step is
+    greedy, and commit tokens and lengths to the batch; on a CUDA device one kernel does both. simulate: see
+    `accept_ref`."""
     with step.sampling.end_tokens_masked(logits, positions + 1):
         rows = step.batch.rows(step.slots)
         return Accepted(*_accept_and_commit(logits, proposal, rows, positions, step.sampling, simulate))
 
 
 def accept_and_commit_ref(
-    logits: torch.Tensor,
+    logits: Scores,
     proposal: Proposal,
     rows: BatchRows,
     positions: torch.Tensor,
@@ -99,7 +100,7 @@ class RefResult(NamedTuple):
 
 
 def accept_ref(
-    logits: torch.Tensor,
+    logits: Scores,
     proposal: Proposal,
     positions: torch.Tensor,
     sampling: Sampling,
@@ -116,10 +117,15 @@ def accept_ref(
     assert proposal.ancestors is None or proposal.probabilities is None, "drafts of a tree are not sampled"
     ancestors, path = proposal.ancestors, None
     if proposal.probabilities is not None and sampling.flags.sampled and simulate is None:
+        assert isinstance(logits, torch.Tensor), "sampling needs all logits"
         tokens, accepted = _rejection_sample(sampling.probabilities(logits), proposal, positions, sampling)
         return RefResult(tokens, accepted, are_finite(logits, tokens, sampling))
-    tokens = sampling.sample(logits, positions, TARGET)
-    finite = are_finite(logits, tokens, sampling)
+    if isinstance(logits, Maxima):
+        largest, tokens = logits.best()
+        finite = largest.isfinite().all(-1)
+    else:
+        tokens = sampling.sample(logits, positions, TARGET)
+        finite = are_finite(logits, tokens, sampling)
     if simulate is not None:
         accepted = simulated_accept_ref(sampling.seeds, positions[:, 0] - 1, proposal.drafted, simulate)
         if ancestors is not None:

@@ -15,6 +15,7 @@ from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import Drafter
 from specbatch.engine.acceptance import Accepted, accept, logprobs_of, top_logprobs_of
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
+from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.kernels.sampling.token_digest import token_digest
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder, Features
@@ -24,12 +25,12 @@ from specbatch.runtime.cuda_graphs import Result
 class Verified(NamedTuple):
     """The target's forward pass over the root and its drafts, N nodes per request.
 
-    logits     [B, N, V], in the model's type
+    scores     logits [B, N, V], in the model's type, or in a greedy step what suffices for their argmax
     positions  int64 [B, N], of the nodes
     features   hidden states, for the drafter
     """
 
-    logits: torch.Tensor
+    scores: Scores
     positions: torch.Tensor
     features: Features
 
@@ -70,12 +71,12 @@ class DecodeStep:
         tokens, positions = step.batch.stage(step.slots, proposal.tokens, proposal.ancestors)
         metadata = step.decode_metadata(step.lengths, num_queries, proposal.ancestors)
         features = self.model.forward(tokens, positions, metadata.bind(self.cache))
-        logits = self.model.logits(features.last).unflatten(0, (-1, num_queries))
-        return Verified(logits, positions.view(-1, num_queries), features)
+        scores = self.model.scores(features.last, greedy=not step.sampling.flags.needs_logits)
+        return Verified(scores.unflatten(0, (-1, num_queries)), positions.view(-1, num_queries), features)
 
     def accept(self, step: StepInput, proposal: Proposal, verified: Verified) -> Accepted:
         """Decide which drafts stay, choose the token after them, and add both to the requests."""
-        return accept(step, proposal, verified.logits, verified.positions, self.simulate)
+        return accept(step, proposal, verified.scores, verified.positions, self.simulate)
 
     def commit(self, step: StepInput, verified: Verified, accepted: Accepted) -> None:
         """Make KV cache, recurrent states and draft state follow the accepted tokens."""
@@ -89,9 +90,10 @@ class DecodeStep:
             self.drafter.shorten(step)
 
     def _result(self, step: StepInput, verified: Verified, accepted: Accepted) -> Result:
-        flags, logits, path = step.sampling.flags, verified.logits, accepted.path
+        flags, logits, path = step.sampling.flags, verified.scores, accepted.path
         if not flags.logprobs:
             return Result(accepted.packed)
+        assert isinstance(logits, torch.Tensor)
         if path is not None:
             logits = logits.gather(1, path[:, :, None].expand_as(logits))
         logprobs = logprobs_of(logits, accepted.tokens)

@@ -17,8 +17,10 @@ from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.kernels.gemm.linear import Linear, Norm
+from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import Attention, Layer, Reader, ShapeRecorder
+from specbatch.models.partition import scores
 
 
 class Features(NamedTuple):
@@ -207,6 +209,10 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, hidden_size] -> logits [T, vocab_size] in the model's dtype."""
         return self.head(hidden)
+
+    def scores(self, hidden: torch.Tensor, *, greedy: bool) -> Scores:
+        """`logits`, or if `greedy` what suffices for their argmax."""
+        return scores(self.head, hidden, greedy=greedy)
 
 
 def rope_tables(

@@ -22,10 +22,12 @@ from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.gemm.fp8_linear import linear
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.weight import Weight, split_input_columns
+from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features, rope_tables
 from specbatch.models.layers import Reader, ShapeRecorder
 from specbatch.models.llama import dense
+from specbatch.models.partition import scores
 
 Shapes = dict[str, tuple[int, ...]]
 LAYER = "layers.0"
@@ -53,6 +55,7 @@ class DraftHead:
     """
 
     vocabulary: torch.Tensor | None = None
+    _head_norm: Norm | None = None  # of the output matrix
 
     def __init__(self, config: ModelConfig, heads: QKVLayout, target: Decoder) -> None:
         self.config = config
@@ -83,7 +86,11 @@ class DraftHead:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, hidden_size] -> logits [T, V], or [T, Vd] with a draft vocabulary."""
-        return self._head(hidden)
+        return self._head(hidden, norm=self._head_norm)
+
+    def scores(self, hidden: torch.Tensor, *, greedy: bool) -> Scores:
+        """`logits`, or if `greedy` what suffices for their argmax."""
+        return scores(self._head, hidden, greedy=greedy, norm=self._head_norm)
 
     def embed(self, tokens: torch.Tensor, overrides: EmbeddingOverrides | None = None) -> torch.Tensor:
         return embed(tokens, self.embedding, overrides)

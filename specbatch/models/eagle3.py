@@ -170,6 +170,7 @@ class Eagle3(LlamaHead):
         self._norm = read.norm("norm")
         self._before_residual = described.norm_before_residual
         self._norm_output = described.norm_output
+        self._head_norm = None if described.norm_output else self._norm
         self._together = read.norm("input_norm", self._width) if described.norm_before_fc else None
         sizes = [described.target_hidden] * count if described.fc_norm else []
         self._each = [read.norm(f"fc_norm.{index}", size) for index, size in enumerate(sizes)]
@@ -201,6 +202,3 @@ class Eagle3(LlamaHead):
     def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         y = super().leave(x, attended)
         return rms_norm(y, *self._norm) if self._norm_output else y
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(hidden, norm=None if self._norm_output else self._norm)

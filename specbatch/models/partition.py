@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.linear import Linear, Norm
+from specbatch.kernels.sampling.argmax_topk import Maxima, Scores, argmax_keys
 
 
 def part_of(
@@ -54,6 +55,14 @@ def vocabulary_part(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     count = rows_per_rank(len(whole), ranks)
     mine = whole[rank * count : (rank + 1) * count]
     return F.pad(mine, (0, 0, 0, count - len(mine))) if len(mine) < count else mine
+
+
+def scores(head: Linear, hidden: torch.Tensor, *, greedy: bool, norm: Norm | None = None) -> Scores:
+    """Logits [T, V] of hidden [T, H], or if `greedy` what suffices for their argmax: ranks then exchange a few numbers
+    per row in place of their logits."""
+    if greedy and isinstance(head, VocabParallelHead):
+        return head.maxima(hidden, norm)
+    return head(hidden, norm=norm)
 
 
 class _Divided(Linear):
@@ -94,6 +103,17 @@ class VocabParallelHead(_Divided):
         """part: rows of this rank, as many on each rank; those past the vocabulary are ignored."""
         super().__init__(part, ranks)
         self.shape = torch.Size((vocabulary, part.shape[1]))
+
+    def maxima(self, x: torch.Tensor, norm: Norm | None) -> Maxima:
+        """The maxima of all ranks' parts of the logits."""
+        rank, ranks, (vocabulary, _) = self._ranks.rank, self._ranks.size, self.shape
+        rows = rows_per_rank(vocabulary, ranks)
+        first = min(rank * rows, vocabulary)
+        keys = argmax_keys(self._part(x, norm=norm), first, min(rows, vocabulary - first))
+        if keys.numel() % 2:  # communicators take whole vectors of 16 bytes
+            keys = F.pad(keys, (0, 1), value=torch.iinfo(torch.int64).min)
+        gathered = self._ranks.all_gather(keys.view(torch.float32)).view(torch.int64)  # their bits
+        return Maxima(gathered.transpose(0, 1).flatten(1))
 
     def _combined(self, part: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         assert residual is None

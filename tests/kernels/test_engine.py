@@ -61,7 +61,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None])
 
     for module, names in {
         accept_triton: ["verify_inputs"],
-        accept_and_commit_triton: ["argmax_partials", "commit", "commit_tree", "sample", "rejection_sample"],
+        accept_and_commit_triton: ["partials_of", "commit", "commit_tree", "sample", "rejection_sample"],
         argmax_topk_triton: ["argmax", "argmax_embedding", "topk_logprobs"],
         sample_triton: ["sample"],
         context_kv_triton: ["write_context_kv", "write_verified_kv"],
@@ -104,7 +104,7 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
     assert numbers[0] == numbers[1]
     assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:4] for prompt in prompts]
     expected = {"gather_rows", "verify_inputs", "rms_norm", "silu_and_mul", "split_qkv_rope", "verify_attention"}
-    expected |= {"skinny_linear", "skinny_gated", "argmax_partials"}
+    expected |= {"skinny_linear", "skinny_gated", "partials_of"}
     expected |= {"commit_tree", "move_accepted_kv"} if name.endswith("tree") else {"commit"}
     pairs, levels = {"pending_inputs", "buffer_features"}, {"topk_logprobs", "expand", "prune"}
     own = {
@@ -174,7 +174,7 @@ def test_sampled_tokens_with_a_seed(
     assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert called >= ({"sample", "commit_tree", "move_accepted_kv"} if name.endswith("tree") else {"sample", "commit"})
     assert ("rejection_sample" in called) == (name not in ("none", "ngram") and not name.endswith("tree"))
-    assert "argmax_partials" not in called
+    assert "partials_of" not in called
 
 
 @pytest.mark.slow

@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from hard_logits import DIVIDED, hard_logits, part_of_logits
 from safetensors.torch import save_file
 from targets import SIZES, TARGETS, Targets
-from thread_ranks import ThreadCommunicator, on_ranks
+from thread_ranks import ThreadCommunicator, on_ranks, thread_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from specbatch import SamplingParams
+from specbatch.kernels.sampling.argmax_topk import Maxima, argmax
 from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import UncachedContext
 from specbatch.models.layers import Reader
-from specbatch.models.partition import part_of
+from specbatch.models.partition import part_of, scores
 from specbatch.weights import open_checkpoint
 
 CPU = torch.device("cpu")
@@ -54,6 +57,41 @@ def test_divided_output_matrix_gives_the_logits_of_all_tokens(ranks: int, tied: 
 
     for found in on_ranks(ranks, logits):
         torch.testing.assert_close(found, hidden @ whole.T)
+
+
+@pytest.mark.parametrize(("ranks", "vocabulary"), DIVIDED)
+def test_argmax_of_a_divided_output_matrix_is_that_of_all_logits(ranks: int, vocabulary: int) -> None:
+    logits, config = hard_logits(vocabulary), SimpleNamespace(hidden_size=9)
+
+    def best(communicator: ThreadCommunicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        reader = Reader(config, lambda name: logits.T.contiguous(), torch.float32, CPU, ranks=communicator)  # type: ignore[arg-type]
+        head: Any = reader.output_matrix("lm_head.weight", vocabulary)
+        # A product with the identity would not do: 0 * inf is not a number.
+        head._part = lambda x, norm: part_of_logits(logits, communicator.rank, ranks).contiguous()
+        found = scores(head, torch.eye(9), greedy=True)
+        assert isinstance(found, Maxima)
+        return *found.best(), argmax(found)
+
+    for values, tokens, others in on_ranks(ranks, best):
+        assert torch.equal(tokens, logits.argmax(1))
+        assert torch.equal(others, tokens)
+        torch.testing.assert_close(values, logits.gather(1, tokens[:, None])[:, 0], equal_nan=True)
+
+
+def test_greedy_steps_exchange_no_logits(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+    thread_group(monkeypatch)
+    engine = targets.engine("llama", "eagle3", tensor_parallel=2)
+    gathered, gather = [], ThreadCommunicator.all_gather
+
+    def all_gather(communicator: ThreadCommunicator, x: torch.Tensor) -> torch.Tensor:
+        gathered.append(tuple(x.shape))
+        return gather(communicator, x)
+
+    monkeypatch.setattr(ThreadCommunicator, "all_gather", all_gather)
+    for temperature in (0.0, 1.0):
+        gathered.clear()
+        engine.generate([[3, 4]], SamplingParams(max_new_tokens=3, ignore_eos=True, temperature=temperature))
+        assert (sum(shape[1] == 19 for shape in gathered) > 2) == (temperature > 0)  # half of 37; those of the prompt
 
 
 class Reads(TorchDispatchMode):

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from hard_logits import DIVIDED, hard_logits, part_of_logits
 
 pytest.importorskip("triton")
 
@@ -111,3 +112,23 @@ def test_certain_child_keeps_its_parents_score(device: torch.device) -> None:
     logits = torch.full((1, 4096), -60.0, device=device)
     logits[0, 3000] = 33.3
     assert float(argmax_topk_triton.topk_logprobs(logits, 2)[0][0, 0]) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("ranks", "vocabulary"), DIVIDED)
+def test_keys_of_parts_give_the_argmax(ranks: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+    logits = hard_logits(vocabulary).to(device=device, dtype=dtype)
+    each = -(-vocabulary // ranks)
+    found = []
+    for rank in range(ranks):
+        first = min(rank * each, vocabulary)
+        part = part_of_logits(logits, rank, ranks)
+        found.append(argmax_topk_triton.argmax_keys(part, first, min(each, vocabulary - first)))
+        reference = argmax_topk.argmax_keys_ref(part, first, min(each, vocabulary - first))
+        assert not min(each, vocabulary - first) or torch.equal(found[-1].amax(1, keepdim=True), reference)
+    maxima, wanted = argmax_topk.Maxima(torch.cat(found, 1)), logits.cpu().argmax(1)  # CUDA may take any of equals
+    assert len({keys.shape for keys in found}) == 1
+    assert torch.equal(maxima.best()[1].cpu(), wanted)
+    assert torch.equal(argmax_topk_triton.argmax(maxima).cpu(), wanted)
+    embedding = torch.randn(vocabulary, 6, device=device)
+    assert torch.equal(argmax_topk_triton.argmax_embedding(maxima, embedding).cpu(), embedding.cpu()[wanted])
