@@ -108,7 +108,8 @@ class EvalReport(EvalAnswers):
         answers = f" Answers: up to {self.max_new_tokens} tokens."
         if not self.generates:
             by, answers = "Given texts were scored; nothing was generated or drafted.", ""
-        yield f"Model: {config['model']}, {caps['dtype']} on {caps['device']}. {by}"
+        replicas = f" in {self.record.replicas} replicas" if self.record.replicas > 1 else ""
+        yield f"Model: {config['model']}, {caps['dtype']} on {caps['device']}{replicas}. {by}"
         examples = f"{self.num_fewshot} from {self.fewshot_source}" if self.num_fewshot else "none"
         yield f"Data: {self.data_source}. Few-shot examples: {examples}."
         yield (

@@ -44,8 +44,16 @@ class RunRecord:
 
     @property
     def processor(self) -> str:
-        """The GPU of the run, or the CPU with its number of cores."""
-        return self.gpu or f"{self.hardware.get('cpu')}, {self.hardware.get('cores')} cores"
+        """The GPUs of the run, or the CPU with its number of cores."""
+        if self.gpu is None:
+            return f"{self.hardware.get('cpu')}, {self.hardware.get('cores')} cores"
+        count = self.config.get("tensor_parallel", 1) * self.replicas
+        return self.gpu if count == 1 else f"{count} x {self.gpu}"
+
+    @property
+    def replicas(self) -> int:
+        """How many of them ran the requests; 1 for a record of an earlier version."""
+        return int(self.config.get("data_parallel", 1))
 
     @property
     def error(self) -> str | None:

@@ -66,10 +66,10 @@ def _graph_counts(graphs: Mapping[str, Mapping[str, Any]]) -> dict[str, float | 
 
 
 def full_batch_metrics(
-    counters: dict[str, Any], concurrency: int | None, accept_length: float | None
+    counters: dict[str, Any], concurrency: int | None, accept_length: float | None, *, replicas: int = 1
 ) -> dict[str, float | None]:
-    """Metrics of the iterations that ran `concurrency` requests."""
-    count, seconds = steps_at(counters, concurrency) if concurrency else (0, None)
+    """Metrics of the iterations that ran `concurrency` requests, or on several replicas the share of one."""
+    count, seconds = steps_at(counters, -(-concurrency // replicas)) if concurrency else (0, None)
     step_s = seconds if count >= MIN_FULL_STEPS else None
     speed = concurrency * accept_length / step_s if concurrency and accept_length and step_s else None
     return {"full_batch_steps": count if concurrency else None, "step_s": step_s, "decode_throughput": speed}

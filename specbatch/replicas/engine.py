@@ -75,7 +75,7 @@ class DataParallelEngine(InferenceEngine):
         self._pool = ReplicaPool(starter or LocalProcesses(config), log) if weights_of is None else weights_of._pool
         shared = None if weights_of is None else weights_of._number
         try:
-            own = replace(config, data_parallel=1, memory_fraction=_memory_fraction(config))
+            own = config_of_one(config)
             log(f"replicas: {config.data_parallel}, each as follows")
             built = self._pool.build(Build(self._number, own, share, shared), log, report or (lambda done, total: None))
         except BaseException:
@@ -166,10 +166,10 @@ class DataParallelEngine(InferenceEngine):
                 self._state = "ready"
 
 
-def _memory_fraction(config: EngineConfig) -> float:
-    """For one replica: on a CPU they share the memory."""
-    shared = device_type(config.device) == "cpu"
-    return config.memory_fraction / config.data_parallel if shared else config.memory_fraction
+def config_of_one(config: EngineConfig) -> EngineConfig:
+    """The configuration of one replica. On a CPU replicas share the memory."""
+    shared = config.data_parallel if device_type(config.device) == "cpu" else 1
+    return replace(config, data_parallel=1, memory_fraction=config.memory_fraction / shared)
 
 
 def engine_of(

@@ -61,17 +61,22 @@ class MergedWindow:
         if self._totals.errors:
             counters["errors"] = dict(self._totals.errors)
         metrics |= device_metrics(counters)
-        share = None if concurrency is None else concurrency // config["data_parallel"]
-        full = full_batch_metrics(counters, share or None, metrics["accept_length"])
-        if full["decode_throughput"] is not None:
-            full["decode_throughput"] *= config["data_parallel"]
-        metrics |= full
+        replicas = config["data_parallel"]
+        metrics |= full_batch_metrics(counters, concurrency, metrics["accept_length"], replicas=replicas)
         requests = list(self._rows or ())
         if self.tally.rows:
             counters["scoring"] = self.tally.numbers()
             if self._closed is None:  # nothing was generated
                 metrics, requests = counters["scoring"], list(self.tally.rows)
-        return RunRecord(config, caps, metrics, counters, requests, workload)
+        return RunRecord(config, caps, metrics, counters, requests, workload, hardware=_hardware(parts))
+
+
+def _hardware(parts: list[RunRecord]) -> dict[str, Any]:
+    """That of the first replica, with the names of all kinds of GPUs."""
+    found = dict(parts[0].hardware)
+    if gpus := dict.fromkeys(str(part.hardware["gpu"]) for part in parts if "gpu" in part.hardware):
+        found["gpu"] = " and ".join(gpus)
+    return found
 
 
 def _sums(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

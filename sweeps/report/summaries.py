@@ -9,7 +9,7 @@ from specbatch.records.run_record import CAPS, RunRecord
 
 
 def run_on(records: list[RunRecord]) -> dict[str, str]:
-    """Model, device, dtype and versions, by the name of their line."""
+    """Model, device, number of replicas if there are several, dtype and versions, by the name of their line."""
     first = records[0]
     config, device = first.config, first.processor
     if "server" in config:
@@ -19,6 +19,7 @@ def run_on(records: list[RunRecord]) -> dict[str, str]:
     return {
         "model": f"{config['model']}{origin}",
         "device": f"{_resolved('device', records)} ({device})",
+        **({"replicas": str(first.replicas)} if first.replicas > 1 else {}),
         "dtype": _resolved("dtype", records),
         "versions": f"unknown; client with {versions}" if "server" in config else versions,
     }

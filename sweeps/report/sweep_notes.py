@@ -32,6 +32,8 @@ def sweep_notes(
     """Notes about the runs. points: repeats by (concurrency, configuration); missing: points without a record; shown:
     the metrics of the table."""
     found = [Note(MEDIANS)]
+    if (replicas := max(record.replicas for record in records)) > 1:
+        found.append(Note(f"Concurrency counts the requests on all {replicas} replicas; a full batch is one's share."))
     for record in records:
         found += _failure(record) if record.error else _of_record(record)
     finished = [record for record in records if not record.error]

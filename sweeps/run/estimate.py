@@ -12,6 +12,7 @@ from specbatch.config import EngineConfig
 from specbatch.engine.builder import memory_plan, prepare
 from specbatch.memory.planner import MemoryPlan, MemoryShare, size_text
 from specbatch.records.sweep_plan import points
+from specbatch.replicas.engine import config_of_one
 from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
 from specbatch.sweeps.run.runner import SweepOptions, fitted, of_lengths
 
@@ -22,20 +23,23 @@ _HEADS = ("configuration", "", "concurrency", "repeat", "prompts", "new tokens",
 
 
 def dry_run(configs: Mapping[str, EngineConfig], options: SweepOptions, folder: Path | None) -> str:
-    """A row for each point that is not finished in `folder`, and the memory that each engine would get.
+    """A row for each point that is not finished in `folder`, and the memory that an engine (one replica) would get.
 
     A step takes as long as reading all weights, or as multiplying them with a row of each request if that is longer,
     at the speeds that the device has now; prompt tokens are multiplied, too. Each step gives a request one token, and
     answers are as long as allowed: drafts that are accepted and answers that end early make a sweep faster. Refused:
     engines that do not fit.
     """
-    prepared = {name: prepare(config, lambda line: None) for name, config in fitted(configs, options).items()}
+    fit = fitted(configs, options)
+    prepared = {name: prepare(config_of_one(config), lambda line: None) for name, config in fit.items()}
     plans: dict[str, MemoryPlan] = {}
     for name, one in prepared.items():
         with of_lengths(one.config, options.workload):
             plans[name] = memory_plan(one, MemoryShare(0, len(configs)))
     first = next(iter(prepared.values()))
-    read, rate = _speeds(first.device)
+    replicas = next(iter(fit.values())).data_parallel
+    shared = replicas if first.device.type == "cpu" else 1  # by all replicas
+    read, rate = (speed / shared for speed in _speeds(first.device))
     left = [point for point in points(configs, options) if folder is None or not point.is_finished(folder)]
     rows, total = [], 0.0
     for point in left:
@@ -44,26 +48,27 @@ def dry_run(configs: Mapping[str, EngineConfig], options: SweepOptions, folder: 
         steps = -(-prompts // point.concurrency) * tokens / prompts
         plan = plans[point.configuration]
         multiply = plan.weights / (rate * first.dtype.itemsize / 2)  # seconds for one row
-        seconds = steps * max((plan.weights + plan.draft_weights) / read, point.concurrency * multiply)
-        seconds += prompts * options.workload.mean_input * multiply
+        running = -(-point.concurrency // replicas)
+        seconds = steps * max((plan.weights + plan.draft_weights) / read, running * multiply)
+        seconds += prompts * options.workload.mean_input * multiply / replicas
         total += seconds
         config = configs[point.configuration]
         what = f"{config.speculation}; {config.graphs}"
         rows.append((point.configuration, what, point.concurrency, point.repeat, prompts, tokens, seconds))
     table = tabulate(rows, headers=_HEADS, tablefmt="github", floatfmt=".1f")
-    lines = "\n".join(_memory(plans))
+    lines = "\n".join(_memory(plans, "of each replica " if replicas > 1 else ""))
     start = (
         "without loading, graph capture, warm-up and verifying drafts; less if drafts are accepted or answers end early"
     )
     return f"{table}\n\n{lines}\n{len(left)} points, about {total:.0f} s ({start})\n"
 
 
-def _memory(plans: Mapping[str, MemoryPlan]) -> Iterator[str]:
+def _memory(plans: Mapping[str, MemoryPlan], whose: str) -> Iterator[str]:
     for name, plan in plans.items():
         weights = f"{size_text(plan.weights + plan.draft_weights)} of weights"
         used = plan.weights + plan.draft_weights + plan.kv + plan.states + plan.workspace + plan.graphs
         kv = f"{plan.kv_pages} KV pages ({size_text(plan.kv)})"
-        yield f"* {name}: {size_text(used)} of {size_text(plan.available)} available: {weights}, {kv}"
+        yield f"* {name}: {size_text(used)} {whose}of {size_text(plan.available)} available: {weights}, {kv}"
 
 
 def _speeds(device: torch.device) -> tuple[float, float]:

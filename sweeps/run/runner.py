@@ -181,7 +181,7 @@ def _run(
     held: dict[str, str] | None = None if failed is None else {}
     for name, engine in engines.items():
         with noted(held, name):
-            _check_concurrency(name, engine.caps, most, every, params)
+            _check_concurrency(name, engine, most, every, params)
     if held and len(held) == len(engines) and not options.section:  # a bench records the points that fit
         raise SpecbatchError(next(iter(held.values())))
     for concurrency, ours in groupby(left, key=lambda point: point.concurrency):
@@ -190,7 +190,7 @@ def _run(
         errors = None if failed is None else dict(failed)  # of this concurrency
         for name in dict.fromkeys(point.configuration for point in now if point.configuration in engines):
             with noted(errors, name):
-                _check_concurrency(name, engines[name].caps, concurrency, prompts, wanted)
+                _check_concurrency(name, engines[name], concurrency, prompts, wanted)
                 _warm_up(engines[name], prompts, wanted, concurrency)
         for point in now:
             name, record = point.configuration, None
@@ -283,10 +283,14 @@ def noted(errors: dict[str, str] | None, name: str) -> Iterator[None]:
 
 def fitted(configs: Mapping[str, EngineConfig], options: SweepOptions) -> dict[str, EngineConfig]:
     """Engines as long as the workload's prompts and answers, unless they were asked to be longer."""
-    most = max(options.concurrency)
+    most, counts = max(options.concurrency), {config.data_parallel for config in configs.values()}
+    if len(counts) > 1:
+        works = "the configurations of a sweep run on the same replicas; use one number, and compare two sweeps"
+        raise refuse("data_parallel", ", ".join(map(str, sorted(counts))), works)
     for config in configs.values():
-        if config.max_running < most:
-            raise refuse("max_running", config.max_running, f"concurrency {most} needs at least {most}")
+        if config.max_running < (share := -(-most // config.data_parallel)):
+            on = f" on {config.data_parallel} replicas" if config.data_parallel > 1 else ""
+            raise refuse("max_running", config.max_running, f"concurrency {most}{on} needs at least {share}")
     length = options.workload.max_model_len
     return {name: replace(config, max_model_len=config.max_model_len or length) for name, config in configs.items()}
 
@@ -315,14 +319,19 @@ def check(configs: Mapping[str, EngineConfig], options: SweepOptions) -> None:
 
 
 def _check_concurrency(
-    name: str, caps: dict[str, Any], most: int, prompts: list[list[int]], params: list[SamplingParams]
+    name: str,
+    engine: InferenceEngine | HttpEngine,
+    most: int,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
 ) -> None:
-    """Refuse requests that would wait for a slot or for pages: the numbers would be of another concurrency. A server
-    does not report its pages."""
+    """Refuse requests that would wait for a slot or for pages: the numbers would be of another concurrency. Each
+    replica must hold its share, of the longest ones. A server does not report its pages."""
+    caps = engine.caps
     if "kv_pages" not in caps:
         return
     lengths = [len(prompt) + wanted.max_new_tokens for prompt, wanted in zip(prompts, params, strict=True)]
-    limit = held_at_once(caps, lengths)
+    limit = held_at_once(caps, lengths) * _replicas(engine)
     if most > limit:
         raise refuse(
             "concurrency",
@@ -337,15 +346,21 @@ def _warm_up(
 ) -> None:
     """Run a full batch, and on a GPU one request that takes the slot of another. Prompt passes alternate with
     iterations, so each request has enough new tokens that the first one still runs when the last one begins."""
-    caps, count, most = engine.caps, concurrency, WARM_UP_TOKENS
+    caps, replicas, most = engine.caps, _replicas(engine), WARM_UP_TOKENS
+    running = -(-concurrency // replicas) * replicas  # each replica has a full batch
+    count = running
     if caps.get("device") == "cpu":
-        count, most = min(count, CPU_WARM_UP), CPU_WARM_UP
+        count, most = min(count, CPU_WARM_UP * replicas), CPU_WARM_UP
     elif "prefill_chunk" in caps:
-        count += 1
-        passes = -(-sum(map(len, prompts[:concurrency])) // caps["prefill_chunk"])
+        count += replicas
+        passes = -(-sum(map(len, prompts[:running])) // (caps["prefill_chunk"] * replicas))
         most = max(most, (passes + 2) * caps["verify_rows"])
     short = [replace(wanted, max_new_tokens=min(wanted.max_new_tokens, most)) for wanted in params[:count]]
-    engine.generate(prompts[:count], short, concurrency=min(concurrency, len(short)))
+    engine.generate(prompts[:count], short, concurrency=min(running, len(short)))
+
+
+def _replicas(engine: InferenceEngine | HttpEngine) -> int:
+    return engine.config.data_parallel if isinstance(engine.config, EngineConfig) else 1
 
 
 def _measure(

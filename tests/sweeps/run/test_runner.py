@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from thread_replicas import ThreadReplicas
 
-from specbatch import Engine
+from specbatch import DataParallelEngine, Engine
 from specbatch.config import EngineConfig, Speculation
 from specbatch.sweeps.run.runner import _warm_up
 from specbatch.sweeps.run.workloads import Workload
@@ -28,3 +29,18 @@ def test_warm_up_on_a_gpu_runs_a_full_batch(speculation: Speculation, concurrenc
     assert str(concurrency) in counters["steps_by_rows"]
     # No more requests than run at once, and in a closed loop one that takes the slot of another.
     assert counters["prefill_passes"] == concurrency + (per_concurrency > 1)
+
+
+@pytest.mark.parametrize(("concurrency", "share"), [(3, 2), (8, 4)])
+def test_warm_up_gives_each_replica_a_full_batch(concurrency: int, share: int) -> None:
+    config = EngineConfig(
+        model="toy", load_format="dummy", device="cpu", prefill_chunk=10, memory_fraction=0.2, data_parallel=2
+    )
+    work = Workload(input_len=10, output_len=40, prompts_per_concurrency=4)
+    count = work.count(concurrency)
+    with DataParallelEngine(config, starter=ThreadReplicas(2)) as engine:
+        engine.caps["device"] = "cuda:0"
+        _warm_up(engine, work.prompts(engine.tokenizer, count), work.params(count), concurrency)
+        parts = engine._pool.call_all(engine._number, "record")
+    assert all(str(share) in part.counters["steps_by_rows"] for part in parts)
+    assert sum(part.counters["prefill_passes"] for part in parts) == 2 * share + 2

@@ -1,0 +1,154 @@
+"""Commands with --data-parallel: the results of one engine, in the same files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from thread_replicas import ThreadReplicas
+from typer.testing import CliRunner
+
+from specbatch.cli.app import app
+from specbatch.evals.report import EvalReport
+from specbatch.records.store import load_record
+from specbatch.replicas import engine as replicas_engine
+
+Run = Callable[..., Result]
+PROMPTS = [{"prompt": f"prompt {number}" * (number % 3 + 1), "id": number} for number in range(9)]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs a command with the toy model and so many replicas, which are threads."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(replicas_engine, "LocalProcesses", lambda config: ThreadReplicas(config.data_parallel))
+    toy = ("--model", "toy", "--load-format", "dummy", "--device", "cpu", "--memory-fraction", "0.2")
+
+    def call(replicas: int, *words: object) -> Result:
+        return CliRunner().invoke(app, [*map(str, words), *toy, "--data-parallel", str(replicas)])
+
+    return call
+
+
+def rows(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def files(folder: str) -> set[str]:
+    return {str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def tokens(path: str) -> list[Any]:
+    return [(row["id"], row["text"]) for row in rows(path)]
+
+
+def test_generate_continues_with_another_number_of_replicas(run: Run) -> None:
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    words = ("generate", "in.jsonl", "--spec", "v2", "--temperature", 0.8, "--max-new-tokens", 9)
+    assert run(1, *words, "-o", "one.jsonl").exit_code == 0
+    limited = run(2, *words, "-o", "two.jsonl", "--max-tokens-total", 20, "--concurrency", 2)
+    assert limited.exit_code == 3, limited.output
+    kept = len(rows("two.jsonl.partial")) - 1
+    assert 0 < kept < len(PROMPTS)
+    result = run(3, *words, "-o", "two.jsonl")
+    assert (result.exit_code, f"continuing: {kept} of 9" in result.stderr) == (0, True), result.output
+    assert tokens("two.jsonl") == tokens("one.jsonl")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_eval_has_the_answers_of_one_engine_and_continues_those_of_others(
+    run: Run, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    words = ("eval", "one_digit_sums", "--limit", 6, "--max-new-tokens", 6, "--spec", "v2", "--max-model-len", 700)
+    assert run(1, *words, "--out", "one").exit_code == 0
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EvalReport, "save", stop)
+        assert run(3 - count, *words, "--out", "several").exit_code == 130
+    partial = Path("several/answers.partial.jsonl")
+    partial.write_text("".join(f"{line}\n" for line in partial.read_text().splitlines()[:4]))
+    result = run(count, *words, "--out", "several")
+    assert (result.exit_code, "continuing: 3 answers" in result.stderr) == (0, True), result.output
+    assert files("several") == files("one")
+    found, wanted = (EvalReport.load(Path(folder), "output") for folder in ("several", "one"))
+    assert [row["token_ids"] for row in found.questions] == [row["token_ids"] for row in wanted.questions]
+    assert found.scores == wanted.scores
+    assert ("in 2 replicas" in result.stdout) == (count == 2)
+
+
+def test_an_ablation_shares_the_replicas(run: Run) -> None:
+    words = ("eval", "one_digit_sums", "--limit", 4, "--max-new-tokens", 6, "--ablation", "--max-model-len", 700)
+    result = run(2, *words, "--out", "out", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["configurations"]
+    assert list(found) == ["baseline", "v1", "v2"]
+    table = Path("out/ablation.csv").read_text()
+    assert table.count("4 of 4") == 3
+    assert load_record("output", Path("out/v2")).replicas == 2
+
+
+def test_check_compares_replicas_with_replicas(run: Run) -> None:
+    result = run(2, "check", "--prompts", 6, "--max-new-tokens", 12, "--input-len", 9, "--output", "out")
+    assert result.exit_code == 0, result.output
+    assert "* replicas: 2\n" in result.stdout
+    assert "6 of 6 prompts have the baseline's tokens." in result.stdout
+
+
+def test_sweep_shares_the_concurrency_out(run: Run) -> None:
+    words = ("sweep", "--concurrency", "1,5", "--input-len", 9, "--output-len", 30, "--configs", "baseline,v2")
+    assert run(1, *words, "--out", "one").exit_code == 0
+    result = run(2, *words, "--out", "two")
+    assert result.exit_code == 0, result.output
+    assert files("two") == files("one")
+    assert "* replicas: 2\n" in result.stdout
+    assert "Concurrency counts the requests on all 2 replicas" in result.stdout
+    for place in ("baseline/c1/r1", "v2/c5/r1"):
+        one, two = (load_record("output", Path(folder, place)) for folder in ("one", "two"))
+        assert one.workload["output_sha256"] == two.workload["output_sha256"]
+    assert two.caps["max_running"] == 3  # of each replica
+    steps = two.counters["steps_by_rows"]
+    assert max(map(int, steps)) == 3
+    assert two.metrics["full_batch_steps"] == steps["3"][0]
+    again = run(2, *words, "--out", "two")
+    assert (again.exit_code, "all 4 points are finished" in again.stderr) == (0, True)
+    assert "data_parallel" in run(1, *words, "--out", "two").stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--max-running", 2), "max_running=2: concurrency 5 on 2 replicas needs at least 3"),
+        (("--kv-pages", 7), "concurrency=5: baseline can hold 4 of these requests at once (max_running=3, kv_pages=7)"),
+    ],
+)
+def test_a_concurrency_that_a_replica_cannot_hold_its_share_of_is_refused(run: Run, words: Any, message: str) -> None:
+    result = run(2, "sweep", "--concurrency", "5", "--input-len", 9, "--output-len", 30, *words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_grid_with_several_numbers_of_replicas_is_refused(run: Run) -> None:
+    Path("grid.toml").write_text('[a]\nspec = "off"\n[b]\nspec = "off"\ndata-parallel = 3\n')
+    result = run(2, "sweep", "--configs", "grid.toml", "--concurrency", "1")
+    assert result.exit_code == 2
+    assert "data_parallel='2, 3': the configurations of a sweep run on the same replicas" in result.stderr
+
+
+def test_a_dry_run_plans_the_memory_of_a_replica(run: Run) -> None:
+    result = run(2, "sweep", "--dry-run", "--concurrency", "4", "--input-len", 9, "--output-len", 30)
+    assert result.exit_code == 0, result.output
+    assert "of each replica of" in result.stdout
+
+
+@pytest.mark.parametrize("words", [("bench",), ("trace",), ("send-one", "hello"), ("train-draft",)])
+def test_other_commands_have_no_replicas(run: Run, words: tuple[str, ...]) -> None:
+    result = run(2, *words)
+    assert result.exit_code == 2
+    assert "No such option: --data-parallel" in " ".join(result.stderr.split())
