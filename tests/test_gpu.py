@@ -18,6 +18,7 @@ from plain_decoding import check_end, check_logprobs, check_tokens
 from targets import HYBRIDS, Targets
 
 from specbatch import Engine
+from specbatch.acceptance_profile import AcceptanceProfile
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.core.request import SamplingParams
 from specbatch.engine.draft_length import DraftLength
@@ -88,6 +89,22 @@ def test_v2_waits_only_for_results(
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert again == expected
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
+@pytest.mark.parametrize("name", ["eagle3", "block", "self-tree"])
+def test_simulated_acceptance_is_that_of_a_cpu(
+    toy: Any, toy_engine: Callable[..., Any], name: str, graphs: str
+) -> None:
+    """Its draws depend on seeds and positions only, and not on tokens, graphs or the device."""
+    drafts = {"simulate_accept": AcceptanceProfile("", (0.9, 0.6, 0.8, 0.5, *[0.7] * 11))}
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    prompts, found = [list(prompt) for prompt in toy.prompts()], []
+    for settings in ({"device": "cpu"}, {"device": "cuda", "graphs": GRAPHS[graphs]}):
+        engine = toy_engine(dtype="float32", speculation=replace(SPECULATIONS[name], **drafts), **settings)
+        done = engine.generate(prompts, params)
+        found.append([(item.metrics.accepted, item.metrics.verify_steps) for item in done])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("name", "graphs"), crossed(["ngram", "other", "eagle", "eagle3", "mtp", "block"], GRAPHS))

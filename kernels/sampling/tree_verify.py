@@ -49,11 +49,15 @@ def walk_tree_ref(
     return _deepest(ancestors & ~good == 0, ancestors)
 
 
-def deepest_path_ref(drafted: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
-    """The path to the deepest of the first drafted [B] nodes of a tree, to the first of several: int64 [B, N], as
-    `walk_tree_ref` has it."""
+def simulated_path_ref(accepted: torch.Tensor, drafted: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
+    """The path of a simulated acceptance of accepted [B] nodes: int64 [B, N], as `walk_tree_ref` has it.
+
+    It leads to the deepest of the first drafted [B] nodes of the tree, to the first of several. Where that path is
+    shorter than `accepted`, nodes stay in their order: a path never has a node before its place (`move_accepted_kv`).
+    """
     node = torch.arange(ancestors.shape[1], device=ancestors.device)
-    return _deepest(node <= drafted[:, None], ancestors)[1]
+    depth, path = _deepest(node <= drafted[:, None], ancestors)
+    return torch.where((accepted > depth)[:, None], node, path)
 
 
 def _deepest(reached: torch.Tensor, ancestors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -58,12 +58,14 @@ def _commit_tree_kernel(
     reached = ((word & ~good) == 0) & (node < N)
     best = tl.max(tl.where(reached, popcount(word) * BLOCK_N + BLOCK_N - 1 - node, 0), 0)
     taken = tl.sum(tl.where(node == BLOCK_N - 1 - best % BLOCK_N, word, 0), 0)
-    depth = best // BLOCK_N - 1
-    before = popcount(taken & (bit - 1))
-    rank = tl.where(((taken >> node) & 1) == 1, before, depth + 1 + node - before)
-    count = depth
+    count = best // BLOCK_N - 1
+    length_of_path = count + 1
     if DEPTH:
         count = simulated_accept(tl.load(seeds + sequence), length, limit, thresholds, DEPTH, BLOCK_N)
+        taken = tl.where(count < length_of_path, taken, 1)  # the root alone: nodes stay in their order
+        length_of_path = tl.where(count < length_of_path, length_of_path, 1)
+    before = popcount(taken & (bit - 1))
+    rank = tl.where(((taken >> node) & 1) == 1, before, length_of_path + node - before)
 
     tl.store(tokens + row * width + length + 1 + rank, chosen, node < N)
     # Several sequences may be the padding row at once; it must stay as it is.
@@ -79,7 +81,7 @@ def _commit_tree_kernel(
 def commit_tree(
     chosen: Chosen, proposal: Proposal, rows: BatchRows, seeds: torch.Tensor, simulate: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`walk_tree_ref` of the tokens chosen at every node, or `deepest_path_ref` if acceptance is simulated, and
+    """`walk_tree_ref` of the tokens chosen at every node, or `simulated_path_ref` if acceptance is simulated, and
     `accept_triton.commit` in path order.
 
     Returns packed int64 [B, N + 3] and path int64 [B, N].

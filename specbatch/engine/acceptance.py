@@ -32,7 +32,7 @@ from specbatch.kernels.sampling.accept import BatchRows, commit_ref
 from specbatch.kernels.sampling.argmax_topk import Maxima, Scores, topk_logprobs
 from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL, TARGET, simulated_accept_ref
 from specbatch.kernels.sampling.sample import sample_ref
-from specbatch.kernels.sampling.tree_verify import deepest_path_ref, walk_tree_ref
+from specbatch.kernels.sampling.tree_verify import simulated_path_ref, walk_tree_ref
 
 
 class Accepted(NamedTuple):
@@ -112,7 +112,7 @@ def accept_ref(
     simulate: thresholds int64 [D] of `simulated_accept_ref`. Then random numbers decide how many drafts are accepted,
     whatever they are, and the tokens are those that the target chooses at the accepted nodes. Of a tree these are the
     nodes on the path to its deepest node. Random weights make shallow trees: where more are accepted than that path
-    has, the other nodes follow in order, so that the accept length does not depend on the shape of the tree.
+    has, they are the first nodes, so that the accept length does not depend on the shape of the tree.
     """
     assert proposal.ancestors is None or proposal.probabilities is None, "drafts of a tree are not sampled"
     ancestors, path = proposal.ancestors, None
@@ -129,7 +129,7 @@ def accept_ref(
     if simulate is not None:
         accepted = simulated_accept_ref(sampling.seeds, positions[:, 0] - 1, proposal.drafted, simulate)
         if ancestors is not None:
-            path = deepest_path_ref(proposal.drafted, ancestors)
+            path = simulated_path_ref(accepted, proposal.drafted, ancestors)
             tokens = tokens.gather(1, path)
     elif ancestors is None:
         accepted = _correct_prefix(tokens[:, :-1] == proposal.tokens, proposal.drafted)

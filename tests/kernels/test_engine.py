@@ -12,6 +12,7 @@ from crossed import slow_but
 from stand_ins import fake_graphs, no_step_times
 from targets import Targets
 
+from specbatch.acceptance_profile import AcceptanceProfile
 from specbatch.config import Graphs, Speculation
 from specbatch.core.request import SamplingParams
 from specbatch.engine.draft_length import DraftLength
@@ -175,6 +176,22 @@ def test_sampled_tokens_with_a_seed(
     assert called >= ({"sample", "commit_tree", "move_accepted_kv"} if name.endswith("tree") else {"sample", "commit"})
     assert ("rejection_sample" in called) == (name not in ("none", "ngram") and not name.endswith("tree"))
     assert "partials_of" not in called
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["self", "block", "self-tree"])
+def test_simulated_acceptance_is_that_of_the_reference(
+    toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str
+) -> None:
+    speculation = replace(SPECULATIONS[name], simulate_accept=AcceptanceProfile("", (0.8, 0.6, 0.7)))
+    prompts, params = [list(prompt) for prompt in toy.prompts()[4:7]], SamplingParams(max_new_tokens=9, ignore_eos=True)
+    plain = toy_engine(speculation=speculation).generate(prompts, params)
+    build, _ = request.getfixturevalue("kernel_engine")
+    done = build(speculation=speculation).generate(prompts, params)
+    numbers = [[(item.metrics.accepted, item.metrics.verify_steps) for item in items] for items in (plain, done)]
+    assert numbers[0] == numbers[1]
+    assert len({accepted for accepted, _ in numbers[0]}) > 1
+    assert [item.token_ids for item in done] == [item.token_ids for item in plain]
 
 
 @pytest.mark.slow

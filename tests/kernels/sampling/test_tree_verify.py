@@ -15,8 +15,8 @@ from specbatch.kernels.sampling.accept_triton import Chosen, argmax_partials, ve
 from specbatch.kernels.sampling.rng import acceptance_thresholds, simulated_accept_ref
 from specbatch.kernels.sampling.tree_verify import (
     ancestor_words,
-    deepest_path_ref,
     move_accepted_kv_ref,
+    simulated_path_ref,
     tree_depths,
     walk_tree_ref,
 )
@@ -153,13 +153,17 @@ def test_tree_commit_matches_reference(device: torch.device, count: int, drawn: 
     assert torch.equal(lengths, old)
 
 
-def test_deepest_path_leads_to_the_first_of_the_deepest_nodes_that_count() -> None:
+def test_simulated_path_leads_to_the_first_of_the_deepest_nodes_that_count() -> None:
+    """Or leaves the nodes in their order, if it is too short; no node is before its place."""
     for seed in range(20):
         case = Case(seed, 5, 12, torch.device("cpu"))
-        paths = deepest_path_ref(case.inputs[2], case.words)
-        for parents, drafted, found in zip(case.parents, case.drafted, paths.tolist(), strict=True):
-            deepest = max((path_of(parents, node) for node in range(drafted + 1)), key=len)  # the first one
-            assert found == deepest + [node for node in range(12) if node not in deepest]
+        for accepted in range(12):
+            paths = simulated_path_ref(torch.full((5,), accepted), case.inputs[2], case.words)
+            for parents, drafted, found in zip(case.parents, case.drafted, paths.tolist(), strict=True):
+                deepest = max((path_of(parents, node) for node in range(drafted + 1)), key=len)  # the first one
+                wanted = deepest + [node for node in range(12) if node not in deepest]
+                assert found == (wanted if accepted < len(deepest) else list(range(12)))
+                assert all(node >= place for place, node in enumerate(found[: accepted + 1]))
 
 
 @pytest.mark.parametrize(("seed", "probability"), enumerate([0.0, 0.7, 1.0]))
@@ -171,7 +175,7 @@ def test_simulated_acceptance_takes_the_deepest_path(device: torch.device, seed:
     lengths, seeds = torch.arange(9, device=device), torch.arange(6, device=device) + 7
     finite = torch.ones(6, 8, dtype=torch.bool, device=device)
     wanted = simulated_accept_ref(seeds, lengths[rows], drafted, thresholds)
-    order = deepest_path_ref(drafted, case.words)
+    order = simulated_path_ref(wanted, drafted, case.words)
     proposal = Proposal(drafts, drafted, ancestors=case.words)
     packed, path = commit_tree(Chosen(chosen, finite), proposal, BatchRows(tokens, lengths, rows), seeds, thresholds)
     assert torch.equal(packed[:, 8], wanted)
