@@ -6,7 +6,9 @@ token included: fewer drafts of the same model are accepted as often, position b
 
 A single mean accept length gives the geometric model, with one p for all positions. A profile has a p for each: written
 down, counted in a run, or from a golden acceptance curve, which lists the mean accept length for numbers of drafts as
-SemiAnalysis' InferenceX publishes them. Between the numbers that a curve lists, p is constant.
+SemiAnalysis' InferenceX publishes them. Between the numbers that a curve lists, p is constant. Each length of a
+measured curve is of another run, so that the curve may fall, or rise faster than p = 1 allows: then numbers before are
+left out as far as needed, and the mean of the number that is drafted is always that of the curve.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
+from specbatch.draft_shape import MOST
 from specbatch.errors import refuse
 from specbatch.settings import is_number, is_whole
 from specbatch.text_files import read_json, read_yaml
@@ -29,18 +32,22 @@ FORMS = (
     "write probabilities such as 0.8,0.7,0.6"
 )
 _YAML = (".yaml", ".yml")
-_ROUNDED = 0.0101  # curves have two decimals, so that the difference of two lengths may be off by this
+_DRAFTS = range(1, MOST + 1)
+_ROUNDED = 1e-5  # in an accept length
 
 
 @dataclass(frozen=True)
 class AcceptanceProfile:
     """Conditional acceptance probabilities by draft position, from the first draft on.
 
-    name  of the model, as tables show it
+    name   of the model, as tables show it
+    curve  numbers of drafts with their mean accept lengths, if the probabilities follow from these; those of fewer
+           drafts are then fitted to the first of them
     """
 
     name: str
     conditional: tuple[float, ...]
+    curve: tuple[tuple[int, float], ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -56,18 +63,22 @@ class AcceptanceProfile:
         if have < count:
             works = f"has {have} positions, and {count} tokens are drafted in a row"
             raise refuse(SETTING, self.name, f"{works}; draft at most {have}, or use a longer profile")
-        for place, p in enumerate(self.conditional[:count]):
+        conditional = self.conditional[:count]
+        if self.curve:
+            last = min(drafted for drafted, _ in self.curve if drafted >= count)
+            conditional = _fitted([point for point in self.curve if point[0] <= last])[:count]
+        for place, p in enumerate(conditional):
             if not is_number(p) or not 0 <= p <= 1:
                 fewer = f", or draft at most {place}" if place else ""
                 works = f"the probability of draft {place + 1} is {p:.6g}; use 0 to 1{fewer}"
                 raise refuse(SETTING, self.name, works)
-        return AcceptanceProfile(self.name, self.conditional[:count])
+        return AcceptanceProfile(self.name, conditional)
 
 
 def geometric(mean: float, count: int) -> AcceptanceProfile:
     """One conditional probability for all drafts, such that `count` drafts have this mean accept length, 1 to
     count + 1."""
-    return from_accept_lengths(f"geometric, mean {mean:g}", {count: mean})
+    return AcceptanceProfile(f"geometric, mean {mean:g}", (_constant(mean - 1, count),) * count)
 
 
 def whole_lengths(mean: float, count: int) -> AcceptanceProfile:
@@ -78,18 +89,9 @@ def whole_lengths(mean: float, count: int) -> AcceptanceProfile:
 
 
 def from_accept_lengths(name: str, lengths: Mapping[int, float]) -> AcceptanceProfile:
-    """The profile with these mean accept lengths by number of drafts, at least 1. Where numbers are left out, positions
-    have the same probability."""
-    conditional: list[float] = []
-    reached = 1.0  # probability that all drafts so far are accepted
-    for (before, shorter), (drafted, longer) in pairwise(sorted({**lengths, 0: 1.0}.items())):
-        count, more = drafted - before, longer - shorter
-        if 0 < -more <= _ROUNDED or 0 < more - count * reached <= 2 * _ROUNDED:
-            more = min(max(more, 0.0), count * reached)
-        p = _constant(more / reached, count) if reached else (0.0 if more == 0 else math.inf)
-        conditional += [p] * count
-        reached *= p**count
-    return AcceptanceProfile(name, tuple(conditional))
+    """The profile of a curve: mean accept lengths by number of drafts, at least 1. See `_fitted`."""
+    curve = tuple(sorted(lengths.items()))
+    return AcceptanceProfile(name, _fitted(curve), curve)
 
 
 def from_counts(name: str, tried: Sequence[int], accepted: Sequence[int]) -> AcceptanceProfile:
@@ -135,6 +137,23 @@ def _constant(total: float, count: int) -> float:
     return high
 
 
+def _fitted(curve: Sequence[tuple[int, float]]) -> tuple[float, ...]:
+    """Conditional probabilities that have the accept length of the last point of a rising curve, and of as many points
+    before it as probabilities can have; constant between these."""
+    kept = [(0, 1.0, 1.0, 0.0)]  # drafts, accept length, probability that all of them are accepted, p of the last
+    for drafted, length in curve:
+        while True:
+            before, shorter, reached, _ = kept[-1]
+            count, more = drafted - before, length - shorter
+            more = count * reached if 0 < more - count * reached < _ROUNDED else 0.0 if -_ROUNDED < more < 0 else more
+            p = _constant(more / reached, count) if reached else 0.0 if more == 0 else math.inf
+            if 0 <= p <= 1 or len(kept) == 1:
+                break
+            kept.pop()
+        kept.append((drafted, length, reached * p**count, p))
+    return tuple(p for (before, *_), (drafted, *_, p) in pairwise(kept) for _ in range(drafted - before))
+
+
 def _conditional(text: str, found: Any) -> tuple[float, ...]:
     if not isinstance(found, list) or not found or not all(map(is_number, found)):
         raise refuse(SETTING, text, '"conditional" must list probabilities, one per draft position')
@@ -158,8 +177,9 @@ def _of_record(text: str, counters: Any) -> AcceptanceProfile:
 def _curves(found: Mapping[Any, Any], name: str = "") -> Iterator[tuple[str, dict[int, float]]]:
     """The curves in nested tables, by their path: tables from numbers of drafts to accept lengths."""
     values = {_number(key): _number(value) for key, value in found.items() if not isinstance(value, dict)}
-    if values and len(values) == len(found) and None not in (*values, *values.values()):
-        yield name, {int(key): value for key, value in values.items() if key is not None and value is not None}
+    curve = {int(key): value for key, value in values.items() if key in _DRAFTS and key and value is not None}
+    if curve and len(curve) == len(found):
+        yield name, curve
         return
     for key, value in found.items():
         if isinstance(value, dict):
@@ -168,7 +188,7 @@ def _curves(found: Mapping[Any, Any], name: str = "") -> Iterator[tuple[str, dic
 
 def _of_curves(text: str, wanted: str, curves: Mapping[str, Mapping[int, float]]) -> AcceptanceProfile:
     matching = [name for name in curves if not wanted or wanted in (name, name.rpartition("/")[2])]
-    if not curves or any(min(curve) < 1 for curve in curves.values()):
+    if not curves:
         raise refuse(SETTING, text, f"is not a profile; {FORMS}")
     if len(matching) != 1:
         listed = ", ".join(f"#{name}" for name in curves)

@@ -82,7 +82,7 @@ class AcceptanceCurve:
         if path.suffix == ".json":
             write_atomic(path, json.dumps(self.as_dict(), indent=2) + "\n")
             return
-        lines = [f"    {count}: {length:.4f}" for count, length in self.accept_lengths.items()]
+        lines = [f"    {count}: {length:.6f}" for count, length in self.accept_lengths.items()]
         head = [
             f"# {self.name}",
             *(f"# {run}" for run in self.runs),

@@ -119,5 +119,6 @@ def speculation_of(settings: dict[str, Any]) -> Speculation:
     if mean is not None and "simulate_accept" not in known:  # of an earlier version
         known |= {"simulate_accept_length": None, "simulate_accept": whole_lengths(mean, MOST)}
     elif isinstance(profile := known.get("simulate_accept"), dict):
-        known["simulate_accept"] = AcceptanceProfile(profile["name"], tuple(profile["conditional"]))
+        curve = tuple((drafted, length) for drafted, length in profile.get("curve", ()))
+        known["simulate_accept"] = AcceptanceProfile(profile["name"], tuple(profile["conditional"]), curve)
     return Speculation(**known)

@@ -64,7 +64,8 @@ class _GraphModes(_Table):
 
 class _Profile(_Table):
     name: str
-    conditional: list[Annotated[float, Field(ge=0, le=1)]]
+    conditional: list[Number]
+    curve: list[Annotated[list[Number], Field(min_length=2, max_length=2)]] = []
 
 
 class _SpeculationSettings(_Table):
