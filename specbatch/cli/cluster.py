@@ -33,8 +33,12 @@ CLUSTER_OPTIONS = {
 }
 
 
-def clustered(engine: EngineOptions, given: dict[str, Any]) -> tuple[EngineOptions, Cluster | None]:
+def clustered(
+    engine: EngineOptions, given: dict[str, Any], *, replicas: bool = True
+) -> tuple[EngineOptions, Cluster | None]:
     """The cluster of the options, if they name one, and the options of the engine there.
+
+    replicas: whether the workers are replicas of one engine, with one queue
 
     Refused: options of a cluster without --distributed, and --distributed without Ray, --workers or a known device.
     """
@@ -56,4 +60,4 @@ def clustered(engine: EngineOptions, given: dict[str, Any]) -> tuple[EngineOptio
     cluster = Cluster.of(AUTO if address is None else address, workers)
     device = cluster.device(engine.device)
     needs("ray")
-    return engine.having(device=device, data_parallel=cluster.most), cluster
+    return engine.having(device=device, data_parallel=cluster.most if replicas else 1), cluster

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
 from specbatch.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, EngineOptions, Json, takes_engine
 from specbatch.cli.output import fresh_folder, say, show
 from specbatch.cli.values import is_given, length, names, whole_number, whole_numbers
@@ -26,11 +27,12 @@ _ENGINE_OPTIONS_OF_SERVERS = ("model", "tokenizer", "seed")
 _SERVER_OPTIONS = ("base_url", "send", "api_key_env", "idle_timeout", "request_timeout")
 
 
-@takes_engine(without=("spec",), sampling=SAMPLING_OPTIONS)
+@takes_engine(without=("spec",), sampling=SAMPLING_OPTIONS, cluster=CLUSTER_OPTIONS)
 def sweep(
     context: typer.Context,
     engine: EngineOptions,
     sampling: dict[str, Any],
+    cluster: dict[str, Any],
     concurrency: Annotated[
         str, Option(help="Maximum numbers of requests in flight, separated by commas.", rich_help_panel=_LOAD)
     ] = "1,8,32,128",
@@ -230,7 +232,7 @@ def sweep(
     needs("report")
     from specbatch.evals.prompts import task_prompts
     from specbatch.records.sweep_plan import PLAN
-    from specbatch.runtime.device import find_device
+    from specbatch.runtime.device import device_type
     from specbatch.sweeps.run.defaults import CPU, GPU, default_dataset, resolved
     from specbatch.sweeps.run.grid import by_model
     from specbatch.sweeps.run.process import run_in_process
@@ -238,7 +240,10 @@ def sweep(
     from specbatch.sweeps.run.workloads import RANDOM, Workload
 
     steps = whole_numbers("concurrency", concurrency)
-    on_cpu = engine_kind == "specbatch" and find_device(engine.device).type == "cpu"
+    engine, workers = clustered(engine, cluster, replicas=False)
+    if workers is not None and engine_kind != "specbatch":
+        raise refuse("distributed", cluster["distributed"], "does not apply to a server; leave it out")
+    on_cpu = engine_kind == "specbatch" and device_type(engine.device) == "cpu"
     lengths = CPU if on_cpu else GPU
     chosen = dataset or default_dataset(input_len_given=input_len is not None)
     if input_len is not None and chosen not in RANDOM:
@@ -265,7 +270,8 @@ def sweep(
     server = _server(engine, context.params, lambda name: is_given(context, name))
     engines = {}
     if server is None:
-        engines = _engines(engine, configs, concurrency=max(steps), prefix_cache=workload.is_grouped)
+        grouped, elsewhere = workload.is_grouped, workers is not None
+        engines = _engines(engine, configs, concurrency=max(steps), prefix_cache=grouped, elsewhere=elsewhere)
     if dry_run and server is not None:
         raise refuse("dry_run", True, "the speed of a server cannot be estimated; leave it out")
     settings = resolved(
@@ -290,14 +296,15 @@ def sweep(
                 summary, rows = run_server(server, options, folder, log=say, report=report), _summary_rows(folder)
         elif len(models) == 1:
             with progress("sweep") as report:
-                summary, rows = run_sweep(engines, options, folder, log=say, report=report), _summary_rows(folder)
+                summary = run_sweep(engines, options, folder, log=say, report=report, cluster=workers)
+            rows = _summary_rows(folder)
         else:
-            for ours in models.values():  # fail before a model has run for hours, not after
+            for ours in models.values() if workers is None else ():  # fail before a model has run for hours, not after
                 check(ours, options)
             summary, rows = "", []
             for name, ours in models.items():
                 say(f"{name}:")
-                if status := run_in_process(ours, options, folder / name, log=say):
+                if status := run_in_process(ours, options, folder / name, log=say, cluster=workers):
                     say(f"{name}: failed; the other models go on")
                     statuses.append(status)
                 if (written := folder / name / "summary.md").exists():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -21,13 +21,21 @@ from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError
 from specbatch.replicas.cluster import Cluster
 from specbatch.replicas.messages import Command, Ended, Message, Output
-from specbatch.replicas.ray_cluster import Requirements, connected, ending_of, meet, node, requirements
+from specbatch.replicas.ray_cluster import (
+    PATIENCE_S,
+    Requirements,
+    connected,
+    ending_of,
+    meet,
+    node,
+    requirements,
+    waiting_line,
+)
 
 if TYPE_CHECKING:
     from specbatch.replicas.replica import Replica
 
 POLL_S = 5.0  # for which a worker without messages keeps a request for them
-PATIENCE_S = 30.0  # before a worker that waits for resources is reported
 EXIT_S = 5.0
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # which torch reads when it is imported
 THREADS = 4  # of an actor: one waits for messages
@@ -72,6 +80,16 @@ class ReplicaActor:
         return found
 
 
+def actor_class(made: type[Any], needed: Mapping[str, int], **options: Any) -> Any:
+    """The actors of a class, each with the resources that are needed. Ray does not restart them."""
+    import ray
+
+    options |= {"num_cpus": needed["CPU"], "num_gpus": needed.get("GPU", 0), "max_restarts": 0}
+    if allocator := {name: os.environ[name] for name in ALLOCATOR if name in os.environ}:
+        options["runtime_env"] = {"env_vars": allocator}
+    return ray.remote(**options)(made)
+
+
 class RayActors:
     """Starts the replicas of an engine as actors. A pending actor is a request that makes an autoscaler add nodes.
 
@@ -79,15 +97,9 @@ class RayActors:
     """
 
     def __init__(self, config: EngineConfig, cluster: Cluster) -> None:
-        import ray
-
         self.least, self.most = cluster.least, cluster.most
         self._needs = cluster.needs_of(config)
-        cpus, gpus = self._needs["CPU"], self._needs.get("GPU", 0)
-        options: Any = {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0, "max_concurrency": THREADS}
-        if allocator := {name: os.environ[name] for name in ALLOCATOR if name in os.environ}:
-            options["runtime_env"] = {"env_vars": allocator}
-        self._class: Any = ray.remote(**options)(ReplicaActor)
+        self._class = actor_class(ReplicaActor, self._needs, max_concurrency=THREADS)
         self._wanted = requirements(config)
 
     def start(self, place: int, deliver: Callable[[Message], None]) -> ActorLink:
@@ -129,10 +141,7 @@ class ActorLink:
         try:
             first = self._actor.messages.remote()
             if not ray.wait([first], timeout=PATIENCE_S)[0]:
-                free = ray.available_resources()
-                wanted = " and ".join(f"{count} {name}" for name, count in self._needed.items())
-                there = " and ".join(f"{free.get(name, 0):g} {name}" for name in self._needed)
-                deliver(Output(f"waits for a node with {wanted}; the whole cluster has {there} free"))
+                deliver(Output(waiting_line(self._needed)))
             messages = ray.get(first)
             while True:
                 for message in messages:

@@ -19,6 +19,7 @@ from specbatch.extras import needs
 from specbatch.replicas.cluster import AUTO, LOCAL, PORT, Cluster
 from specbatch.version import __version__
 
+PATIENCE_S = 30.0  # before a worker that waits for resources is reported
 ANSWER_S = 5.0  # for a head node to accept a connection; `ray.init` itself tries for minutes
 OBJECT_STORE_BYTES = 100 * 2**20  # of a local cluster: messages between replicas are small
 LAST_STARTED = Path("/tmp/ray/ray_current_cluster")  # where `ray start` leaves the address for "auto"
@@ -130,6 +131,16 @@ def meet(wanted: Requirements) -> None:
         if not Path(path).exists():
             works = "put it in a folder that all machines share, or use a hub id"
             raise SpecbatchError(f"worker on {node()} cannot find {path}; {works}")
+
+
+def waiting_line(needed: Mapping[str, int]) -> str:
+    """What a worker that has not started waits for."""
+    import ray
+
+    free = ray.available_resources()
+    wanted = " and ".join(f"{count} {name}" for name, count in needed.items())
+    there = " and ".join(f"{free.get(name, 0):g} {name}" for name in needed)
+    return f"waits for a node with {wanted}; the whole cluster has {there} free"
 
 
 def node() -> str:

@@ -15,19 +15,27 @@ from specbatch.errors import SpecbatchError
 from specbatch.progress import progress
 
 if TYPE_CHECKING:
+    from specbatch.replicas.cluster import Cluster
     from specbatch.sweeps.run.runner import SweepOptions
 
 Log = Callable[[str], None]
 
 
-def run_in_process(engines: Mapping[str, EngineConfig], options: SweepOptions, folder: Path, *, log: Log) -> int:
+def run_in_process(
+    engines: Mapping[str, EngineConfig],
+    options: SweepOptions,
+    folder: Path,
+    *,
+    log: Log,
+    cluster: Cluster | None = None,
+) -> int:
     """Run a sweep into `folder` and return the exit status of its process: 0, or 2 for a user's mistake, which the
     process has logged.
 
     log: a function of a module, as it is pickled. Raises KeyboardInterrupt after the process has written its summary.
     """
     folder.mkdir(exist_ok=True)
-    process = get_context("spawn").Process(target=_run, args=(dict(engines), options, folder, log))
+    process = get_context("spawn").Process(target=_run, args=(dict(engines), options, folder, log, cluster))
     process.start()
     stopped = False
     while process.exitcode is None:
@@ -41,7 +49,9 @@ def run_in_process(engines: Mapping[str, EngineConfig], options: SweepOptions, f
     return process.exitcode
 
 
-def _run(engines: dict[str, EngineConfig], options: SweepOptions, folder: Path, log: Log) -> None:
+def _run(
+    engines: dict[str, EngineConfig], options: SweepOptions, folder: Path, log: Log, cluster: Cluster | None
+) -> None:
     # Ctrl-C in a terminal signals both processes, `kill` only the parent: this process obeys the parent alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -50,7 +60,7 @@ def _run(engines: dict[str, EngineConfig], options: SweepOptions, folder: Path, 
         from specbatch.sweeps.run.runner import run_sweep
 
         with progress("sweep") as report:
-            run_sweep(engines, options, folder, log=log, report=report)
+            run_sweep(engines, options, folder, log=log, report=report, cluster=cluster)
     except SpecbatchError as error:
         log(f"error: {error}")
         raise SystemExit(2) from None

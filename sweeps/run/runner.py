@@ -32,6 +32,7 @@ from specbatch.sweeps.run.workloads import Workload, sha256_of, shown
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
+    from specbatch.replicas.cluster import Cluster
     from specbatch.sweeps.run.http_engine import HttpEngine
 
 
@@ -74,6 +75,7 @@ def run_sweep(
     *,
     log: Log | None = None,
     report: Report | None = None,
+    cluster: Cluster | None = None,
 ) -> str:
     """Run every point that is not finished, write its record as soon as it is done, and return the Markdown summary.
 
@@ -81,10 +83,18 @@ def run_sweep(
     again. On an error or Ctrl-C the summary of what is finished is written first. A configuration that fails (it does
     not fit, its draft is unknown) leaves records with the error, and the others go on. Refused: what concerns all of
     them, such as an unknown model, a draft that all share, or a concurrency that none can hold.
+
+    cluster: its workers measure the points; None: this process does
     """
     fit, failed = fitted(configs, options), Failed()
-    load = partial(loaded, fit, log, options.workload, failed)
-    return _summarized(fit, load, options, folder, log, report, failed)
+    if cluster is None:
+        load = partial(loaded, fit, log, options.workload, failed)
+        run = partial(run_points, fit, load, options, folder, log=log, report=report, failed=failed)
+    else:
+        from specbatch.sweeps.run.blocks import run_blocks
+
+        run = partial(run_blocks, cluster, fit, options, folder, log=log, report=report)
+    return _summarized(fit, run, options, folder, log)
 
 
 def run_server(
@@ -98,17 +108,17 @@ def run_server(
     """Run a sweep with a server as the only configuration, named by its model. A point whose requests all fail leaves a
     record with the error, and the others go on."""
     name = server.model
-    return _summarized({name: server.config}, lambda: nullcontext({name: server}), options, folder, log, report)
+    configs = {name: server.config}
+    run = partial(run_points, configs, lambda: nullcontext({name: server}), options, folder, log=log, report=report)
+    return _summarized(configs, run, options, folder, log)
 
 
 def _summarized(
     configs: Mapping[str, Described],
-    load: Load,
+    run: Callable[[], None],
     options: SweepOptions,
     folder: Path,
     log: Log | None,
-    report: Report | None,
-    failed: Failed | None = None,
 ) -> str:
     """Run all points and write the summary, also of a sweep that is interrupted or fails."""
     every = list(points(configs, options))
@@ -121,7 +131,7 @@ def _summarized(
 
     with reporting(kept):
         try:
-            run_points(configs, load, options, folder, log=log, report=report, failed=failed)
+            run()
         finally:
             summary = write_summary(folder) if any(point.is_finished(folder) for point in every) else ""
     if log is not None and (below := losses_of(load_records(folder))):
@@ -150,23 +160,25 @@ def run_points(
     plan = plan_of(configs, options)
     check_plan(folder, plan)
     every = list(points(configs, options))
-    left = [point for point in every if not _is_measured(point, folder)]
+    left = [point for point in every if not is_measured(point, folder)]
     if not left:
         if log is not None:
             log(f"{f'{options.section}: ' if options.section else ''}all {len(every)} points are finished")
         return
     with load() as engines:
-        for point, record in _run(configs, engines, options, left, log, _counter(options, left, report), failed):
+        for point, record in measured_points(
+            configs, engines, options, left, log, _counter(options, left, report), failed
+        ):
             if measured is not None and not record.error:
                 measured(engines[point.configuration], point, record)
             save(folder, plan, point, record)
 
 
-def _is_measured(point: Point, folder: Path) -> bool:
+def is_measured(point: Point, folder: Path) -> bool:
     return point.is_finished(folder) and load_record("output", point.folder(folder)).error is None
 
 
-def _run(
+def measured_points(
     configs: Mapping[str, Described],
     engines: Engines,
     options: SweepOptions,
@@ -175,6 +187,8 @@ def _run(
     count: Callable[[Completion], None],
     failed: Failed | None,
 ) -> Iterator[tuple[Point, RunRecord]]:
+    """Measure the points that are left, in the order of a sweep. count: called with each completion; failed: as in
+    `run_points`."""
     workload, most, shown_before = options.workload, max(options.concurrency), set[str]()
     every = workload.prompts(next(iter(engines.values())).tokenizer, workload.count(most))
     params = workload.params(len(every))

@@ -60,7 +60,11 @@ class FakeActor:
         self._threads = ThreadPoolExecutor(4)
         self._calls: list[Future[Any]] = []
         self.is_lost = False
-        self._made = None if made is None else made()
+        self.begin()
+        self.made = None if made is None else made()
+
+    def begin(self) -> None:
+        """Before it is made; for tests to replace."""
 
     def lose(self, what: str) -> None:
         """Lose its "worker process" or its "node"."""
@@ -80,11 +84,11 @@ class FakeActor:
         self._calls.append(answer)
 
         def run() -> None:
-            value = getattr(self._made, name)(*arguments)
+            value = getattr(self.made, name)(*arguments)
             if not answer.done():
                 answer.set_result(value)
 
-        if self._made is not None:
+        if self.made is not None:
             self._threads.submit(run)
         return answer
 

@@ -1,0 +1,89 @@
+"""`generate` with Ray itself: two workers of this machine, in a network namespace."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from ray_namespace import start, why_not
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+JOB = (
+    "generate in.jsonl --max-new-tokens 150 --temperature 0.7 --model toy --load-format dummy --device cpu "
+    "--max-model-len 500 --max-running 4"
+)
+ON_RAY = f"{JOB} -o out.jsonl --distributed ray --address local"
+ROWS = 40
+TIMEOUT_S = 200
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"prompt": "Question number {number}"}}\n' for number in range(ROWS)))
+    return tmp_path
+
+
+def finished(folder: Path) -> int:
+    partial = folder / "out.jsonl.partial"
+    return max(0, len(partial.read_text().splitlines()) - 1) if partial.exists() else 0
+
+
+def workers(job: subprocess.Popen[str], count: int) -> list[int]:
+    """The processes of `count` workers, when they have started."""
+    found: list[int] = []
+    assert job.stderr is not None
+    for line in job.stderr:
+        if started := re.search(r"runs on [\d.]+, process (\d+)", line):
+            found.append(int(started[1]))
+        if len(found) == count:
+            return found
+    raise AssertionError(f"only {found} started")
+
+
+def wait_for_rows(folder: Path, count: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while finished(folder) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def check(folder: Path) -> None:
+    """The output has every row once, as one engine makes it."""
+    start(folder, f"{JOB} -o one.jsonl").communicate(timeout=TIMEOUT_S)
+    wanted = (folder / "one.jsonl").read_text()
+    assert len(wanted.splitlines()) == ROWS
+    assert (folder / "out.jsonl").read_text() == wanted
+
+
+def test_a_worker_that_is_killed_costs_no_row(folder: Path) -> None:
+    job = start(folder, f"{ON_RAY} --workers 1-2")
+    (first, _) = workers(job, 2)
+    wait_for_rows(folder, 5)
+    os.kill(first, signal.SIGKILL)
+    _, errors = job.communicate(timeout=TIMEOUT_S)
+    assert job.returncode == 0, errors
+    assert "was lost); starting another" in errors
+    check(folder)
+
+
+@pytest.mark.slow
+def test_a_killed_command_continues_with_another_number_of_workers(folder: Path) -> None:
+    job = start(folder, f"{ON_RAY} --workers 2")
+    processes = [psutil.Process(pid) for pid in workers(job, 2)]
+    wait_for_rows(folder, 5)
+    job.kill()
+    job.communicate()
+    assert not psutil.wait_procs(processes, timeout=30)[1]
+    kept = finished(folder)
+    assert 0 < kept < ROWS
+    job = start(folder, f"{ON_RAY} --workers 1")
+    _, errors = job.communicate(timeout=TIMEOUT_S)
+    assert job.returncode == 0, errors
+    assert int(re.search(r"continuing: (\d+) of 40", errors)[1]) >= kept - 1  # type: ignore[index]
+    check(folder)
