@@ -20,6 +20,23 @@ class NotedReport(Protocol):
     def __call__(self, done: int, total: int, note: str = "", /) -> None: ...
 
 
+class Stages:
+    """One progress of stages that follow each other, each of which is known when it begins. A call reports that of the
+    current stage."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._before = self._total = 0
+
+    def begin(self) -> None:
+        """Begin another stage."""
+        self._before, self._total = self._before + self._total, 0
+
+    def __call__(self, done: int, total: int) -> None:
+        self._total = total
+        self._report(self._before + done, self._before + total)
+
+
 @contextmanager
 def progress(label: str, done: int = 0) -> Iterator[NotedReport]:
     """Yield a function to call with (done, total), as often as needed.

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,7 +18,7 @@ from specbatch.atomic_file import is_leftover, remove_all_leftovers, writing
 from specbatch.cli.terminal import print_markdown
 from specbatch.config import EngineConfig
 from specbatch.errors import refuse
-from specbatch.progress import Report, progress
+from specbatch.progress import progress
 
 if TYPE_CHECKING:
     from specbatch.engine.engine import Engine
@@ -31,10 +31,10 @@ RUN_HELP = "A folder of sweep, bench, eval or check, a part of one, or OUT.jsonl
 
 @contextmanager
 def open_engine(config: EngineConfig) -> Iterator[Engine]:
-    """An engine that logs its memory plan and its progress in recording graphs to standard error."""
+    """An engine that logs its memory plan and its progress in loading and recording graphs to standard error."""
     from specbatch.engine.engine import Engine
 
-    with _graphs(config) as report:
+    with progress("starting") as report:
         engine = Engine(config, log=say, report=report)
     with engine:
         yield engine
@@ -47,14 +47,10 @@ def open_replicas(config: EngineConfig, cluster: Cluster | None = None) -> Itera
     from specbatch.replicas.ray_actors import connected_actors
 
     with nullcontext() if cluster is None else connected_actors(config, cluster) as starter:
-        with _graphs(config) as report:
+        with progress("starting") as report:
             engine = engine_of(config, log=say, report=report, starter=starter)
         with engine:
             yield engine
-
-
-def _graphs(config: EngineConfig) -> AbstractContextManager[Report | None]:
-    return progress("graphs") if config.graphs.any else nullcontext()
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from specbatch.memory.recurrent_state import state_bytes, state_types
 from specbatch.memory.state_cache import StateCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, token_bytes
-from specbatch.progress import Report
+from specbatch.progress import Report, Stages
 from specbatch.runtime.cuda_graphs import Recorder, batch_buckets, graph_bytes
 from specbatch.runtime.device import find_device, find_dtype, type_name
 from specbatch.runtime.loader import Loader, fp8_lines, quantizes_activations, weight_bytes
@@ -137,7 +137,7 @@ def build(
         return _build(prepared, log, report, shared, share, ranks)
     ranks = others.build()
     try:
-        return _build(prepared, log, report, shared, share, ranks, others)
+        return _build(prepared, log, others.with_theirs(report), shared, share, ranks, others)
     except BaseException as error:
         others.fail(error)
         raise
@@ -160,12 +160,14 @@ def _build(
     log(f"decoding: {config.speculation}")
     if config.speculation.is_auto:
         log(announced(config.speculation.lengths))
-    for line in plan.lines():
+    for line in plan.lines(1 if ranks is None else ranks.size):
         log(line)
     try:
         with on_device(prepared.device):
-            parts = _load(prepared, plan, shared, log, ranks)
-            parts.caps.update(_record_graphs(parts.worker, log, report))
+            progress = Stages(report)
+            parts = _load(prepared, plan, shared, log, progress, ranks)
+            progress.begin()
+            parts.caps.update(_record_graphs(parts.worker, log, progress))
             if others is not None:
                 parts.worker.lead(others)
                 others.wait_until_built()
@@ -215,8 +217,11 @@ def memory_plan(
 
 def _divided(model: ModelConfig, draft: DraftPlan, ranks: int) -> tuple[ModelConfig, DraftPlan]:
     """The parts of one rank. Refused: models that cannot be divided, with the numbers of ranks that work."""
+    whose = ""
     try:
-        return model.divided(ranks), draft.divided(ranks)
+        part = model.divided(ranks)
+        whose = "for the draft, "
+        return part, draft.divided(ranks)
     except SpecbatchError as error:
         found = []
         for size in range(2, MOST_RANKS + 1):
@@ -224,7 +229,7 @@ def _divided(model: ModelConfig, draft: DraftPlan, ranks: int) -> tuple[ModelCon
                 model.divided(size), draft.divided(size)
                 found.append(str(size))
         works = f"use {' or '.join(found)}" if found else "this model runs on one device only"
-        raise refuse("tensor_parallel", ranks, f"{error.works}; {works}") from None
+        raise refuse("tensor_parallel", ranks, f"{whose}{error.works}; {works}") from None
 
 
 def _least_memory(device: torch.device, ranks: Communicator) -> int:
@@ -249,7 +254,12 @@ def _state_bytes(config: EngineConfig, target: ModelConfig, dtype: torch.dtype, 
 
 
 def _load(
-    prepared: Prepared, plan: MemoryPlan, shared: Decoder | None, log: Log, ranks: Communicator | None
+    prepared: Prepared,
+    plan: MemoryPlan,
+    shared: Decoder | None,
+    log: Log,
+    progress: Stages,
+    ranks: Communicator | None,
 ) -> EngineParts:
     """Load the models and allocate the caches."""
     config, device, target, _, dtype, attention, draft = prepared
@@ -271,6 +281,7 @@ def _load(
         num_queries=num_queries,
         state_dtype=config.state_dtype,
         cached_states=plan.cached_states,
+        progress=progress,
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
         ranks=ranks,
     )

@@ -62,6 +62,10 @@ class OtherRanks(Protocol):
     def check(self) -> None:
         """Raises SpecbatchError if one of them has failed."""
 
+    def with_theirs(self, report: Report) -> Report:
+        """A report for the progress of this rank in building an engine, which adds that of the others."""
+        ...
+
     def wait_until_built(self) -> None:
         """Wait until they have built their parts of the engine. Raises SpecbatchError if one of them has failed."""
 

@@ -37,9 +37,9 @@ class Engine(InferenceEngine):
     """Runs prompts on one model in this process. `log` is called with lines such as the memory plan, before the weights
     are loaded.
 
-    `report` is called with the progress of recording graphs. `weights_of`: an open engine whose target weights are used
-    in place of a copy of one's own. `share`: this engine's part of the memory, if several are built one after the
-    other.
+    `report` is called with the progress of loading layers and recording graphs, on all ranks. `weights_of`: an open
+    engine whose target weights are used in place of a copy of one's own. `share`: this engine's part of the memory, if
+    several are built one after the other.
     """
 
     def __init__(

@@ -21,6 +21,7 @@ from specbatch.engine.rank_link import Failed, Link
 from specbatch.engine.ranks import Build, follow
 from specbatch.kernels.collectives.communicator import Communicator, DeviceCommunicator, GroupCommunicator
 from specbatch.memory.planner import MemoryShare
+from specbatch.progress import Report
 
 HOST = "127.0.0.1"
 CONNECT = timedelta(seconds=120)  # for all ranks to start
@@ -64,17 +65,17 @@ def builder(ranks: Communicator, device: str) -> Build:
     """Builds this rank's part of an engine."""
 
     def build_part(
-        engines: dict[int, EngineParts], config: EngineConfig, share: MemoryShare, shared: int | None
+        engines: dict[int, EngineParts], report: Report, config: EngineConfig, share: MemoryShare, shared: int | None
     ) -> EngineParts:
         model = None if shared is None else engines[shared].model
         with on_device(torch.device(device)):
-            return build(replace(config, device=device), _silent, _silent, shared=model, share=share, ranks=ranks)
+            return build(replace(config, device=device), _silent, report, shared=model, share=share, ranks=ranks)
 
     return build_part
 
 
-def _silent(*_: object) -> None:
-    """In place of a log and a progress report: rank 0 has them."""
+def _silent(line: str) -> None:
+    """In place of a log: that of rank 0 says the same."""
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class Beat(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Of building an engine: `done` of `total` recorded buckets."""
+    """Of building an engine: `done` of `total` layers and graphs."""
 
     engine: int
     done: int

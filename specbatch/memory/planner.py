@@ -42,9 +42,10 @@ class MemoryPlan:
     def kv(self) -> int:
         return self.kv_pages * self.page_bytes
 
-    def lines(self) -> Iterator[str]:
-        """The plan as lines of the log."""
-        yield f"memory budget: {size_text(self.available)}"
+    def lines(self, ranks: int = 1) -> Iterator[str]:
+        """The plan as lines of the log. ranks: devices that each have this plan."""
+        each = f" of each of {ranks} ranks" if ranks > 1 else ""
+        yield f"memory budget{each}: {size_text(self.available)}"
         yield f"  weights    {size_text(self.weights)}"
         if self.draft_weights:
             yield f"  draft      {size_text(self.draft_weights)}"

@@ -21,6 +21,7 @@ from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import Attention, Layer, Reader, ShapeRecorder
 from specbatch.models.partition import scores
+from specbatch.progress import Report
 
 
 class Features(NamedTuple):
@@ -62,9 +63,10 @@ class Decoder:
         ends: Decoder | None = None,
         of_draft: bool = False,
         ranks: Communicator | None = None,
+        report: Report = lambda done, total: None,
     ) -> None:
-        """ends: a model whose embedding and output matrix this one shares; config, of_draft, ranks, dequantized: see
-        `Reader`."""
+        """ends: a model whose embedding and output matrix this one shares; report: called with the number of layers
+        loaded; config, of_draft, ranks, dequantized: see `Reader`."""
         self.config = config
         self.aux: tuple[int, ...] = ()
         self.dtype = dtype
@@ -74,9 +76,11 @@ class Decoder:
         family = import_module(config.module)
         self.embedding: torch.Tensor = fetch(names.embedding) if ends is None else ends.embedding
         with ThreadPoolExecutor(max_workers=8) as pool:  # reading and conversion overlap; no weight is held twice
-            self.layers: tuple[Layer, ...] = tuple(
-                pool.map(lambda index: family.layer(fetch, index, tables), range(config.num_layers))
-            )
+            layers: list[Layer] = []
+            for layer in pool.map(lambda index: family.layer(fetch, index, tables), range(config.num_layers)):
+                layers.append(layer)
+                report(len(layers), config.num_layers)
+        self.layers = tuple(layers)
         self.norm: Norm = family.final_norm(fetch, names.norm)
         tied = self.embedding if config.tie_embeddings else None
         self.head: Linear = fetch.output_matrix(names.head, config.vocab_size, tied) if ends is None else ends.head

@@ -20,6 +20,7 @@ from specbatch.models.decoder import Decoder
 from specbatch.models.fp8 import SCALES
 from specbatch.models.layers import Reader
 from specbatch.models.partition import rows_per_rank
+from specbatch.progress import Stages
 from specbatch.runtime.cuda_graphs import Recorder
 from specbatch.runtime.prefill_forward import EagerForward, Forward, PiecewiseGraphs, PromptWork
 
@@ -96,12 +97,14 @@ class Loader:
     num_queries: int  # of a verify, per request
     state_dtype: str  # of recurrent layers' matrix states
     cached_states: int  # places for states of prefixes
+    progress: Stages
     recorder: Recorder | None = None
     ranks: Communicator | None = None  # over which the models are divided
     forwards: dict[str, PromptWork] = field(default_factory=dict)
     caches: list[KVCache] = field(default_factory=list)
 
     def model(self, checkpoint: Checkpoint, *, of_draft: bool = False) -> Decoder:
+        self.progress.begin()
         return Decoder(
             self.part(checkpoint.config),
             checkpoint.tensor,
@@ -110,6 +113,7 @@ class Loader:
             max_positions=self.max_positions,
             of_draft=of_draft,
             ranks=self.ranks,
+            report=self.progress,
         )
 
     def part(self, config: C) -> C:

@@ -14,7 +14,7 @@ from targets import Targets
 from thread_ranks import thread_group
 
 from specbatch import Completion, Engine, SamplingParams, SpecbatchError
-from specbatch.engine import builder, rank_link, ranks, token_check
+from specbatch.engine import builder, rank_group, rank_link, token_check
 from specbatch.engine.step import DecodeStep
 
 SHORT, LONG = (SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 38))
@@ -67,7 +67,7 @@ def test_what_has_finished_before_a_rank_fails_is_kept(targets: Targets, monkeyp
 def test_a_rank_that_falls_silent_is_named(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
     thread_group(monkeypatch)
     engine, stuck = built(targets), threading.Event()
-    monkeypatch.setattr(ranks, "BEAT_S", 0.1)
+    monkeypatch.setattr(rank_group, "BEAT_S", 0.1)
     monkeypatch.setattr(rank_link.Link, "_send_beat", lambda link: stuck.wait())
     monkeypatch.setattr(DecodeStep, "__call__", on_other_rank(DecodeStep.__call__, stuck.wait, calls=9))
     start = time.monotonic()

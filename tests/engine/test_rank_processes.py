@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from specbatch import Completion, Engine, EngineConfig, SamplingParams, SpecbatchError
-from specbatch.engine import ranks
+from specbatch.engine import rank_group, ranks
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48,
@@ -140,7 +140,7 @@ WHILE_RUNNING = ("launch", "memory", "stop")
 def test_a_fault_of_another_rank_is_one_error(
     model: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], fault: str
 ) -> None:
-    monkeypatch.setattr(ranks, "SILENT_BEATS", 3)
+    monkeypatch.setattr(rank_group, "SILENT_BEATS", 3)
     finished: list[Completion] = []
     with monkeypatch.context() as patch:
         patch.setattr(ranks, "FOLLOWER", "faulty_follower")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
 from typing import Any
 
 import lossless
 import pytest
+from stand_ins import fake_graphs
 from targets import Targets
 from thread_ranks import thread_group
+
+from specbatch import Engine
+from specbatch.config import Graphs
 
 EVERY = lossless.cases(("v1", "v2", "v2-late"), ("eager", "whole", "both"))
 QUICK = [case for case in EVERY if not case.marks][::12]
@@ -24,3 +30,19 @@ def test_two_ranks_are_lossless(targets: Targets, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(lossless.Case, "settings", divided)
     lossless.check(case, targets, monkeypatch, "cpu")
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_progress_at_start_is_that_of_all_ranks(
+    targets: Targets, monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    thread_group(monkeypatch)
+    fake_graphs(monkeypatch)
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr("targets.Engine", partial(Engine, report=lambda *progress: found.append(progress)))
+    engine = targets.engine("llama", drafter, tensor_parallel=2, graphs=Graphs("whole", "piecewise"))
+    recordings = sum(len(item) for item in engine._worker.recordings())
+    layers = 4 * (2 if drafter == "model" else 1)
+    assert found[-1] == (2 * (layers + recordings),) * 2
+    assert all(before <= after for (before, _), (after, _) in itertools.pairwise(found))
+    assert len({done for done, _ in found}) > layers + recordings

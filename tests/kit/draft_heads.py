@@ -26,6 +26,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.layers import ShapeRecorder
 from specbatch.models.moe import Mixture, read_experts
+from specbatch.progress import Stages
 from specbatch.runtime.loader import Loader
 
 VOCABULARY, HIDDEN, HEADS, KV, DIM, MLP = 13, 24, 4, 2, 8, 32
@@ -279,6 +280,7 @@ def loader_of(here: Any) -> Loader:
         num_queries=8,
         state_dtype="fp32",
         cached_states=0,
+        progress=Stages(lambda done, total: None),
     )
 
 

@@ -15,6 +15,7 @@ import torch
 
 from specbatch.engine import ranks
 from specbatch.engine.follower import builder
+from specbatch.engine.rank_group import RankGroup
 from specbatch.engine.rank_link import Failed, Link
 from specbatch.kernels.collectives.communicator import sum_ref
 
@@ -73,14 +74,14 @@ def thread_group(patch: pytest.MonkeyPatch) -> Shared:
     patch.setattr(ranks, "_groups", {})
     found = Shared(2)
 
-    def start(size: int, device: str) -> ranks.RankGroup:
+    def start(size: int, device: str) -> RankGroup:
         found.__init__(size)  # type: ignore[misc]
         connections = []
         for rank in range(1, size):
             ours, theirs = Pipe()
             threading.Thread(target=_follow, args=(ThreadCommunicator(found, rank), theirs), daemon=True).start()
             connections.append(ours)
-        return ranks.RankGroup(connections, [], lambda: ThreadCommunicator(found, 0))
+        return RankGroup(connections, [], lambda: ThreadCommunicator(found, 0))
 
     patch.setattr(ranks, "start_group", start)
     return found
