@@ -1,7 +1,7 @@
 """`specbatch compare BEFORE AFTER`: the difference of every metric between two runs, with an interval and a verdict.
 
-* The change (`delta`) is after - before; the relative change (`gain`) is delta / before, in percent. The verdict is
-  "regression" if the interval of delta excludes zero on the worse side, "no difference shown" if it contains zero, "not
+* The change is after - before; the relative change is change / before. The verdict is "regression" if the interval of
+  the change excludes zero on the worse side, "no difference shown" if it contains zero, "not
   judged" if there is no interval. Times of runs that were not interleaved (one run per side, or all of one side first)
   are "better" or "worse, not interleaved". Each number is the mean over repeats.
 * Answers of `generate` are paired by prompt. A job that was interrupted and resumed is judged by the metrics that
@@ -15,7 +15,7 @@ import csv
 import io
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from specbatch.records.answers import load_answers
 from specbatch.records.intervals import CONFIDENCE, Interval, interval
 from specbatch.records.markdown import markdown_table
 from specbatch.records.mcnemar import changes, is_binary
-from specbatch.records.metrics import METRICS, Better
+from specbatch.records.metrics import METRICS, Better, Metric
 from specbatch.records.runs import PointKey, Replicates, Run, differences, load_run, match
 from specbatch.sweeps.report.notes import replay_notes
 
@@ -41,23 +41,29 @@ NOT_INTERLEAVED = {BETTER: "better, not interleaved", WORSE: "worse, not interle
 
 @dataclass(frozen=True)
 class Row:
-    """One metric at one point, in `unit`. None: not measured, or without an interval."""
+    """One metric at one point, in the unit of records. None: not measured, or without an interval.
+
+    shown   how tables show it
+    """
 
     section: str
     configuration: str
     size: int | str
     metric: str
-    unit: str
     better: Better
     before: float | None
     after: float | None
-    delta: float | None
-    gain_percent: float | None
+    change: float | None
+    relative_change: float | None
     low: float | None
     high: float | None
     over: str
     verdict: str
-    decimals: int
+    shown: Metric
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON and CSV."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "shown"}
 
 
 @dataclass(frozen=True)
@@ -79,17 +85,17 @@ class Comparison:
             "model": self.model,
             "confidence": CONFIDENCE,
             "differs": self.differs,
-            "rows": [{name: value for name, value in asdict(row).items() if name != "decimals"} for row in self.rows],
+            "rows": [row.as_dict() for row in self.rows],
             "notes": self.notes,
         }
 
     def csv(self) -> str:
         """One line per row, with unrounded numbers."""
-        names = [item.name for item in fields(Row) if item.name != "decimals"]
+        names = [item.name for item in fields(Row) if item.name != "shown"]
         text = io.StringIO()
-        table = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
+        table = csv.DictWriter(text, names, lineterminator="\n")
         table.writeheader()
-        table.writerows(asdict(row) for row in self.rows)
+        table.writerows(row.as_dict() for row in self.rows)
         return text.getvalue()
 
     def markdown(self) -> str:
@@ -138,7 +144,7 @@ def _numbers(place: PointKey, before: Replicates, after: Replicates) -> Iterator
         if metric.better is None or (old is None and new is None):
             continue
         found = interval(metric, before, after)
-        yield _row(place, metric.title, metric.unit, metric.better, (old, new), found, metric.scale, metric.decimals)
+        yield _row(place, metric, (old, new), found)
 
 
 def _answers(place: PointKey, before: Replicates, after: Replicates) -> Iterator[Row]:
@@ -159,44 +165,48 @@ def _answers(place: PointKey, before: Replicates, after: Replicates) -> Iterator
             counts = f"{len(changed.lost)} lost, {len(changed.gained)} gained, p = {changed.p_changed():.3g}"
             found = Interval(*changed.interval(CONFIDENCE), f"{changed.n} questions, paired: {counts}")
         # A metric where lower is better, such as perplexity, is not a share.
-        unit, factor, decimals = ("%", 100, 2) if score.better == "higher" else ("", 1, 4)
-        yield _row(place, " ".join(pair), unit, score.better, (score.value, values[pair]), found, factor, decimals)
+        shown = (
+            {"unit": "%", "scale": 100.0, "decimals": 2} if score.better == "higher" else {"unit": "", "decimals": 4}
+        )
+        metric = _answer_metric(" ".join(pair), score.better, **shown)
+        yield _row(place, metric, (score.value, values[pair]), found)
     if old.generates:
         plain = Interval(None, None, "shares of the answers")
-        yield _row(place, "truncated answers", "%", "lower", (old.truncated, new.truncated), plain, 100, 1)
+        metric = _answer_metric("truncated answers", "lower", unit="%", scale=100.0)
+        yield _row(place, metric, (old.truncated, new.truncated), plain)
 
 
-def _row(
-    place: PointKey,
-    title: str,
-    unit: str,
-    better: Better,
-    values: tuple[float | None, float | None],
-    found: Interval,
-    factor: float,
-    decimals: int,
-) -> Row:
-    before, after = (None if value is None else factor * value for value in values)
-    delta = None if before is None or after is None else after - before
-    low, high = (None if end is None or delta is None else factor * end for end in (found.low, found.high))
+def _answer_metric(name: str, better: Better, **shown: Any) -> Metric:
+    """A number of the answers, which the registry does not have."""
+    return Metric(name, name, definition="", formula="", better=better, **shown)
+
+
+def _row(place: PointKey, metric: Metric, values: tuple[float | None, float | None], found: Interval) -> Row:
+    before, after = values
+    change = None if before is None or after is None else after - before
+    low, high = (None if change is None else end for end in (found.low, found.high))
+    assert metric.better is not None
     verdict = UNJUDGED
     if low is not None and high is not None:
-        verdict = SAME if low <= 0 <= high else BETTER if (low > 0) == (better == "higher") else WORSE
+        verdict = SAME if low <= 0 <= high else BETTER if (low > 0) == (metric.better == "higher") else WORSE
         verdict = verdict if found.interleaved else NOT_INTERLEAVED[verdict]
-    gain = 100 * delta / before if delta is not None and before else None
-    return Row(*place, title, unit, better, before, after, delta, gain, low, high, found.over, verdict, decimals)
+    relative = change / before if change is not None and before else None
+    numbers = (before, after, change, relative, low, high)
+    return Row(*place, metric.key, metric.better, *numbers, found.over, verdict, metric)
 
 
 def _cells(row: Row) -> list[str]:
-    sign = f"+.{row.decimals}f"
-    gain = "-" if row.gain_percent is None else f"{row.gain_percent:+.1f}%"
-    ends = "-" if row.low is None or row.high is None else f"{row.low:{sign}} to {row.high:{sign}}"
+    metric, relative = row.shown, "-" if row.relative_change is None else f"{row.relative_change:+.1%}"
+
+    def signed(value: float) -> str:
+        return f"{metric.scale * value:+.{metric.decimals}f}"
+
     return [
-        row.metric if row.metric.endswith(row.unit) else f"{row.metric} ({row.unit})",
-        *("-" if value is None else f"{value:.{row.decimals}f}" for value in (row.before, row.after)),
-        "-" if row.delta is None else f"{row.delta:{sign}}",
-        gain if row.verdict == BETTER else f"{gain} ({row.verdict})",
-        ends,
+        metric.heading,
+        *(metric.text(value) for value in (row.before, row.after)),
+        "-" if row.change is None else signed(row.change),
+        relative if row.verdict == BETTER else f"{relative} ({row.verdict})",
+        "-" if row.low is None or row.high is None else f"{signed(row.low)} to {signed(row.high)}",
         row.over,
     ]
 

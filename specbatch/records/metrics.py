@@ -1,8 +1,8 @@
 """Metric registry: the name, unit, definition and direction of every number of a run.
 
 Tables, plots, `compare`, `gate` and the documentation take their titles, units and definitions from here. The numbers
-are computed in `specbatch.records.summarize`; a record stores them under `Metric.key`, times in seconds and shares
-from 0 to 1. Tables show them in `Metric.unit`.
+are computed in `specbatch.records.summarize`. Records, CSV and JSON have them under `Metric.key`, times in seconds and
+shares from 0 to 1; tables and plots show them in `Metric.unit`.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ class HasRows(HasMetrics, Protocol):
 class Metric:
     """One number of a run.
 
-    key             its name in `RunRecord.metrics`
+    key             its name in records, CSV and JSON
     title, unit     how tables call it
     definition      one sentence
     formula         how it is computed
     better          which direction is an improvement; None: neither
     scale           from the record's unit to `unit`
     decimals        digits that tables show
-    csv_name        its name in CSV and JSON; default: `key`
     quantity        what the glossary calls it: "TTFT" of its mean, median and p99
     per_request     (numerator, denominator) fields of a request's row, whose sums over the requests divide to this
                     number; without a denominator the field is averaged over the requests that have it. None: no such
@@ -63,7 +62,6 @@ class Metric:
     better: Better | None = None
     scale: float = 1.0
     decimals: int = 1
-    csv_name: str = ""
     quantity: str = ""
     per_request: tuple[str, str | None] | None = None
     is_median: bool = False
@@ -76,18 +74,12 @@ class Metric:
         """Column heading: the title with its unit."""
         return self.title if not self.unit or self.title.endswith(self.unit) else f"{self.title} ({self.unit})"
 
-    @property
-    def column(self) -> str:
-        """Name in CSV and JSON."""
-        return self.csv_name or self.key
-
     def read(self, record: HasMetrics) -> float | None:
-        """The value in `unit`; None where it was not measured."""
-        value = record.metrics.get(self.key)
-        return None if value is None else self.scale * value
+        """The value in the record's unit; None where it was not measured."""
+        return record.metrics.get(self.key)
 
     def over_repeats(self, records: Sequence[HasRows]) -> float | None:
-        """The value over repeats in `unit`; None if it was not measured.
+        """The value over repeats in the record's unit; None if it was not measured.
 
         Of a percentile, that of the requests of all repeats together, if they are enough (`least_values`). Of other
         metrics the median over the repeats that measured it.
@@ -95,7 +87,7 @@ class Metric:
         if self.percentile is not None and all(record.requests for record in records):
             times = [time for record in records for row in record.requests for time in self._times(row)]
             enough = len(times) >= least_values(self.percentile)
-            return self.scale * float(np.percentile(times, self.percentile)) if enough else None
+            return float(np.percentile(times, self.percentile)) if enough else None
         values = [value for record in records if (value := self.read(record)) is not None]
         return median(values) if values else None
 
@@ -107,10 +99,10 @@ class Metric:
         return found if isinstance(found, list) else (found,)
 
     def text(self, value: float | None, decimals: int | None = None) -> str:
-        """A value in `unit` as tables show it: "-" where nothing was measured."""
+        """A value of a record in `unit`, as tables show it: "-" where nothing was measured."""
         if value is None or math.isnan(value):
             return "-"
-        return f"{value:.{self.decimals if decimals is None else decimals}f}"
+        return f"{self.scale * value:.{self.decimals if decimals is None else decimals}f}"
 
 
 @dataclass(frozen=True)
@@ -141,7 +133,6 @@ class Distribution:
             better="lower",
             scale=1e3,
             decimals=self.decimals,
-            csv_name=f"{part}_{self.name}_ms",
             quantity=self.quantity,
             per_request=(f"{self.name}_s", None) if averaged else None,
             is_median=part == "median",
@@ -206,7 +197,7 @@ DISTRIBUTIONS = {
 }
 
 
-def _throughput(key: str, title: str, what: str, column: str) -> Metric:
+def _throughput(key: str, title: str, what: str) -> Metric:
     return Metric(
         key,
         title,
@@ -214,7 +205,6 @@ def _throughput(key: str, title: str, what: str, column: str) -> Metric:
         f"{what} per second of the measured window, which runs from the first submission to the last token.",
         f"{what.lower()} / duration",
         better="higher",
-        csv_name=column,
     )
 
 
@@ -231,10 +221,10 @@ _ALL = (
     _count("cached_tokens", "cached tokens", "Prompt tokens that came from the prefix cache."),
     _count("output_tokens", "output tokens", "Tokens generated by the finished requests."),
     _count("scored_tokens", "scored tokens", "Continuation tokens whose likelihood was computed (scoring tasks)."),
-    _throughput("request_throughput", "requests/s", "Requests", "requests_s"),
-    _throughput("input_throughput", "input tok/s", "Input tokens", "input_tok_s"),
-    _throughput("output_throughput", "output tok/s", "Output tokens", "output_tok_s"),
-    _throughput("total_throughput", "total tok/s", "Input and output tokens", "total_tok_s"),
+    _throughput("request_throughput", "requests/s", "Requests"),
+    _throughput("input_throughput", "input tok/s", "Input tokens"),
+    _throughput("output_throughput", "output tok/s", "Output tokens"),
+    _throughput("total_throughput", "total tok/s", "Input and output tokens"),
     Metric(
         "per_user_throughput",
         "per-user tok/s",
@@ -242,7 +232,6 @@ _ALL = (
         "Output throughput divided among the concurrent requests.",
         "output throughput / concurrency",
         better="higher",
-        csv_name="per_user_tok_s",
     ),
     Metric(
         "peak_output_throughput",
@@ -251,7 +240,6 @@ _ALL = (
         "Output tokens in the busiest second, counted from the first submission.",
         "max over seconds",
         better="higher",
-        csv_name="peak_output_tok_s",
     ),
     Metric(
         "accept_length",
@@ -302,7 +290,6 @@ _ALL = (
         better="lower",
         scale=1e3,
         decimals=2,
-        csv_name="step_time_ms",
     ),
     Metric(
         "device_step_s",
@@ -313,7 +300,6 @@ _ALL = (
         better="lower",
         scale=1e3,
         decimals=2,
-        csv_name="device_step_ms",
     ),
     Metric(
         "device_idle_share",
@@ -325,7 +311,6 @@ _ALL = (
         "gaps / (gaps + iterations)",
         better="lower",
         scale=100,
-        csv_name="device_idle_percent",
     ),
     Metric(
         "launch_lead_s",
@@ -337,7 +322,6 @@ _ALL = (
         "mean over iterations of (previous result - end of launch)",
         scale=1e3,
         decimals=2,
-        csv_name="launch_lead_ms",
     ),
     Metric(
         "late_launch_share",
@@ -347,7 +331,6 @@ _ALL = (
         "late launches / launches with a lead",
         better="lower",
         scale=100,
-        csv_name="late_launch_percent",
     ),
     Metric(
         "host_waits_per_step",
@@ -368,7 +351,6 @@ _ALL = (
         better="higher",
         scale=100,
         decimals=0,
-        csv_name="graph_coverage_percent",
     ),
     Metric(
         "host_step_s",
@@ -379,7 +361,6 @@ _ALL = (
         better="lower",
         scale=1e3,
         decimals=2,
-        csv_name="host_ms_per_step",
     ),
     _count("decode_replays", "decode replays", "Iterations that were replayed from a CUDA graph.", "count", ""),
     _count(
@@ -407,7 +388,6 @@ _ALL = (
         better="lower",
         scale=1e3,
         decimals=2,
-        csv_name="step_ms",
     ),
     Metric(
         "decode_throughput",
@@ -417,7 +397,6 @@ _ALL = (
         "concurrency x accept length / full-batch step",
         better="higher",
         decimals=0,
-        csv_name="decode_tok_s",
     ),
     Metric(
         "step_bytes",
@@ -429,7 +408,6 @@ _ALL = (
         "weights + requests x (mean context x bytes per token + states)",
         scale=1e-9,
         decimals=2,
-        csv_name="step_gb",
         is_time=False,
     ),
     Metric(
@@ -441,7 +419,6 @@ _ALL = (
         better="higher",
         scale=1e-9,
         decimals=0,
-        csv_name="step_gb_s",
     ),
     Metric(
         "sheet_share",
@@ -452,7 +429,6 @@ _ALL = (
         better="higher",
         scale=100,
         decimals=0,
-        csv_name="sheet_percent",
     ),
     Metric(
         "read_share",
@@ -463,7 +439,6 @@ _ALL = (
         better="higher",
         scale=100,
         decimals=0,
-        csv_name="read_percent",
     ),
     Metric(
         "floor_s",
@@ -473,7 +448,6 @@ _ALL = (
         "bytes per step / read bandwidth",
         scale=1e3,
         decimals=2,
-        csv_name="floor_ms",
     ),
     Metric(
         "gemm_s",
@@ -484,7 +458,6 @@ _ALL = (
         "measured once for each number of rows with torch.nn.functional.linear",
         scale=1e3,
         decimals=2,
-        csv_name="gemm_ms",
     ),
     Metric(
         "times_gemms",
@@ -504,7 +477,6 @@ _ALL = (
         better="higher",
         scale=1e-12,
         decimals=2,
-        csv_name="read_tb_s",
     ),
     Metric(
         "gemm_flop_s",
@@ -515,7 +487,6 @@ _ALL = (
         better="higher",
         scale=1e-12,
         decimals=0,
-        csv_name="gemm_tflop_s",
     ),
 )
 METRICS: dict[str, Metric] = {metric.key: metric for metric in _ALL}

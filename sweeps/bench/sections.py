@@ -62,22 +62,22 @@ KINDS = {
         "Decode step",
         View(_STEP, "decode_throughput", "full"),
         ("decode_tokens", "new_tokens"),
-        ("step_ms", "decode_tok_s"),
+        ("step_s", "decode_throughput"),
     ),
     "closed": Kind(
         "Closed loop",
         View(("output_throughput", "mean_tpot_s", "mean_ttft_s", "accept_length", *_COUNTERS)),
         ("input_len", "output_len"),
-        ("output_tok_s",),
+        ("output_throughput",),
     ),
     "ttft": Kind(
         "First token of one request",
         View(("median_ttft_s", *_GEMMS, *_COUNTERS), "median_ttft_s", None),
         ("ttft_tokens",),
-        ("median_ttft_ms",),
+        ("median_ttft_s",),
         "prompt_tokens",
     ),
-    "verify": Kind("Verify step", View(_STEP, "step_s", "full"), ("decode_tokens", "new_tokens"), ("step_ms",)),
+    "verify": Kind("Verify step", View(_STEP, "step_s", "full"), ("decode_tokens", "new_tokens"), ("step_s",)),
 }
 SECTIONS = (MACHINE, *KINDS)
 

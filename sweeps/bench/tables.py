@@ -119,7 +119,7 @@ def _heading(machine: dict[str, Any], records: list[RunRecord]) -> str:
         lines["data sheet"] = f"{sheet / 1e12:.1f} TB/s"
     if machine:
         metrics = [metric for key in ("read_bytes_s", "gemm_flop_s") if machine.get((metric := METRICS[key]).key)]
-        speeds = (f"{item.title} {item.text(item.scale * machine[item.key])} {item.unit}" for item in metrics)
+        speeds = (f"{item.title} {item.text(machine[item.key])} {item.unit}" for item in metrics)
         if metrics:
             lines["measured"] = ", ".join(speeds)
         else:

@@ -69,7 +69,6 @@ def page() -> str:
     assert RECORD.keys() == {item.name for item in fields(RunRecord)}
     assert {item.name for item in fields(RequestMetrics)} <= REQUEST.keys()
     shared = "path", *POINT
-    csv = {metric.column: metric for metric in (*COLUMNS.values(), *RELATIVE.values())}
     parts = [
         "# Records",
         "Every run leaves its numbers in plain files. Tables, plots, `compare`, `gate` and `report` are made from them "
@@ -88,7 +87,7 @@ def page() -> str:
         "### metrics",
         "Times are in seconds and shares from 0 to 1; null where nothing was measured. The "
         "[glossary](glossary.md) has the formulas.",
-        _table({key: _definition(metric) for key, metric in METRICS.items()}, "metric", "definition"),
+        _table({key: _definition(metric) for key, metric in (METRICS | RELATIVE).items()}, "metric", "definition"),
         "## requests.jsonl",
         "A line per request, in the order in which they ended. Lines of scored texts have `prompt_tokens`, "
         "`scored_tokens`, `logprob` and `is_greedy`.",
@@ -96,15 +95,14 @@ def page() -> str:
         "## summary.csv",
         "A row per concurrency and configuration: `concurrency`, `configuration`, `simulated_accept_length`, "
         "`simulated_acceptance`, `repeats`, `speculation` (what it gains), `failed` (the reason), and these columns. "
-        "The first one and `ratio` also have `_min` and `_max` over repeats.",
-        _table({name: _definition(metric, metric.unit) for name, metric in csv.items()}, "column", "definition"),
+        "The first one and `ratio` also have `_min` and `_max` over repeats. Names and units are those of the metrics.",
+        ", ".join(f"`{name}`" for name in (*COLUMNS, *RELATIVE)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _definition(metric: Metric, unit: str = "") -> str:
-    part = f"{metric.title.split()[0]}: " if metric.quantity else ""
-    return f"{part}{metric.definition}{f' Unit: {unit}.' if unit else ''}"
+def _definition(metric: Metric) -> str:
+    return f"{metric.title.split()[0]}: {metric.definition}" if metric.quantity else metric.definition
 
 
 def _table(rows: dict[str, str], *headings: str) -> str:

@@ -44,7 +44,7 @@ def _times(name: str, *percents: int) -> tuple[Line, ...]:
     metrics = [METRICS[f"{part}_{name}_s"] for part in parts]
     quantity = DISTRIBUTIONS[name].quantity.replace("latency", "Latency")
     return tuple(
-        Line(f"{part.title()} {quantity} ({metric.unit})", metric.column, metric.key, metric.scale)
+        Line(f"{part.title()} {quantity} ({metric.unit})", f"{part}_{name}_ms", metric.key, metric.scale)
         for part, metric in zip(parts, metrics, strict=True)
     )
 
@@ -97,7 +97,8 @@ def _row(concurrency: int, name: str, records: list[RunRecord]) -> Row:
     for line in (line for lines in BLOCK.values() for line in lines):
         metric = METRICS.get(line.metric)
         if metric is not None and metric.percentile is not None:
-            row[line.column] = metric.over_repeats(records)
+            value = metric.over_repeats(records)
+            row[line.column] = None if value is None else value * line.scale
             continue
         values = [value for numbers in measured if (value := numbers.get(line.metric)) is not None]
         row[line.column] = median(values) * line.scale if values else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import ChainMap
 
 from specbatch.records.run_record import CAPS, RunRecord
@@ -42,12 +41,6 @@ def caps_text(record: RunRecord, names: tuple[str, ...] = CAPS) -> str:
     return ", ".join(f"{name} {f'{cap:.1f}' if isinstance(cap, float) else cap}" for name, cap in found.items())
 
 
-def number(value: float | None, decimals: int) -> str:
-    """A cell; "-" where nothing was measured."""
-    return "-" if value is None or math.isnan(value) else f"{value:.{decimals}f}"
-
-
-def with_spread(values: tuple[float | None, float | None, float | None], decimals: int, repeats: int) -> str:
+def with_spread(middle: str, low: str, high: str, repeats: int) -> str:
     """A cell with median, minimum and maximum of several repeats: "1.50 (1.10-2.00)"."""
-    middle, low, high = (number(value, decimals) for value in values)
     return middle if middle == "-" or repeats < 2 else f"{middle} ({low}-{high})"

@@ -62,7 +62,7 @@ class View:
 
     @property
     def columns(self) -> dict[str, Metric]:
-        return {METRICS[key].column: METRICS[key] for key in self.keys}
+        return {key: METRICS[key] for key in self.keys}
 
 
 SWEEP = View()
@@ -322,8 +322,8 @@ def _break_even(record: RunRecord, records: list[RunRecord], view: View) -> floa
 
 
 def _with_spread(row: Any, column: str, metric: Metric) -> str:
-    values = (getattr(row, column), getattr(row, f"{column}_min"), getattr(row, f"{column}_max"))
-    return with_spread(values, metric.decimals, row.repeats)
+    middle, low, high = (metric.text(getattr(row, column + end)) for end in ("", "_min", "_max"))
+    return with_spread(middle, low, high, row.repeats)
 
 
 def _by_name(texts: dict[str, str]) -> str:

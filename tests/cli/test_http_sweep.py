@@ -49,7 +49,7 @@ def test_points_records_and_table(sweep, run, engine, tmp_path):
         ("1", "org/toy", "2"),
         ("3", "org/toy", "2"),
     ]
-    assert all(float(row["output_tok_s"]) > 0 and row["accept_length"] == row["ratio"] == "" for row in table)
+    assert all(float(row["output_throughput"]) > 0 and row["accept_length"] == row["ratio"] == "" for row in table)
     summary = (tmp_path / "out/summary.md").read_text()
     assert "| org/toy" in summary
     assert "server at http://127.0.0.1:" in summary

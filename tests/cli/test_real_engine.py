@@ -58,7 +58,7 @@ def test_sweep_reports_where_speculation_is_slower_and_why(run):
     table = list(csv.DictReader(Path("out/summary.csv").read_text().splitlines()))
     assert [row["configuration"] for row in table] == ["baseline", "v1", "v2"] * 2
     for row in table:
-        assert float(row["output_tok_s"]) > 0
+        assert float(row["output_throughput"]) > 0
         drafts = row["configuration"] != "baseline"
         assert bool(row["break_even"]) == drafts
         assert (row["speculation"].startswith("-") and row["speculation"].endswith("% (one repeat)")) == drafts

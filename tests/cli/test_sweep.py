@@ -44,9 +44,9 @@ def test_points_records_and_summary(sweep, tmp_path):
         (c, name) for c in ("1", "4") for name in ("baseline", "v1", "v2")
     ]
     assert table[3]["repeats"] == "2"
-    assert float(table[3]["output_tok_s"]) == 20.0  # 8 x 5 tokens in the stub's 2 s
-    assert float(table[3]["per_user_tok_s"]) == 5.0
-    assert float(table[4]["mean_ttft_ms"]) == 250.0
+    assert float(table[3]["output_throughput"]) == 20.0  # 8 x 5 tokens in the stub's 2 s
+    assert float(table[3]["per_user_throughput"]) == 5.0
+    assert float(table[4]["mean_ttft_s"]) == 0.25
     assert float(table[4]["ratio"]) == 1.0
     assert table[3]["accept_rate"] == ""
 

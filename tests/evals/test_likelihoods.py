@@ -361,7 +361,7 @@ def test_runs_pair_by_question(make_engine: Any, tasks: None, tmp_path: Path, po
     assert rows.keys() == {"none acc", "none acc_norm"}
     assert rows["none acc"].over.startswith("7 questions, paired: 2 lost, 2 gained")
     texts = {row.metric: row for row in compare(tmp_path / "a-texts", tmp_path / "b-texts").rows}
-    assert {(row.better, row.unit, row.verdict) for row in texts.values()} == {("lower", "", "not judged")}
+    assert {(row.better, row.shown.unit, row.verdict) for row in texts.values()} == {("lower", "", "not judged")}
     rules = policy('[accuracy]\nmetric = "acc"\nalpha = 0.05\n')
     result = run_gate(rules, tmp_path / "b", tmp_path / "a")
     assert {check.name: check.passed for check in result.checks} == {

@@ -113,8 +113,8 @@ def test_points_of_a_bench(tmp_path):
     (tmp_path / "machine.json").write_text("{}")
     found = [PointKey("decode", "v1", 1), PointKey("verify", "v1", 1)]
     assert list(load_run("before", tmp_path, read_output).points) == found
-    row, _ = (row for row in compare(tmp_path, tmp_path).rows if row.metric == "full-batch step")
-    assert (row.section, row.before) == ("decode", pytest.approx(4.0))
+    row, _ = (row for row in compare(tmp_path, tmp_path).rows if row.metric == "step_s")
+    assert (row.section, row.before) == ("decode", pytest.approx(0.004))
 
 
 @pytest.mark.parametrize(

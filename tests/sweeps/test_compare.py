@@ -32,12 +32,14 @@ def test_directions(tmp_path, emitted, ttft, length, first):
     old = saved(tmp_path / "a", make_record([metrics_of() for _ in range(12)]))
     new = saved(tmp_path / "b", make_record([metrics_of(emitted=emitted, ttft=ttft) for _ in range(12)]))
     result = compare(old, new)
-    accept, mean = row_of(result, "accept length"), row_of(result, "mean TTFT")
+    accept, mean = row_of(result, "accept_length"), row_of(result, "mean_ttft_s")
     assert (accept.verdict, mean.verdict) == (length, first)
     assert (accept.before, accept.after) == (2.0, emitted / 10)
-    assert accept.gain_percent == pytest.approx(100 * (emitted / 20 - 1))
-    assert (mean.before, mean.after, mean.unit) == (pytest.approx(100), pytest.approx(1000 * ttft), "ms")
-    assert row_of(result, "output tok/s").verdict == UNJUDGED  # one run a side
+    assert accept.relative_change == pytest.approx(emitted / 20 - 1)
+    assert (mean.before, mean.after) == (pytest.approx(0.1), pytest.approx(ttft))
+    cells = next(line for line in result.markdown().splitlines() if "mean TTFT (ms)" in line).split("|")
+    assert [float(cell) for cell in cells[3:5]] == [100, 1000 * ttft]
+    assert row_of(result, "output_throughput").verdict == UNJUDGED  # one run a side
     assert ("(regression)" in result.markdown()) == (length == WORSE)
     assert ("NOT INTERLEAVED" in result.markdown()) == (first != SAME)
 
@@ -57,15 +59,15 @@ def test_times_are_compared_over_repeats(tmp_path):
         return saved(tmp_path / name, *made)
 
     old, slow, alike = runs("a", [1.0, 1.1, 1.2], 1), runs("b", [1.5, 1.6, 1.7], 1), runs("c", [1.0, 1.2, 1.4], 2)
-    row = row_of(compare(old, slow), "mean TTFT")
+    row = row_of(compare(old, slow), "mean_ttft_s")
     assert (row.verdict, row.over) == (WORSE, "3 and 3 runs")
-    assert row.before == pytest.approx(1100)  # the mean
-    assert row_of(compare(slow, old), "p99 TTFT").verdict == BETTER
+    assert row.before == pytest.approx(1.1)  # the mean
+    assert row_of(compare(slow, old), "p99_ttft_s").verdict == BETTER
     late = runs("d", [1.5, 1.6, 1.7], 2)
     for pair, verdict in (((old, late), WORSE), ((late, old), BETTER)):
-        assert row_of(compare(*pair), "mean TTFT").verdict == NOT_INTERLEAVED[verdict]
+        assert row_of(compare(*pair), "mean_ttft_s").verdict == NOT_INTERLEAVED[verdict]
         assert "NOT INTERLEAVED" in compare(*pair).markdown()
-    assert row_of(compare(old, alike), "mean TTFT").verdict == SAME
+    assert row_of(compare(old, alike), "mean_ttft_s").verdict == SAME
     assert "NOT INTERLEAVED" not in compare(old, slow).markdown()
 
 
@@ -74,23 +76,23 @@ def test_rounds_of_one_run_pair(tmp_path):
     for n, t in enumerate([1.0, 2.0, 3.0], 1):
         saved(tmp_path, make_record([metrics_of(ttft=t)], repeat=n))
         saved(tmp_path, make_record([metrics_of(ttft=t + 0.1 + n / 1000)], repeat=n, configuration="v2"))
-    row = row_of(compare(tmp_path / "v1", tmp_path / "v2"), "mean TTFT")
+    row = row_of(compare(tmp_path / "v1", tmp_path / "v2"), "mean_ttft_s")
     assert (row.verdict, row.over) == (WORSE, "3 runs, paired by round")
 
 
 def test_repeats_may_come_from_several_runs(tmp_path):
     for side, number in product("ab", "12"):
         saved(tmp_path / side / number, make_record([metrics_of()]))
-    assert row_of(compare(tmp_path / "a", tmp_path / "b"), "mean TTFT").over == "2 and 2 runs"
+    assert row_of(compare(tmp_path / "a", tmp_path / "b"), "mean_ttft_s").over == "2 and 2 runs"
 
 
 def test_repeats_against_a_single_run(tmp_path):
     """Sums by prompt over the repeats, against the only run."""
     old = saved(tmp_path / "a", *(make_record([metrics_of(ttft=n)] * 12, repeat=n) for n in (1, 2, 3)))
     new = saved(tmp_path / "b", make_record([metrics_of(ttft=4)] * 12))
-    row = row_of(compare(old, new), "mean TTFT")
-    assert (row.verdict, row.over, row.low) == (NOT_INTERLEAVED[WORSE], "12 prompts, paired", pytest.approx(2000))
-    assert row_of(compare(new, old), "output tok/s").over == "needs two runs per side"
+    row = row_of(compare(old, new), "mean_ttft_s")
+    assert (row.verdict, row.over, row.low) == (NOT_INTERLEAVED[WORSE], "12 prompts, paired", pytest.approx(2))
+    assert row_of(compare(new, old), "output_throughput").over == "needs two runs per side"
 
 
 def test_points_pair_by_place_and_the_rest_is_noted(tmp_path):
@@ -127,11 +129,11 @@ def test_markdown_csv_and_json_agree(tmp_path):
     table = list(csv.DictReader(io.StringIO(result.csv())))
     body = json.loads(json.dumps(result.as_dict()))
     assert list(table[0]) == list(body["rows"][0]) == [
-        "section", "configuration", "size", "metric", "unit", "better", "before", "after", "delta", "gain_percent",
+        "section", "configuration", "size", "metric", "better", "before", "after", "change", "relative_change",
         "low", "high", "over", "verdict",
     ]  # fmt: skip
-    (line,) = (row for row in table if row["metric"] == "accept length")
-    assert (float(line["delta"]), line["verdict"]) == (pytest.approx(-0.2), "regression")
+    (line,) = (row for row in table if row["metric"] == "accept_length")
+    assert (float(line["change"]), line["verdict"]) == (pytest.approx(-0.2), "regression")
     assert set(body) == {"before", "after", "model", "confidence", "differs", "rows", "notes"}
     assert len(lines) == len(table) == len(body["rows"])
 
@@ -183,12 +185,12 @@ def test_output_of_generate(tmp_path):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         (tmp_path / f"{name}.record.json").write_text(record.summary())
     result = compare(tmp_path / "a.jsonl", tmp_path / "b.jsonl.record.json")
-    accept, rate = row_of(result, "accept length", ""), row_of(result, "accept rate", "")
+    accept, rate = row_of(result, "accept_length", ""), row_of(result, "accept_rate", "")
     assert (accept.before, accept.verdict, accept.over) == (2.0, SAME, "12 prompts, paired")
     assert (rate.verdict, rate.over) == (UNJUDGED, "no rows")
     assert not any(note.startswith(("RESUMED", "ANSWERS")) for note in result.notes)
     (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]) + "\n")  # a row is missing
-    assert row_of(compare(tmp_path / "a.jsonl", tmp_path / "b.jsonl"), "accept length", "").over == "no rows"
+    assert row_of(compare(tmp_path / "a.jsonl", tmp_path / "b.jsonl"), "accept_length", "").over == "no rows"
 
 
 def test_answers_are_compared_question_by_question(tmp_path):
@@ -197,7 +199,7 @@ def test_answers_are_compared_question_by_question(tmp_path):
         make_report(right).save(tmp_path / name)
     result = compare(tmp_path / "old", tmp_path / "new")
     loose, strict = row_of(result, "loose match", ""), row_of(result, "strict match", "")
-    assert (loose.before, loose.after, loose.verdict) == (50.0, 30.0, WORSE)
+    assert (loose.before, loose.after, loose.verdict) == (0.5, 0.3, WORSE)
     assert loose.over == "40 questions, paired: 10 lost, 2 gained, p = 0.0386"
     assert (strict.verdict, strict.low, strict.high) == (BETTER, pytest.approx(-loose.high), pytest.approx(-loose.low))
     assert row_of(result, "truncated answers", "").verdict == UNJUDGED

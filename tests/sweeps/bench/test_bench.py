@@ -29,15 +29,15 @@ SMALL = {
 DRAFT = {"algorithm": "eagle3", "draft": "dummy", "simulate_accept_length": 2.0, "aux_layers": "3,2,1"}
 PEERS = """\
 model,dtype,gpu,algorithm,draft_steps,draft_topk,draft_tokens,accept_length,section,size,column,peer,value
-toy,float32,,eagle3,3,1,3,2,decode,3,step_ms,Theirs,7.25
-toy,float32,,eagle3,3,1,3,2.0,decode,3,decode_tok_s,Theirs,8256
-toy,float32,,,,,,,decode,3,step_ms,Theirs,1.125
-toy,float32,,,,,,,ttft,5,median_ttft_ms,Theirs,3.5
-other,float32,,,,,,,decode,3,step_ms,Others,9.5
-toy,float32,,eagle3,3,1,3,2.5,decode,3,step_ms,Longer,9.25
-toy,float32,,eagle3,4,1,4,2,decode,3,step_ms,Deeper,9.25
-toy,float32,,eagle3,3,2,3,2,decode,3,step_ms,Wider,9.25
-toy,float32,,eagle,3,1,3,2,decode,3,step_ms,Other,9.25
+toy,float32,,eagle3,3,1,3,2,decode,3,step_s,Theirs,7.25
+toy,float32,,eagle3,3,1,3,2.0,decode,3,decode_throughput,Theirs,8256
+toy,float32,,,,,,,decode,3,step_s,Theirs,1.125
+toy,float32,,,,,,,ttft,5,median_ttft_s,Theirs,3.5
+other,float32,,,,,,,decode,3,step_s,Others,9.5
+toy,float32,,eagle3,3,1,3,2.5,decode,3,step_s,Longer,9.25
+toy,float32,,eagle3,4,1,4,2,decode,3,step_s,Deeper,9.25
+toy,float32,,eagle3,3,2,3,2,decode,3,step_s,Wider,9.25
+toy,float32,,eagle,3,1,3,2,decode,3,step_s,Other,9.25
 """
 
 
@@ -76,7 +76,7 @@ def test_sections_are_sweeps(run: Callable[..., Result]) -> None:
         *((f"ttft-{tokens}", "1", name) for tokens in ("5", "30") for name in ("v1", "v2")),
         *(("verify", "2", name) for name in ("v2", "v2, 16 rows")),
     ]
-    primary = {"decode": "step_ms", "closed": "output_tok_s", "ttft": "median_ttft_ms", "verify": "step_ms"}
+    primary = {"decode": "step_s", "closed": "output_throughput", "ttft": "median_ttft_s", "verify": "step_s"}
     for (section, size, _), row in rows.items():
         kind = section.partition("-")[0]
         middle, low, high = (float(row[primary[kind] + end]) for end in ("", "_min", "_max"))
@@ -86,7 +86,7 @@ def test_sections_are_sweeps(run: Callable[..., Result]) -> None:
         assert bool(row["times_gemms"]) == (kind != "closed")
         if kind == "decode":
             accept = float(row["accept_length"] or 1)
-            assert float(row["decode_tok_s"]) == pytest.approx(1e3 * int(size) * accept / middle)
+            assert float(row["decode_throughput"]) == pytest.approx(int(size) * accept / middle)
     records = load_sections(Path("out"))
     assert {record.metrics["requests"] for record in records["closed"]} == {4, 8}  # the warm-up is not among them
     assert {record.metrics["retractions"] for own in records.values() for record in own} == {0}
@@ -132,11 +132,11 @@ def test_drafts_are_compared_with_a_baseline(run: Callable[..., Result]) -> None
         assert bool(row["break_even"]) == (name != "baseline" and section == "decode")
         if row["break_even"]:
             accept, step, plain_step = (
-                float(value) for value in (row["accept_length"], row["step_ms"], plain["step_ms"])
+                float(value) for value in (row["accept_length"], row["step_s"], plain["step_s"])
             )
             assert 1.7 < accept <= 2
             assert float(row["full_batch_steps"]) >= 20
-            assert float(row["decode_tok_s"]) == pytest.approx(1e3 * int(size) * accept / step)
+            assert float(row["decode_throughput"]) == pytest.approx(int(size) * accept / step)
             assert float(row["break_even"]) == pytest.approx(step / plain_step)
             assert float(row["ratio"]) == pytest.approx(accept * plain_step / step)
             assert row["step_gb"] == ""  # what a draft model reads is not counted
@@ -154,7 +154,7 @@ def test_drafts_are_compared_with_a_baseline(run: Callable[..., Result]) -> None
 
 
 def test_peers_without_a_match_give_a_warning(run: Callable[..., Result]) -> None:
-    Path("peers.csv").write_text("model,dtype,gpu,section,size,column,peer,value\ntoy,float32,,decode,77,step_ms,A,1\n")
+    Path("peers.csv").write_text("model,dtype,gpu,section,size,column,peer,value\ntoy,float32,,decode,77,step_s,A,1\n")
     result = run(sections="decode", batch="1", peers="peers.csv")
     assert "peers: no row matches: its rows differ in point (decode 77 there, decode 1 here)\n" in result.stderr
 
@@ -162,7 +162,7 @@ def test_peers_without_a_match_give_a_warning(run: Callable[..., Result]) -> Non
 def test_a_step_needs_enough_iterations_of_all_requests(run: Callable[..., Result]) -> None:
     result = run(sections="decode", configs="v1", batch="3", new_tokens=21, prefill_chunk=12, repeats=2)
     assert result.exit_code == 0
-    assert rows_of()["decode", "3", "v1"]["step_ms"] == ""
+    assert rows_of()["decode", "3", "v1"]["step_s"] == ""
     note = "NOT MEASURED: v1 at concurrency 3, repeats 1, 2: only 19 full-batch steps; 20 are needed"
     assert result.stdout.count("NOT MEASURED") == 1
     assert note in result.stdout
@@ -186,8 +186,8 @@ def test_a_point_that_fails_is_in_the_table_and_runs_again(
     rows = rows_of()
     broken = rows["decode", "3", "v1"]
     assert broken["failed"] == "OutOfMemoryError: no room for 3"
-    assert (broken["repeats"], broken["step_ms"]) == ("0", "")
-    assert rows["decode", "3", "v2"]["step_ms"]
+    assert (broken["repeats"], broken["step_s"]) == ("0", "")
+    assert rows["decode", "3", "v2"]["step_s"]
     assert rows["decode", "3", "v2"]["ratio"] == ""  # nothing to compare with
     text = Path("out/summary.md").read_text()
     assert "FAILED: v1 at concurrency 3, repeat 1: OutOfMemoryError: no room for 3" in text
@@ -196,7 +196,7 @@ def test_a_point_that_fails_is_in_the_table_and_runs_again(
     monkeypatch.setattr(runner, "_measure", lambda *words: (calls.append(words[4]), measure(*words))[1])
     assert run(sections="decode", repeats=2).exit_code == 0
     assert calls == [3, 3]  # what was measured stays
-    assert rows_of()["decode", "3", "v1"]["step_ms"]
+    assert rows_of()["decode", "3", "v1"]["step_s"]
 
 
 def test_an_engine_that_cannot_be_built_fails_its_points_only(
@@ -265,7 +265,7 @@ def test_gemm_time_that_is_not_measured_has_a_reason(
     monkeypatch.setattr(limits, "gemm_seconds", fail)
     result = run(sections="decode", batch="1", output="other")
     assert result.exit_code == 0
-    assert all(row["step_ms"] and not row["gemm_ms"] for row in rows_of("other").values())
+    assert all(row["step_s"] and not row["gemm_s"] for row in rows_of("other").values())
     assert result.stdout.count("GEMMs alone: not measured (OutOfMemoryError: no room for weights)") == 1
 
 
@@ -278,9 +278,9 @@ def test_shares_and_floor_follow_from_the_measured_bandwidth(
     result = run(batch="1", configs="v2")  # a CPU has a machine section only by default
     assert "* measured: read bandwidth 4.00 TB/s, bf16 GEMM 700 TFLOP/s" in result.stdout
     row = rows_of()["decode", "1", "v2"]
-    floor, step, read, sheet = (float(row[key]) for key in ("floor_ms", "step_ms", "read_percent", "sheet_percent"))
-    assert floor == pytest.approx(float(row["step_gb"]) / 4.0)
-    assert read == pytest.approx(100 * floor / step)
+    floor, step, read, sheet = (float(row[key]) for key in ("floor_s", "step_s", "read_share", "sheet_share"))
+    assert floor == pytest.approx(float(row["step_bytes"]) / 4.0e12)
+    assert read == pytest.approx(floor / step)
     assert sheet == pytest.approx(read * 4.0 / 4.8)
 
 

@@ -13,7 +13,7 @@ from specbatch.sweeps.bench.sections import KINDS
 
 HEAD = "model,dtype,gpu,section,size,column,peer,value\n"
 DRAFTING = "algorithm,draft_steps,draft_topk,draft_tokens,accept_length," + HEAD
-ROW = "toy,float32,,decode,3,step_ms,Theirs,7.25\n"
+ROW = "toy,float32,,decode,3,step_s,Theirs,7.25\n"
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ ROW = "toy,float32,,decode,3,step_ms,Theirs,7.25\n"
         ((HEAD + ROW.replace("7.25", "7.25,extra")).encode(), "line 2: 9 cells under 8 columns"),
         ((HEAD + ROW.replace("7.25", "fast")).encode(), "line 2: value 'fast' is not a number"),
         ((HEAD + ROW.replace("decode", "prefill")).encode(), "line 2: section 'prefill': use one of decode, closed"),
-        ((HEAD + ROW.replace("step_ms", "speed")).encode(), "line 2: column 'speed': section decode has step_ms, dec"),
+        ((HEAD + ROW.replace("step_s", "speed")).encode(), "line 2: column 'speed': section decode has step_s, dec"),
         ((HEAD + ROW.replace("7.25", "nan")).encode(), "line 2: value 'nan' is not a number"),
         ((HEAD + ROW.replace(",3,", ",x,")).encode(), "line 2: size 'x' is not a whole number"),
         ((HEAD + ROW + '"toy,float32').encode(), "is not a CSV file"),
@@ -68,7 +68,7 @@ def test_the_peers_of_the_repository_can_be_shown():
     figures = {tuple(row[name] for name in names): float(row["value"]) for row in rows}
     assert len(figures) == len(rows)
     for row in rows:
-        if row["algorithm"] and row["column"] == "decode_tok_s":
-            step_ms = figures[*(row[name] for name in names[:-1]), "step_ms"]
-            reached = float(row["value"]) * step_ms / 1e3 / int(row["size"])
+        if row["algorithm"] and row["column"] == "decode_throughput":
+            step_s = figures[*(row[name] for name in names[:-1]), "step_s"]
+            reached = float(row["value"]) * step_s / int(row["size"])
             assert reached == pytest.approx(float(row["accept_length"]), rel=0.04)

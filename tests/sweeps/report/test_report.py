@@ -97,7 +97,7 @@ def test_csv_and_json_agree(folder):
     summary = json.loads((folder / "summary.json").read_text())
     rows = list(csv.DictReader((folder / "summary.csv").open()))
     assert len(summary["rows"]) == len(rows) == 6
-    assert summary["rows"][1]["output_tok_s"] == pytest.approx(float(rows[1]["output_tok_s"]))
+    assert summary["rows"][1]["output_throughput"] == pytest.approx(float(rows[1]["output_throughput"]))
     assert summary["rows"][0]["accept_rate"] is None
     assert summary["about"]["model"]
     assert "NaN" not in (folder / "summary.json").read_text()

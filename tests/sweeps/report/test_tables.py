@@ -65,7 +65,7 @@ def test_ratio_is_the_median_of_paired_ratios():
     rows = table([record(name, repeat, speed) for name, row in speeds.items() for repeat, speed in enumerate(row, 1)])
     v1 = rows[rows.configuration == "v1"].iloc[0]
     assert v1.repeats == 3
-    assert v1.output_tok_s == 30.0
+    assert v1.output_throughput == 30.0
     assert (v1.ratio_min, v1.ratio, v1.ratio_max) == pytest.approx((1.1, 1.5, 2.0))
 
 
@@ -101,7 +101,7 @@ def test_a_view_compares_full_batches():
     v1 = rows[rows.configuration == "v1"].iloc[0]
     assert (v1.ratio_min, v1.ratio_max) == pytest.approx((2 * 5 / 20, 2 * 4 / 6))
     assert v1.break_even == pytest.approx((6 / 4 + 20 / 5) / 2)  # not by the steps of all sizes
-    assert (v1.step_ms_min, v1.step_ms_max) == pytest.approx((6, 20))
+    assert (v1.step_s_min, v1.step_s_max) == pytest.approx((0.006, 0.02))
     headings, body = shown(rows, view)
     assert headings[2:] == [
         "full-batch step (ms)", "decode tok/s", "full-batch steps", "break-even accept length", "speculation",
