@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.atomic_file import write_atomic, writing
+from specbatch.core.sampling_params import sampling_text
 from specbatch.records.low_acceptance import is_low
 from specbatch.records.markdown import acceptance_cells
 from specbatch.records.metrics import ACCEPTANCE, glossary
@@ -40,8 +41,10 @@ from specbatch.sweeps.report.serving import (
     summary_tables,
 )
 from specbatch.sweeps.report.tables import (
+    CATEGORIES,
     about,
     as_json,
+    category_rows,
     load_records,
     losses_of,
     markdown,
@@ -148,6 +151,8 @@ def page(
         comparison=_named(*shown(rows)),
         summaries=summary_tables(serving),
         acceptance=_acceptance(records),
+        categories=_named(list(CATEGORIES), body) if (body := category_rows(records)) else None,
+        sampling=sampling_text(records[0].workload.get("sampling")),
         blocks={name_of(row): block(row) for row in serving},
         definitions=glossary(),
         command=command,

@@ -44,6 +44,7 @@ _SHOWN = (
 _BREAK_EVEN, _RATIO = RELATIVE["break_even"], RELATIVE["ratio"]
 _POINT = ["concurrency", "configuration"]
 _VERIFIED = ("emitted", "verify_steps", "accepted", "drafted")  # counts of a request
+CATEGORIES = (*_POINT, "category", "requests", "output tokens", "accept length", "accept rate")
 BASELINE = "baseline"
 
 
@@ -203,26 +204,22 @@ def markdown(records: list[RunRecord], rows: pd.DataFrame, missing: Sequence[Poi
 
 
 def categories(records: list[RunRecord]) -> str:
-    """The table of categories of prompts, over the requests of all repeats; empty where they have none."""
+    """The table of categories of prompts; empty where they have none."""
+    body = category_rows(records)
+    return f"{markdown_table(body, CATEGORIES)}\n" if body else ""
+
+
+def category_rows(records: list[RunRecord]) -> list[list[str]]:
+    """The cells of that table, over the requests of all repeats."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for point, repeats in points_of(records).items():
         for row in (row for record in repeats for row in record.requests if "category" in row):
             found.setdefault((*point, row["category"]), []).append(row)
-    sums = {
-        key: {name: sum(row.get(name) or 0 for row in rows) for name in ("output_tokens", *_VERIFIED)}
-        for key, rows in found.items()
-    }
-    body = [
-        [
-            *map(str, key),
-            str(len(found[key])),
-            str(total["output_tokens"]),
-            *_accepted(*map(total.__getitem__, _VERIFIED)),
-        ]
-        for key, total in sums.items()
-    ]
-    headings = (*_POINT, "category", "requests", "output tokens", "accept length", "accept rate")
-    return f"{markdown_table(body, headings)}\n" if body else ""
+    body = []
+    for key, rows in found.items():
+        output, *verified = (sum(row.get(name) or 0 for row in rows) for name in ("output_tokens", *_VERIFIED))
+        body.append([*map(str, key), str(len(rows)), str(output), *_accepted(*verified)])
+    return body
 
 
 def _accepted(emitted: int, verifies: int, accepted: int, drafted: int) -> tuple[str, str]:

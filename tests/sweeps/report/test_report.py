@@ -113,7 +113,7 @@ def test_page_describes_the_run(document):
 
 def test_page_has_every_table_plot_and_block(document):
     captions = [caption.text for caption in document.iter("caption")]
-    assert captions == ["Medians over repeats", "Acceptance", *NAMES]
+    assert captions == ["Medians over repeats", "Acceptance, greedy", *NAMES]
     assert len(document.findall(".//figure")) == 7
     assert [len(list(figure.iter("{*}svg", "svg"))) for figure in document.iter("figure")] == [1] * 7
     assert [summary.text for summary in document.iter("summary")][:6] == [
@@ -149,6 +149,15 @@ def test_ids_are_unique_and_html_is_valid(folder):
     ids = [node.get("id") for node in parser.fromstring(text).iter() if node.get("id")]
     assert len(ids) == len(set(ids))
     assert text.count("<svg") == text.count("</svg>") == 7
+
+
+def test_page_has_a_table_by_category():
+    made = swept("v1")
+    for row in made.requests:
+        row["category"] = "coding" if row["index"] % 2 else "math"
+    tree = parser.fromstring(html_of([made]))
+    (found,) = (node for node in tree.iter("table") if node.findtext("caption") == "By category")
+    assert {row.findtext("td[1]") for row in found.iter("tr")} - {None} == {"coding", "math"}
 
 
 def test_warnings_come_first():
