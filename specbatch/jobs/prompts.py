@@ -275,7 +275,7 @@ def _well_formed(form: str, value: Any) -> bool:
     if form == TURNS:
         return all(isinstance(turn, str) and turn for turn in value)
     if form == "prompt_token_ids":
-        return all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in value)
+        return {*map(type, value)} == {int} and min(value) >= 0
     return all(
         isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
         for message in value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from specbatch.records.metrics import DISTRIBUTIONS, least_values, percentile_na
 
 EXACT_TIMES = 1 << 18  # values of a time that are kept one by one
 _STEP = math.log(1.001)  # width of a bucket, for more values than that
+_BLOCK = 1 << 15  # values that are sorted into buckets at a time
 _LEAST = 1e-9  # seconds; shorter times share a bucket
 
 
@@ -32,20 +33,26 @@ class TimeSample:
         self._values = array("d")
         self._buckets: Counter[int] = Counter()
 
-    def extend(self, values: Iterable[float]) -> None:
-        for value in values:
-            self.count += 1
-            self._sum += value
-            self._largest = max(self._largest, value)
-            self._values.append(value)
-        if self.count > EXACT_TIMES:
-            self._buckets.update(round(math.log(max(value, _LEAST)) / _STEP) for value in self._values)
-            self._values = array("d")
+    def extend(self, values: Sequence[float]) -> None:
+        self.count += len(values)
+        self._sum += sum(values)
+        self._largest = max(self._largest, *values) if values else self._largest
+        self._values.extend(values)
+        if self.count > EXACT_TIMES and len(self._values) > _BLOCK:
+            self._sort_in()
+
+    def _sort_in(self) -> None:
+        """Count the values that are not in a bucket yet."""
+        places = np.rint(np.log(np.maximum(self._values, _LEAST)) / _STEP).astype(np.int64)
+        for place, count in zip(*np.unique(places, return_counts=True), strict=True):
+            self._buckets[int(place)] += int(count)
+        self._values = array("d")
 
     def percentile(self, percent: float) -> float:
         """Linear interpolation between order statistics (numpy's default). There must be a value."""
-        if not self._buckets:
+        if self.count <= EXACT_TIMES:
             return float(np.percentile(self._values, percent))
+        self._sort_in()
         place = round((self.count - 1) * percent / 100)
         for bucket in sorted(self._buckets):
             place -= self._buckets[bucket]

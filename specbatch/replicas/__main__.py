@@ -12,21 +12,22 @@ import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
+
+MOST_MESSAGES = 64  # that are sent together
 
 
 def main() -> None:
-    connection, sending = Connection(int(sys.argv[1])), threading.Lock()
+    connection = Connection(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that leads decides what Ctrl-C ends
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     from specbatch.replicas.replica import Replica  # takes seconds, in which the connection may end
 
-    def send(message: Any) -> None:
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        with sending:
-            connection.send_bytes(data)
-
-    replica = Replica(send)
+    messages = SimpleQueue[Any]()
+    sender = threading.Thread(target=_send, args=(connection, messages), daemon=True)
+    sender.start()
+    replica = Replica(messages.put)
 
     def read() -> None:
         try:
@@ -36,8 +37,20 @@ def main() -> None:
             os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
-    replica.run()
-    sys.exit(1)  # after an error, which it has reported
+    replica.run()  # returns after an error, which it has reported
+    messages.put(None)
+    sender.join()
+    sys.exit(1)
+
+
+def _send(connection: Connection, messages: SimpleQueue[Any]) -> None:
+    """Send messages until one is None, together those that are there: the other side handles thousands in a second."""
+    group = []
+    while (message := messages.get()) is not None:
+        group.append(message)
+        if messages.empty() or len(group) == MOST_MESSAGES:
+            connection.send_bytes(pickle.dumps(group, pickle.HIGHEST_PROTOCOL))
+            group = []
 
 
 def _end_with(connection: Connection) -> None:

@@ -154,8 +154,8 @@ class DataParallelEngine(InferenceEngine):
                     continue
                 stream.dispatch(self._aborts)
                 by_clock = source.is_open and stream.unfinished < concurrency
-                for done in stream.receive(ARRIVAL_S if by_clock else ABORT_S):
-                    self._window.add(done)
+                for done, arrived in stream.receive(ARRIVAL_S if by_clock else ABORT_S):
+                    self._window.add(done, arrived)
                     shown = done.text if text else ""
                     yield StreamEvent(done.index, done.token_ids, done, shown, done.sample, done.request_id)
                 self._require("busy")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from specbatch.core.request import Completion
+import numpy as np
+
+from specbatch.core.request import Completion, RequestMetrics
 from specbatch.engine.scoring import Tally
 from specbatch.records.run_record import RunRecord
 from specbatch.records.run_totals import RunTotals
@@ -27,7 +31,8 @@ class MergedWindow:
         self.tally = Tally()
         self.replaced = replaced
         self._totals = RunTotals()
-        self._rows: list[dict[str, Any]] | None = [] if rows else None
+        self._rows: list[Completion] | None = [] if rows else None  # without tokens and text
+        self._tokens: Counter[int] = Counter()  # output tokens by second of the window
         self._opened: float | None = None
         self._closed: float | None = None
 
@@ -36,11 +41,22 @@ class MergedWindow:
         if self._opened is None:
             self._opened = now
 
-    def add(self, completion: Completion) -> None:
+    def add(self, completion: Completion, arrived: float) -> None:
+        """arrived: when its prompt did."""
         self._closed = time.perf_counter()
         self._totals.add(completion)
+        self._count_tokens(completion.metrics, arrived)
         if self._rows is not None:
-            self._rows.append(completion.as_row())
+            numbers = replace(completion, prompt_token_ids=[], token_ids=[], text="", logprobs=None, top_logprobs=None)
+            self._rows.append(numbers)
+
+    def _count_tokens(self, metrics: RequestMetrics, arrived: float) -> None:
+        if metrics.ttft_s is None:
+            return
+        assert self._opened is not None
+        seconds = np.cumsum([max(0.0, arrived - self._opened) + metrics.ttft_s, *metrics.itl_s]).astype(np.int64)
+        for second, count in enumerate(np.bincount(seconds - seconds[0]), int(seconds[0])):
+            self._tokens[second] += int(count)
 
     def record(
         self,
@@ -55,6 +71,7 @@ class MergedWindow:
         if self._opened is not None:
             seconds = (time.perf_counter() if self._closed is None else self._closed) - self._opened
         metrics = self._totals.metrics(seconds, concurrency)
+        metrics["peak_output_throughput"] = float(max(self._tokens.values(), default=0)) or None
         counters = _sums({name: part.counters[name] for name in part.counters.keys() - _OF_REQUESTS} for part in parts)
         counters["emitted_histogram"] = list(self._totals.emitted_histogram)
         counters["acceptance"] = self._totals.acceptance.as_counters()
@@ -63,7 +80,7 @@ class MergedWindow:
         metrics |= device_metrics(counters)
         replicas = config["data_parallel"]
         metrics |= full_batch_metrics(counters, concurrency, metrics["accept_length"], replicas=replicas)
-        requests = list(self._rows or ())
+        requests = [item.as_row() for item in self._rows or ()]
         if self.tally.rows:
             counters["scoring"] = self.tally.numbers()
             if self._closed is None:  # nothing was generated

@@ -97,10 +97,10 @@ class ReplicaProcess:
     def _read(self, deliver: Callable[[Message], None]) -> None:
         try:
             while True:
-                message = pickle.loads(self._connection.recv_bytes())
-                deliver(message)
-                if isinstance(message, Ended):
-                    return
+                for message in pickle.loads(self._connection.recv_bytes()):
+                    deliver(message)
+                    if isinstance(message, Ended):
+                        return
         except (EOFError, OSError):
             status = self._process.wait()
             self._printed.join(EXIT_S)  # what it printed last may say why

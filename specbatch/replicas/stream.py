@@ -45,18 +45,18 @@ class ReplicaStream:
         for number, items in batches.items():
             self._pool.send(number, Submit(self._number, items))
 
-    def receive(self, timeout: float) -> Iterator[Completion]:
-        """Wait up to `timeout` seconds for completions."""
+    def receive(self, timeout: float) -> Iterator[tuple[Completion, float]]:
+        """Wait up to `timeout` seconds for completions. Yields each with the time at which its prompt arrived."""
         for number, message in self._pool.receive(timeout):
             if isinstance(message, Completed) and message.stream == self._number:
                 done = message.completion
                 item = self._prompts.finish(number, (done.index, done.sample))
                 if item is not None:
-                    yield replace(done, prompt_token_ids=list(item.submission.prompt.token_ids))
+                    yield replace(done, prompt_token_ids=list(item.submission.prompt.token_ids)), item.arrived
             elif isinstance(message, Ended):
                 self._begun.pop(number, None)
                 for item in self._prompts.lose(number):
-                    yield _given_up(item, message.reason)
+                    yield _given_up(item, message.reason), item.arrived
 
     def end(self, *, drop: bool) -> None:
         """drop: what is unfinished is dropped."""

@@ -77,6 +77,18 @@ def test_all_replicas_work_and_their_counters_add_up() -> None:
     assert record.metrics["full_batch_steps"] == rows["4"][0]  # each replica runs half of them
 
 
+def test_a_record_has_the_numbers_of_one_engine(one: Engine) -> None:
+    engine, _ = replicas()
+    with engine:
+        for other in (one, engine):
+            other.reset_record()
+            other.generate(PROMPTS[:4], SAMPLED)
+        found, wanted = engine.record(concurrency=4), one.record(concurrency=4)
+    for part in ("config", "caps", "metrics", "counters"):
+        assert getattr(found, part).keys() == getattr(wanted, part).keys()
+    assert found.metrics["peak_output_throughput"] == 48  # all tokens within the first second
+
+
 def test_a_stream_can_be_closed_and_requests_aborted(one: Engine) -> None:
     engine, _ = replicas()
     wanted = tokens(one.generate(PROMPTS, SAMPLED))
