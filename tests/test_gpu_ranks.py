@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 from targets import SIZES, TARGETS
 
-from specbatch import Engine, EngineConfig, Graphs, SamplingParams, Speculation
+from specbatch import Completion, Engine, EngineConfig, Graphs, SamplingParams, SpecbatchError, Speculation
+from specbatch.engine import rank_group, ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,3 +74,39 @@ def test_ranks_generate_the_tokens_of_one_device(
     # A random number may fall on the other side of a boundary; with other draft lengths, other ones are used.
     assert drafter.endswith("auto") or sum(ours != theirs for ours, theirs in zip(one, two, strict=True)) <= 1
     assert other == pytest.approx(likelihood, abs=1e-2)
+
+
+@pytest.mark.parametrize("fault", ["join", "load", "capture", "launch", "memory", "stop", "kill"])
+def test_a_fault_of_another_rank_is_one_error(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Prompts are long enough for NCCL, which waits for a rank that has ended, too."""
+    ranks._close_groups()
+    monkeypatch.setattr(rank_group, "SILENT_BEATS", 5)
+    path = folder(tmp_path_factory.getbasetemp(), "llama")
+    sizes = json.loads((Path(path) / "config.json").read_text()) | {"hidden_size": 512, "max_position_embeddings": 8192}
+    (Path(path) / "wide.json").write_text(json.dumps(sizes))
+    config = EngineConfig(
+        model=f"{path}/wide.json", load_format="dummy", device="cuda", tensor_parallel=2, max_running=2,
+        max_model_len=4096, prefill_chunk=2048, graphs=GRAPHS["graphs"],
+    )  # fmt: skip
+    prompts, finished = [[place % 250 + 3 for place in range(2000)]] * 12, list[Completion]()
+    params = SamplingParams(max_new_tokens=200, ignore_eos=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "FOLLOWER", "faulty_follower")
+        patch.setenv("FAULT", fault)
+        if fault in ("join", "load", "capture"):
+            with pytest.raises(SpecbatchError, match="rank 1 "):
+                Engine(config)
+        else:
+            engine = Engine(config)
+            start = time.monotonic()
+            with engine, pytest.raises(SpecbatchError, match="rank 1 "):
+                engine.generate(prompts, params, on_completion=finished.append)
+            assert time.monotonic() - start < 30
+    with Engine(config) as engine:
+        done = engine.generate(prompts[:2], GREEDY)
+    assert all(
+        item.token_ids == other.token_ids[: len(item.token_ids)] for item, other in zip(done, finished, strict=False)
+    )
+    ranks._close_groups()

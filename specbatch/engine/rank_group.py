@@ -23,7 +23,7 @@ from specbatch.runtime.pipe import hang_up
 
 EXIT_S = 5.0
 EXPLAIN_S = 1.0  # to learn which rank failed first
-SILENT_BEATS = 20  # after so many a rank counts as stopped
+SILENT_BEATS = 30  # after so many a rank counts as stopped
 
 
 class RankGroup:
@@ -170,24 +170,28 @@ class RankGroup:
             if self.failure is not None:
                 return
             self.failure, self._details = reason, details
+            self._kill()
             self._changed.notify_all()
-        self._end()
         if self._communicator is not None:
             self._communicator.abort()
+        self._reap()
 
     def close(self) -> None:
         """End the other ranks."""
         with self._changed:
             self.failure = self.failure or "the group is closed"
-        self._end()
+            self._kill()
+        self._reap()
         for connection in self._connections:
             hang_up(connection)
         if self._communicator is not None:
             self._communicator.close()
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         for process in self._processes:
             process.kill()  # they keep nothing, and one that is stopped ends by no other signal
+
+    def _reap(self) -> None:
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(EXIT_S)

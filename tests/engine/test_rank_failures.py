@@ -68,6 +68,7 @@ def test_a_rank_that_falls_silent_is_named(targets: Targets, monkeypatch: pytest
     thread_group(monkeypatch)
     engine, stuck = built(targets), threading.Event()
     monkeypatch.setattr(rank_group, "BEAT_S", 0.1)
+    monkeypatch.setattr(rank_group, "SILENT_BEATS", 20)
     monkeypatch.setattr(rank_link.Link, "_send_beat", lambda link: stuck.wait())
     monkeypatch.setattr(DecodeStep, "__call__", on_other_rank(DecodeStep.__call__, stuck.wait, calls=9))
     start = time.monotonic()

@@ -12,6 +12,7 @@ import torch
 
 from specbatch.engine import builder, follower
 from specbatch.engine.device_worker import DeviceWorker
+from specbatch.engine.prefill import PrefillStep
 
 
 def _raising(error: BaseException) -> Callable[..., NoReturn]:
@@ -51,22 +52,29 @@ def capture() -> None:
 
 
 def launch() -> None:
-    DeviceWorker._run = _later(DeviceWorker._run, 20, _raising(ValueError("index out of range")))  # type: ignore[method-assign]
+    DeviceWorker.decode = _later(DeviceWorker.decode, 20, _raising(ValueError("index out of range")))  # type: ignore[method-assign]
 
 
 def memory() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
-    DeviceWorker._run = _later(DeviceWorker._run, 20, _raising(error))  # type: ignore[method-assign]
+    DeviceWorker.decode = _later(DeviceWorker.decode, 20, _raising(error))  # type: ignore[method-assign]
 
 
 def stop() -> None:
     def stopped() -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    DeviceWorker._run = _later(DeviceWorker._run, 20, stopped)  # type: ignore[method-assign]
+    DeviceWorker.decode = _later(DeviceWorker.decode, 20, stopped)  # type: ignore[method-assign]
 
 
-FAULTS = {function.__name__: function for function in (start, join, load, capture, launch, memory, stop)}
+def kill() -> None:
+    def killed() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    PrefillStep.__call__ = _later(PrefillStep.__call__, 3, killed)  # type: ignore[method-assign]
+
+
+FAULTS = {function.__name__: function for function in (start, join, load, capture, launch, memory, stop, kill)}
 
 if __name__ == "__main__":
     FAULTS[os.environ["FAULT"]]()
