@@ -334,7 +334,8 @@ def test_lengths_are_logged_and_each_has_its_graphs(toy_engine: Callable[..., En
     )
     assert "draft tokens: auto, one of 0, 1, 2, 4" in lines  # the draft's blocks are of 5
     assert any("up to 4 drafted" in line for line in lines)
-    assert seen[-1] == (12, 12)
+    layers = engine.model_config.num_layers
+    assert seen[-1] == (layers + 12, layers + 12)
     assert engine._worker.graphs is not None
     assert len(engine._worker.graphs) == 12
     assert engine.record().counters["draft_lengths"] == {}
