@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from specbatch.engine.submissions import Submission
 
@@ -13,11 +13,11 @@ MOST_DEATHS = 3  # of replicas that ran a prompt, before it is given up
 
 @dataclass
 class Item:
-    """A submission with its time of arrival. deaths: replicas that ended while they had it."""
+    """A submission with its time of arrival. deaths: the places of replicas that ended while they had it."""
 
     submission: Submission
     arrived: float
-    deaths: int = 0
+    deaths: list[int] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -29,7 +29,8 @@ class Dispatcher:
 
     Each prompt goes to the replica with the fewest, and the samples of a prompt stay together, since they share its
     KV pages. The prompts of a replica that ends run again. If two replicas have ended with a prompt, it runs alone on
-    the third one, when a replica is idle, so that a prompt is given up only if it is the cause.
+    the third one, when a replica is idle, so that a prompt is given up only if it is the cause. Unless there is only
+    one place for replicas, the third one has another place: it may be the GPU that is the cause.
     """
 
     def __init__(self, room: int) -> None:
@@ -38,6 +39,7 @@ class Dispatcher:
         self._waiting: deque[Item] = deque()
         self._suspects: deque[Item] = deque()
         self._running: dict[int, dict[tuple[int, int], Item]] = {}  # by replica
+        self._places: dict[int, int] = {}  # of the replicas
         self._last: tuple[int, int] | None = None  # index of a prompt and its replica
 
     @property
@@ -47,12 +49,23 @@ class Dispatcher:
     def add(self, item: Item) -> None:
         self._waiting.append(item)
 
-    def assign(self, replicas: Collection[int]) -> Iterator[tuple[int, Item]]:
-        """Hand waiting prompts to replicas that are ready and have room."""
-        while self._suspects and (idle := [place for place in replicas if not self._running.get(place)]):
-            yield self._give(idle[0], self._suspects.popleft())
-        while self._waiting and (place := self._place_for(self._waiting[0], replicas)) is not None:
-            yield self._give(place, self._waiting.popleft())
+    @property
+    def busy(self) -> list[int]:
+        """The replicas that have prompts."""
+        return [replica for replica, items in self._running.items() if items]
+
+    def assign(self, places: Mapping[int, int]) -> Iterator[tuple[int, Item]]:
+        """Hand waiting prompts to replicas that are ready and have room. places: of these replicas."""
+        self._places |= places
+        for _ in range(len(self._suspects)):
+            item = self._suspects.popleft()
+            replica = self._idle_for(item, places)
+            if replica is None:
+                self._suspects.append(item)
+            else:
+                yield self._give(replica, item)
+        while self._waiting and (chosen := self._replica_for(self._waiting[0], places)) is not None:
+            yield self._give(chosen, self._waiting.popleft())
 
     def finish(self, replica: int, key: tuple[int, int]) -> Item | None:
         """A prompt has ended; None if the replica does not have it any more."""
@@ -60,30 +73,36 @@ class Dispatcher:
 
     def lose(self, replica: int) -> list[Item]:
         """A replica has ended. Its prompts wait again, before all others. Returns those that are given up."""
-        lost = self._running.pop(replica, {})
+        lost, place = self._running.pop(replica, {}), self._places.pop(replica, None)
         for item in reversed(lost.values()):
-            item.deaths += 1
-            if item.deaths == MOST_DEATHS - 1:
+            assert place is not None
+            item.deaths.append(place)
+            if len(item.deaths) == MOST_DEATHS - 1:
                 self._suspects.appendleft(item)
-            elif item.deaths < MOST_DEATHS:
+            elif len(item.deaths) < MOST_DEATHS:
                 self._waiting.appendleft(item)
-        return [item for item in lost.values() if item.deaths >= MOST_DEATHS]
+        return [item for item in lost.values() if len(item.deaths) >= MOST_DEATHS]
 
-    def _give(self, place: int, item: Item) -> tuple[int, Item]:
-        self._running.setdefault(place, {})[item.key] = item
-        self._last = item.submission.index, place
-        return place, item
+    def _give(self, replica: int, item: Item) -> tuple[int, Item]:
+        self._running.setdefault(replica, {})[item.key] = item
+        self._last = item.submission.index, replica
+        return replica, item
 
-    def _place_for(self, item: Item, replicas: Collection[int]) -> int | None:
+    def _idle_for(self, suspect: Item, places: Mapping[int, int]) -> int | None:
+        """A replica without prompts, at a place where the suspect has ended none; None if it has to wait for one."""
+        untried = [replica for replica, place in places.items() if place not in suspect.deaths]
+        return next((replica for replica in untried or places if not self._running.get(replica)), None)
+
+    def _replica_for(self, item: Item, replicas: Collection[int]) -> int | None:
         """The replica for a prompt; None if none has room."""
         if self._last is not None and item.submission.sample:
-            index, place = self._last
-            if index == item.submission.index and place in replicas and not self._runs_suspect(place):
-                return place
-        free = [place for place in replicas if not self._runs_suspect(place)]
-        best = min(free, key=lambda place: len(self._running.get(place, ())), default=None)
+            index, last = self._last
+            if index == item.submission.index and last in replicas and not self._runs_suspect(last):
+                return last
+        free = [replica for replica in replicas if not self._runs_suspect(replica)]
+        best = min(free, key=lambda replica: len(self._running.get(replica, ())), default=None)
         return best if best is not None and len(self._running.get(best, ())) < self._room else None
 
-    def _runs_suspect(self, place: int) -> bool:
-        running = self._running.get(place, {})
-        return len(running) == 1 and next(iter(running.values())).deaths == MOST_DEATHS - 1
+    def _runs_suspect(self, replica: int) -> bool:
+        running = self._running.get(replica, {})
+        return len(running) == 1 and len(next(iter(running.values())).deaths) == MOST_DEATHS - 1

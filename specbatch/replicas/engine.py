@@ -160,6 +160,11 @@ class DataParallelEngine(InferenceEngine):
                     yield StreamEvent(done.index, done.token_ids, done, shown, done.sample, done.request_id)
                 self._require("busy")
             completed = True
+        except KeyboardInterrupt:
+            for done, arrived in stream.receive(0.0):  # keep what has ended by then
+                self._window.add(done, arrived)
+                yield StreamEvent(done.index, done.token_ids, done, "", done.sample, done.request_id)
+            raise
         finally:
             stream.end(drop=not completed)
             if self._state == "busy":

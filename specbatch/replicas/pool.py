@@ -106,9 +106,10 @@ class ReplicaPool:
             self.close()
             raise
 
-    def ready(self) -> list[int]:
-        """The replicas that have built all engines."""
-        return [number for number, replica in self._replicas.items() if replica.built >= self._builds.keys()]
+    def ready(self) -> dict[int, int]:
+        """The replicas that have built all engines, with their places."""
+        built = self._builds.keys()
+        return {number: replica.place for number, replica in self._replicas.items() if replica.built >= built}
 
     def build(self, build: Build, log: Callable[[str], None], report: Report) -> Built:
         """Build an engine on all replicas. Returns when enough of them are ready: the answer of the first, with the
@@ -171,7 +172,7 @@ class ReplicaPool:
         ticket = -1
         while True:
             if asked is None and (ready := self.ready()):
-                asked = ready[0]
+                asked = next(iter(ready))
                 ticket = self.call(asked, engine, method, **arguments)
             for number, message in self.receive():
                 match message:

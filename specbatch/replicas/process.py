@@ -55,11 +55,11 @@ class ReplicaProcess:
         """settings: of its environment."""
         self._connection, theirs = Pipe()
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | settings
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "specbatch.replicas", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", "specbatch.replicas", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env=environment,
+            env=os.environ | {"PYTHONPATH": path} | settings,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

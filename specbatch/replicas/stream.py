@@ -6,11 +6,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from specbatch.core.embedded_prompt import EmbeddedPrompt
 from specbatch.core.request import Completion, RequestMetrics
 from specbatch.engine.submissions import Submission
 from specbatch.replicas.dispatcher import MOST_DEATHS, Dispatcher, Item
 from specbatch.replicas.messages import Abort, Begin, Completed, End, Ended, Submit
 from specbatch.replicas.pool import ReplicaPool
+
+STUCK_S = (
+    1800.0  # without a step, after which a replica is replaced: a long prompt of a large model on a CPU takes less
+)
 
 
 class ReplicaStream:
@@ -21,12 +26,17 @@ class ReplicaStream:
         self._number, self._pool, self._engine = number, pool, engine
         self._prompts = Dispatcher(room)
         self._begun: dict[int, int] = {}  # replicas, with the number of aborts that they know
+        self._heard: dict[int, float] = {}  # when replicas were heard last, by the clock of the pool
 
     @property
     def unfinished(self) -> int:
         return self._prompts.unfinished
 
     def add(self, submission: Submission, arrived: float) -> None:
+        prompt = submission.prompt
+        if prompt.embeddings:  # a replica does not see the GPUs of this process
+            on_host = {start: values.cpu() for start, values in prompt.embeddings.items()}
+            submission = replace(submission, prompt=EmbeddedPrompt(prompt.token_ids, on_host))
         self._prompts.add(Item(submission, arrived))
 
     def dispatch(self, aborts: Sequence[int | str]) -> None:
@@ -44,10 +54,12 @@ class ReplicaStream:
             batches.setdefault(number, []).append((item.submission, now - item.arrived))
         for number, items in batches.items():
             self._pool.send(number, Submit(self._number, items))
+            self._heard[number] = self._pool.heard_s
 
     def receive(self, timeout: float) -> Iterator[tuple[Completion, float]]:
         """Wait up to `timeout` seconds for completions. Yields each with the time at which its prompt arrived."""
         for number, message in self._pool.receive(timeout):
+            self._heard[number] = self._pool.heard_s
             if isinstance(message, Completed) and message.stream == self._number:
                 done = message.completion
                 item = self._prompts.finish(number, (done.index, done.sample))
@@ -57,6 +69,9 @@ class ReplicaStream:
                 self._begun.pop(number, None)
                 for item in self._prompts.lose(number):
                     yield _given_up(item, message.reason), item.arrived
+        for number in self._prompts.busy:
+            if self._pool.heard_s - self._heard[number] > STUCK_S:
+                self._pool.fail(number, f"it has not made a step for {STUCK_S:.0f} s")
 
     def end(self, *, drop: bool) -> None:
         """drop: what is unfinished is dropped."""

@@ -16,6 +16,7 @@ from specbatch.cli.app import app
 from specbatch.evals.report import EvalReport
 from specbatch.records.store import load_record
 from specbatch.replicas import engine as replicas_engine
+from specbatch.replicas.messages import Completed, Message
 
 Run = Callable[..., Result]
 PROMPTS = [{"prompt": f"prompt {number}" * (number % 3 + 1), "id": number} for number in range(9)]
@@ -56,6 +57,25 @@ def test_generate_continues_with_another_number_of_replicas(run: Run) -> None:
     assert 0 < kept < len(PROMPTS)
     result = run(3, *words, "-o", "two.jsonl")
     assert (result.exit_code, f"continuing: {kept} of 9" in result.stderr) == (0, True), result.output
+    assert tokens("two.jsonl") == tokens("one.jsonl")
+
+
+def test_prompts_that_end_replicas_are_failed_rows_and_retried(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    words = ("generate", "in.jsonl", "--max-new-tokens", 4)
+    assert run(1, *words, "-o", "one.jsonl").exit_code == 0
+    fatal = {2, 8}
+
+    def fail(number: int, message: Message) -> None:
+        if isinstance(message, Completed) and message.completion.index in fatal:
+            raise RuntimeError("device-side assert")
+
+    monkeypatch.setattr(replicas_engine, "LocalProcesses", lambda config: ThreadReplicas(2, spoil=fail))
+    assert run(2, *words, "-o", "two.jsonl").exit_code == 1
+    reason = "3 replicas ended while they ran it; the last: RuntimeError: device-side assert"
+    assert {row["index"]: row["error"] for row in rows("two.jsonl") if "error" in row} == dict.fromkeys(fatal, reason)
+    fatal.clear()
+    assert run(2, *words, "-o", "two.jsonl", "--retry-failed").exit_code == 0
     assert tokens("two.jsonl") == tokens("one.jsonl")
 
 

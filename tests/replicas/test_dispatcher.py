@@ -29,10 +29,12 @@ def test_prompts_end_once_and_only_those_that_end_replicas_are_given_up(
     numbers, ended, given_up = replicas, [], []
     alive = list(range(replicas))
     while work.unfinished:
-        for number, one in work.assign(alive):
+        for number, one in work.assign({number: place for place, number in enumerate(alive)}):
             running.setdefault(number, []).append(one.submission.index)
             assert len(running[number]) <= ROOM
-            assert one.deaths < MOST_DEATHS - 1 or len(running[number]) == 1  # a suspect runs alone
+            if len(one.deaths) == MOST_DEATHS - 1:  # it runs alone, and where it has not run
+                assert len(running[number]) == 1
+                assert alive.index(number) not in one.deaths or {*range(replicas)} == {*one.deaths}
         busy = [number for number in alive if running.get(number)]
         assert busy  # else nothing would ever end
         number = data.draw(st.sampled_from(busy))
@@ -55,7 +57,7 @@ def test_prompts_are_spread_and_samples_stay_together() -> None:
     work = Dispatcher(ROOM)
     for index, sample in ((0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (3, 0)):
         work.add(item(index, sample))
-    places = {one.key: number for number, one in work.assign([7, 8])}
+    places = {one.key: number for number, one in work.assign({7: 0, 8: 1})}
     assert {places[0, sample] for sample in range(3)} == {7}
     assert [places[index, 0] for index in (1, 2, 3)] == [8, 8, 8]
     assert work.finish(8, (0, 0)) is None  # it is on the other one
