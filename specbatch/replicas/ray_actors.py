@@ -150,4 +150,4 @@ class ActorLink:
                         return
                 messages = ray.get(self._actor.messages.remote())
         except Exception as error:  # of Ray: the actor or its node has died
-            deliver(Ended(ending_of(error), lost=True))
+            deliver(ending_of(error))

@@ -17,6 +17,7 @@ from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.extras import needs
 from specbatch.replicas.cluster import AUTO, LOCAL, PORT, Cluster
+from specbatch.replicas.messages import Ended
 from specbatch.version import __version__
 
 PATIENCE_S = 30.0  # before a worker that waits for resources is reported
@@ -150,15 +151,16 @@ def node() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def ending_of(error: Exception) -> str:
+def ending_of(error: Exception) -> Ended:
     """Why an actor ended, from Ray's exception."""
     text = str(error)
     where = next((f" on {line.split()[1]}" for line in text.splitlines() if line.strip().startswith("ip:")), "")
-    for cause, short in (
-        ("node has died", f"its node{where} was lost"),
-        ("worker process has died", f"its process{where} was lost"),
-        ("No module named 'specbatch", f"specbatch is not installed{where}; install it on all machines"),
-    ):
-        if cause in text:
-            return short
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), type(error).__name__)
+    if "No module named 'specbatch" in text:
+        return Ended("a worker lacks specbatch or has an older one; install the same version on all machines")
+    for what in ("node", "process"):
+        if f"{what} has died" in text:
+            return Ended(f"its {what}{where} was lost", lost=True)
+    if "temporarily unavailable" in text:
+        return Ended(f"its process{where} cannot be reached", lost=True)
+    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), type(error).__name__)
+    return Ended(last, lost=True)

@@ -10,7 +10,6 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Point, check_plan, plan_of, points, save
 from specbatch.replicas.cluster import Cluster
 from specbatch.replicas.dispatcher import MOST_DEATHS
+from specbatch.replicas.messages import Ended
 from specbatch.replicas.pool import MOST_FAILED_STARTS
 from specbatch.replicas.ray_actors import actor_class
 from specbatch.replicas.ray_cluster import (
@@ -131,7 +131,7 @@ def _measured(blocks: list[Block], workers: _Workers, least: int, log: Log) -> I
         while begun and waiting and workers.free:
             workers.give(waiting.popleft())
         for block, answer in workers.answers(reports_waiting=not begun):
-            if isinstance(answer, _Lost):
+            if isinstance(answer, Ended):
                 if block is not None:
                     deaths[block] += 1
                     if deaths[block] < MOST_DEATHS:
@@ -145,13 +145,6 @@ def _measured(blocks: list[Block], workers: _Workers, least: int, log: Log) -> I
                 yield answer
     if given_up:
         raise SpecbatchError(f"{'; '.join(given_up)}; the same command runs it again")
-
-
-@dataclass(frozen=True)
-class _Lost:
-    """The answer of a worker that is lost, or that cannot measure anything."""
-
-    reason: str
 
 
 class _Workers:
@@ -180,7 +173,7 @@ class _Workers:
         self._calls[actor.measure.remote(block)] = actor, block
 
     def answers(self, *, reports_waiting: bool) -> Iterator[tuple[Block | None, Any]]:
-        """Wait for answers, for at most `PATIENCE_S`: what `BlockWorker` returns, or `_Lost`, with the block."""
+        """Wait for answers, for at most `PATIENCE_S`: what `BlockWorker` returns, or `Ended`, with the block."""
         import ray
 
         done, _ = ray.wait(list(self._calls), timeout=PATIENCE_S)
@@ -191,8 +184,8 @@ class _Workers:
             try:
                 answer = ray.get(call)
             except Exception as error:  # of Ray, or of the worker
-                answer = _Lost(ending_of(error))
-                self._replace(actor, block, answer.reason)
+                answer = ending_of(error)
+                self._replace(actor, block, answer)
             else:
                 self.free.append(actor)
                 if block is None and isinstance(answer, str):
@@ -211,18 +204,20 @@ class _Workers:
         actor = self._start()
         self._calls[actor.where.remote()] = actor, None
 
-    def _replace(self, actor: Any, block: Block | None, reason: str) -> None:
+    def _replace(self, actor: Any, block: Block | None, ended: Ended) -> None:
         import ray
 
         ray.kill(actor)
         self._failed_starts += block is None
+        if block is None and not ended.lost:
+            raise SpecbatchError(ended.reason)
         if self._failed_starts < MOST_FAILED_STARTS:
-            self._log(f"a worker ended ({reason}); starting another")
+            self._log(f"a worker ended ({ended.reason}); starting another")
             self._add()
         elif self.free or self._calls:
-            self._log(f"a worker ended ({reason}); going on with the others")
+            self._log(f"a worker ended ({ended.reason}); going on with the others")
         else:
-            raise SpecbatchError(f"no worker is left; the last one ended: {reason}")
+            raise SpecbatchError(f"no worker is left; the last one ended: {ended.reason}")
 
 
 def _name(block: Block) -> str:

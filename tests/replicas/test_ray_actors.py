@@ -145,8 +145,12 @@ def fetched(actor: ReplicaActor, last: type[Message]) -> list[Message]:
 
 def test_ends_are_named() -> None:
     imports = "...\n\tip: 10.1.1.1\n  File x\nModuleNotFoundError: No module named 'specbatch'"
-    assert ending_of(Exception(imports)) == "specbatch is not installed on 10.1.1.1; install it on all machines"
-    assert ending_of(Exception("one\nActorUnavailable: two\n")) == "ActorUnavailable: two"
+    assert ending_of(Exception(imports)) == Ended(
+        "a worker lacks specbatch or has an older one; install the same version on all machines"
+    )
+    gone = "The actor 3ad is unavailable: The actor is temporarily unavailable: RpcError: Socket closed"
+    assert ending_of(Exception(gone)) == Ended("its process cannot be reached", lost=True)
+    assert ending_of(Exception("one\nRayError: two\n")) == Ended("RayError: two", lost=True)
 
 
 # -- clusters ----------------------------------------------------------------------------------------------------------
