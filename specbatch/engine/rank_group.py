@@ -52,6 +52,7 @@ class RankGroup:
             tuple[int, int], dict[int, list[int]]
         ] = {}  # engine and number of a copy -> rank -> history
         self._changed = threading.Condition()
+        self._ends = threading.RLock()  # held while the group ends, in whatever thread: another one begins after that
         for rank, connection in enumerate(connections, start=1):
             threading.Thread(target=self._watch, args=(rank, connection), daemon=True).start()
         try:
@@ -167,25 +168,28 @@ class RankGroup:
         wait for one before this, which may be its consequence."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure, patience)
-            if self.failure is not None:
-                return
-            self.failure, self._details = reason, details
-            self._kill()
-            self._changed.notify_all()
-        if self._communicator is not None:
-            self._communicator.abort()
-        self._reap()
+        with self._ends:
+            with self._changed:
+                if self.failure is not None:
+                    return
+                self.failure, self._details = reason, details
+                self._kill()
+                self._changed.notify_all()
+            if self._communicator is not None:
+                self._communicator.abort()
+            self._reap()
 
     def close(self) -> None:
         """End the other ranks."""
-        with self._changed:
-            self.failure = self.failure or "the group is closed"
-            self._kill()
-        self._reap()
-        for connection in self._connections:
-            hang_up(connection)
-        if self._communicator is not None:
-            self._communicator.close()
+        with self._ends:
+            with self._changed:
+                self.failure = self.failure or "the group is closed"
+                self._kill()
+            self._reap()
+            for connection in self._connections:
+                hang_up(connection)
+            if self._communicator is not None:
+                self._communicator.close()
 
     def _kill(self) -> None:
         for process in self._processes:

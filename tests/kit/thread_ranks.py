@@ -39,6 +39,10 @@ class ThreadCommunicator:
     rank: int
     is_late = False
 
+    def __post_init__(self) -> None:
+        # Of this group, while another one may begin.
+        self.barrier, self.parts = self.shared.barrier, self.shared.parts
+
     @property
     def size(self) -> int:
         return self.shared.size
@@ -48,14 +52,14 @@ class ThreadCommunicator:
         return sum_ref(self.all_gather(x).unbind(), residual)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        self.shared.parts[self.rank] = x.clone()
-        self.shared.barrier.wait()
-        found = torch.stack([part for part in self.shared.parts if part is not None])
-        self.shared.barrier.wait()
+        self.parts[self.rank] = x.clone()
+        self.barrier.wait()
+        found = torch.stack([part for part in self.parts if part is not None])
+        self.barrier.wait()
         return found
 
     def abort(self) -> None:
-        self.shared.barrier.abort()
+        self.barrier.abort()
 
     def close(self) -> None:
         pass
@@ -93,4 +97,4 @@ def _follow(communicator: ThreadCommunicator, connection: Connection) -> None:
         ranks.follow(link.calls(), builder(communicator, "cpu"), link.send)
     except Exception as error:
         link.send(Failed.of(error))
-        communicator.shared.barrier.abort()
+        communicator.abort()
