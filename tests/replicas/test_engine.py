@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from thread_replicas import ThreadReplicas
 
-from specbatch import DataParallelEngine, Engine, EngineConfig, SamplingParams, SpecbatchError, Speculation
+from specbatch import (
+    DataParallelEngine,
+    EmbeddedPrompt,
+    Engine,
+    EngineConfig,
+    SamplingParams,
+    SpecbatchError,
+    Speculation,
+)
 from specbatch.replicas import stream
 from specbatch.replicas.messages import Built, Completed, Message, Returned
 
@@ -109,6 +119,47 @@ def test_a_stream_can_be_closed_and_requests_aborted(one: Engine) -> None:
             assert event.completion is not None
             reasons[event.request_id] = event.completion.finish_reason
         assert reasons == dict.fromkeys(ids[:22], "length") | dict.fromkeys(ids[22:], "abort")
+
+
+def test_an_asynchronous_stream_and_aborts_by_other_threads(one: Engine) -> None:
+    engine, _ = replicas()
+    wanted = {(item.index, item.sample): item.text for item in one.generate(PROMPTS, replace(SAMPLED, n=2))}
+
+    async def texts(**how: Any) -> dict[tuple[int, int], str]:
+        stream = engine.stream_async(PROMPTS, replace(SAMPLED, n=2), **how)
+        return {(event.index, event.sample): event.text async for event in stream}
+
+    async def closed_early() -> None:
+        stream = engine.stream_async(iter(PROMPTS), replace(SAMPLED, max_new_tokens=60))
+        async for _ in stream:
+            break
+        await stream.aclose()
+
+    with engine:
+        assert asyncio.run(texts()) == wanted
+        assert set(asyncio.run(texts(text=False)).values()) == {""}
+        asyncio.run(closed_early())
+        # The last prompts wait in the leading process when they are aborted.
+        many = [[5, 6, 7]] * 200
+        stream = engine.stream(many, replace(SAMPLED, max_new_tokens=40))
+        next(stream)
+        for index in (198, 199):
+            thread = threading.Thread(target=engine.abort, args=(index,))
+            thread.start()
+            thread.join()
+        done = [event.completion for event in stream]
+        assert sorted(item.index for item in done if item and item.finish_reason == "abort") == [198, 199]
+        assert len(done) == 199
+
+
+def test_embedded_prompts_have_the_tokens_of_one_engine(one: Engine) -> None:
+    values = torch.randn(3, one.model_config.hidden_size, generator=torch.Generator().manual_seed(0))
+    prompts = [EmbeddedPrompt([5, 6, 7, 8, 9 + index], {1: values[: index % 3 + 1]}) for index in range(6)]
+    engine, _ = replicas()
+    with engine:
+        assert tokens(engine.generate(prompts, SAMPLED)) == tokens(one.generate(prompts, SAMPLED))
+        with pytest.raises(SpecbatchError, match="embeddings of prompt 0"):
+            engine.generate([EmbeddedPrompt([5], {0: values[:, :2]})])
 
 
 def test_prompts_arrive_by_a_clock() -> None:
