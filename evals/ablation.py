@@ -67,8 +67,8 @@ class Ablation:
         name = next(iter(self.reports))
         lines.append(
             f"{first.task} (version {first.task_version}, lm-eval {first.lm_eval_version}): {len(first.questions)} "
-            f"answers, prompts sha256 {first.prompts_sha256[:16]}. Score: mean ± its standard error. Same answers: "
-            f"token for token equal to {name}. Speed: output tok/s relative to {name}."
+            f"answers ({first.sampled}), prompts sha256 {first.prompts_sha256[:16]}. Score: mean ± its standard "
+            f"error. Same answers: token for token equal to {name}. Speed: output tok/s relative to {name}."
         )
         return "\n\n".join(lines)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import Completion, RequestMetrics
+from specbatch.core.sampling_params import SAMPLED
 from specbatch.jobs.partial_output import MAKES_TOKENS, PartialRows
 from specbatch.records.metrics import METRICS
 from specbatch.records.store import EARLIER
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 PARTIAL = "answers.partial.jsonl"
 Row = dict[str, Any]
+_ASKED = ("limit", "chat_template", "thinking", "max_new_tokens")
 
 
 class Answer(NamedTuple):
@@ -104,7 +106,7 @@ def finished_rows(options: EvalOptions, num_fewshot: int, config: EngineConfig, 
         "task": options.task,
         "num_fewshot": num_fewshot,
         "fewshot_seed": options.seed,
-        **{name: getattr(options, name) for name in ("limit", "chat_template", "thinking", "max_new_tokens")},
+        **{name: getattr(options, name) for name in (*_ASKED, *SAMPLED)},
         **{name: settings[name] for name in MAKES_TOKENS},
     }
 

@@ -22,6 +22,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from specbatch.core.request import Completion, SamplingParams
+from specbatch.core.sampling_params import SAMPLED, refuse_unsampled, sampling_of
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.evals.finished import Answer, Row, Scored, hash_of
 from specbatch.jobs.partial_output import row_seed
@@ -32,8 +33,20 @@ if TYPE_CHECKING:
     from specbatch.engine.scoring import Likelihood
 
 MAX_NEW_TOKENS = 512  # if neither the user nor the task sets a limit; lm-eval's 256 truncates chains of thought
-_SAMPLING = ("top_p", "top_k", "min_p")
-_KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", *_SAMPLING}
+_KNOWN = {"until", "max_gen_toks", "do_sample", *SAMPLED}
+
+
+def sampling_in(wanted: Mapping[str, Any], chosen: Mapping[str, float]) -> dict[str, Any]:
+    """The sampling parameters in lm-eval's generation arguments; do_sample without a temperature means 1.
+
+    chosen: parameters that replace the task's. Refused: those that have no effect because answers are greedy.
+    """
+    temperature = 1.0 if wanted.get("do_sample") else 0.0
+    kwargs = normalize_gen_kwargs({"temperature": temperature, **wanted})
+    found: dict[str, Any] = {name: kwargs[name] for name in SAMPLED if kwargs.get(name) is not None}
+    found.update(chosen)
+    refuse_unsampled({**chosen, "temperature": found["temperature"]})
+    return found
 
 
 class SpecBatchLM(TemplateLM):  # type: ignore[misc]
@@ -43,14 +56,15 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     max_new_tokens  limit of every answer; None: the task's limit, or `MAX_NEW_TOKENS`
     chat_template   whether prompts were rendered by `apply_chat_template`, so that they contain their special tokens
     thinking        `enable_thinking` of the chat template; None leaves the template's default
+    sampling        parameters that replace those of the task, by name
     concurrency     as for `Engine.generate`
     finished        rows of an earlier run that was interrupted, by index; these requests are not run again
     on_answer       called with each new Answer or Scored, and the total number of them
 
     After the run `answers` holds every Answer, `scored` every Scored, and `prompts` the input of each request (a
     prompt; a context and its continuation; a text), in the order of the requests. `budget` is the largest limit of an
-    answer, `cut` the number of texts that lost their beginning, `earlier` the number of results that came from
-    `finished`.
+    answer, `sampling` how the answers were sampled (None: greedy), `cut` the number of texts that lost their beginning,
+    `earlier` the number of results that came from `finished`.
     """
 
     def __init__(
@@ -61,6 +75,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         max_new_tokens: int | None = None,
         chat_template: bool = False,
         thinking: bool | None = None,
+        sampling: Mapping[str, float] | None = None,
         concurrency: int | None = None,
         finished: Mapping[int, Row] | None = None,
         on_answer: Callable[[Answer | Scored, int], None] | None = None,
@@ -71,6 +86,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         self._max_new_tokens = max_new_tokens
         self._chat_template = chat_template
         self._switch = {} if thinking is None else {"enable_thinking": thinking}
+        self._chosen = sampling or {}
         self._concurrency = concurrency
         self._finished = finished or {}
         self._on_answer = on_answer
@@ -80,6 +96,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         self.scored: list[Scored] = []
         self.prompts: list[str | list[str]] = []
         self.budget = 0
+        self.sampling: dict[str, float] | None = None
         self.cut = 0
         self.earlier = 0
 
@@ -132,6 +149,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
             self.prompts.append(request.args[0])
             self.cache_hook.add_partial("generate_until", request.args, text)
         self.budget = max([self.budget, *(item.max_new_tokens for item in params)])
+        self.sampling = sampling_of(params[0]) if params else None
         return texts
 
     @property
@@ -249,24 +267,20 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         return refuse("task", self._task, works)
 
     def _params(self, wanted: dict[str, Any], index: int) -> SamplingParams:
-        """Sampling parameters from lm-eval's generation arguments; do_sample without a temperature means 1.
-
-        The seed depends on the index of the request and not on which requests an earlier run had finished.
-        """
-        temperature = 1.0 if wanted.get("do_sample") else 0.0
-        kwargs = normalize_gen_kwargs({"temperature": temperature, **wanted}, default_max_gen_toks=MAX_NEW_TOKENS)
+        """The parameters of a request. Its seed depends on its index and not on which requests an earlier run had
+        finished."""
+        kwargs = normalize_gen_kwargs(wanted, default_max_gen_toks=MAX_NEW_TOKENS)
         unknown = sorted(set(kwargs) - _KNOWN)
         if unknown:
             works = f"the engine supports {', '.join(sorted(_KNOWN))}; use another task"
             raise refuse("task", self._task, f"sets {', '.join(unknown)}, but {works}")
         stops = tuple(text for text in kwargs["until"] if text)
         return SamplingParams(
-            temperature=kwargs["temperature"],
+            **sampling_in(wanted, self._chosen),
             max_new_tokens=self._max_new_tokens or kwargs["max_gen_toks"],
             stop=stops,
             stop_token_ids=self._stop_tokens(stops),
             seed=row_seed(self._engine.config.seed, index),
-            **{name: kwargs[name] for name in _SAMPLING if kwargs.get(name) is not None},
         )
 
     def _stop_tokens(self, stops: tuple[str, ...]) -> tuple[int, ...]:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
+from specbatch.core.sampling_params import SAMPLED, SamplingParams
 from specbatch.errors import refuse
 from specbatch.settings import check_fields, setting, whole
+
+_PARAMS = {item.name: item.metadata for item in fields(SamplingParams)}
+
+
+def _of_task(name: str) -> Any:
+    """A field that replaces the task's value of a sampling parameter."""
+    return setting(None, f"{_PARAMS[name]['help']} Default: the task's.", _PARAMS[name]["rule"])
 
 
 @dataclass(frozen=True)
@@ -19,6 +28,7 @@ class EvalOptions:
     data          only GSM8K tasks take other questions
     fewshot_data  None: the other rows of `data`
     thinking      reasoning is never scored
+    temperature, top_p, top_k, min_p   how answers are sampled; None: as the task's generation arguments say
     concurrency   most requests that are submitted and unfinished at a time; None: all
     seed          draws the few-shot examples; with lm-eval's default of 1234 the prompts equal lm-eval's
     output        folder for the results: new, empty, or of an interrupted evaluation, which continues
@@ -37,6 +47,10 @@ class EvalOptions:
     max_new_tokens: int | None = setting(
         None, "Maximum number of tokens per answer. Default: the task's limit, else 512.", whole(1)
     )
+    temperature: float | None = _of_task("temperature")
+    top_p: float | None = _of_task("top_p")
+    top_k: int | None = _of_task("top_k")
+    min_p: float | None = _of_task("min_p")
     concurrency: int | None = setting(None, "", whole(1))
     seed: int = 1234
     output: Path | None = None
@@ -46,3 +60,8 @@ class EvalOptions:
         check_fields(self)
         if self.thinking is not None and not self.chat_template:
             raise refuse("thinking", self.thinking, "is a switch of the chat template; add --chat-template")
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """The sampling parameters that are not the task's."""
+        return {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}

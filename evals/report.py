@@ -20,6 +20,7 @@ from typing import Any
 from specbatch.atomic_file import write_atomic
 from specbatch.config import Speculation
 from specbatch.core.request import INCOMPLETE
+from specbatch.core.sampling_params import sampling_text
 from specbatch.records.answers import QUESTIONS, EvalAnswers
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 from specbatch.records.metrics import METRICS
@@ -41,6 +42,7 @@ class EvalReport(EvalAnswers):
                     `likelihoods.likelihood_fields`
     kind            lm-eval's output type
     max_new_tokens  None unless the task generates
+    sampling        temperature, top_p, top_k and min_p of the answers; None: greedy
     cut             number of texts longer than the model's context, which lost their beginning; None if the task
                     generates
     record          the engine's record of the run; its `workload` holds the fields below
@@ -57,11 +59,12 @@ class EvalReport(EvalAnswers):
     prompts_sha256: str
     thinking: bool | None = None
     max_new_tokens: int | None = None
+    sampling: dict[str, float] | None = None
     cut: int | None = None
 
     def settings(self) -> dict[str, Any]:
         """Everything except the rows and the record, in the form that `load` reads."""
-        left_out = {"scores", "questions", "record", "cut" if self.generates else "max_new_tokens"}
+        left_out = {"scores", "questions", "record"} | ({"cut"} if self.generates else {"max_new_tokens", "sampling"})
         kept = [item.name for item in fields(self) if item.name not in left_out]
         return {name: getattr(self, name) for name in kept} | {"scores": [asdict(score) for score in self.scores]}
 
@@ -86,9 +89,15 @@ class EvalReport(EvalAnswers):
         ]
         parts = [markdown_table(scores), markdown_table([self._speed()])]
         if self.generates:
-            parts.append(acceptance_table({(): [self.record.counters]}))
+            parts.append(acceptance_table({(): [self.record.counters]}, sampling=sampling_text(self.sampling)))
             parts.append("\n".join(draft_length_lines([self.record.counters], self.record.caps)))
         return "\n\n".join([*filter(None, parts), "\n".join(self._notes())])
+
+    @property
+    def sampled(self) -> str:
+        """How the answers were sampled, with the engine's seed, which they depend on."""
+        text = sampling_text(self.sampling)
+        return f"{text}, seed {self.record.config['seed']}" if self.sampling else text
 
     def _speed(self) -> dict[str, str]:
         """Columns of the speed table."""
@@ -105,7 +114,7 @@ class EvalReport(EvalAnswers):
         if self.thinking is not None:
             form += f", thinking {'on' if self.thinking else 'off'}"
         by = f"Speculation: {Speculation(**config['speculation'])}."
-        answers = f" Answers: up to {self.max_new_tokens} tokens."
+        answers = f" Answers: up to {self.max_new_tokens} tokens, {self.sampled}."
         if not self.generates:
             by, answers = "Given texts were scored; nothing was generated or drafted.", ""
         replicas = f" in {self.record.replicas} replicas" if self.record.replicas > 1 else ""

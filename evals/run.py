@@ -110,6 +110,7 @@ class PreparedEval:
                 max_new_tokens=options.max_new_tokens,
                 chat_template=options.chat_template,
                 thinking=options.thinking,
+                sampling=options.sampling,
                 concurrency=options.concurrency,
                 finished=dict(rows),
                 on_answer=on_answer,
@@ -160,6 +161,7 @@ class PreparedEval:
             chat_template=options.chat_template,
             thinking=options.thinking,
             kind=task.kind,
+            sampling=model.sampling,
             max_new_tokens=model.budget if task.generates else None,
             cut=None if task.generates else model.cut,
             prompts_sha256=hashlib.sha256(json.dumps(model.prompts).encode()).hexdigest(),
@@ -195,12 +197,18 @@ def run_eval(engine: InferenceEngine, options: EvalOptions, progress: Progress |
 
 
 def _refuse_unused(options: EvalOptions, task: EvalTask) -> None:
-    """Reject options that the task would ignore."""
-    unused = [] if task.generates else ["max_new_tokens"]
+    """Reject options that would have no effect on the task."""
+    if task.generates:
+        from specbatch.evals.lm import sampling_in
+
+        with quiet():
+            sampling_in(task.task.config.generation_kwargs or {}, options.sampling)
+        return
+    unused = ["max_new_tokens"]
     if task.kind == ROLLING:
         unused += ["chat_template", "num_fewshot"]  # the texts are scored unchanged
-    for setting in unused:
-        if value := getattr(options, setting):
+    for setting, value in [(name, getattr(options, name)) for name in unused] + [*options.sampling.items()]:
+        if value or setting in options.sampling:
             works = f"task {task.name} ({task.kind}) scores given texts and ignores it; leave it out"
             raise refuse(setting, value, works)
 

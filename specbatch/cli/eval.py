@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
-from specbatch.cli.options import Concurrency, EngineOptions, Json, options_of, takes_engine
+from specbatch.cli.options import SAMPLING_OPTIONS, Concurrency, EngineOptions, Json, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_replicas, say, show
 from specbatch.errors import refuse
 from specbatch.evals.options import EvalOptions
@@ -19,8 +19,13 @@ if TYPE_CHECKING:
     from specbatch.config import EngineConfig
 
 
+_PANELS = {name: option.panel for name, option in SAMPLING_OPTIONS.items() if option.panel}
+
+
 @takes_engine(
-    without=("simulate_accept_length", "simulate_accept"), settings=options_of(EvalOptions), cluster=CLUSTER_OPTIONS
+    without=("simulate_accept_length", "simulate_accept"),
+    settings=options_of(EvalOptions, panels=_PANELS),
+    cluster=CLUSTER_OPTIONS,
 )
 def evaluate(
     *,
@@ -56,9 +61,14 @@ def evaluate(
 
     specbatch eval one_digit_sums --limit 40
 
+    specbatch eval gsm8k --temperature 0.6 --top-p 0.95 --seed 3
+
     gsm8k, gsm8k_platinum, one_digit_sums and one_digit_choices need no network. Results for each question go to the
     output folder. Text inside <think> is not scored. To continue an interrupted evaluation, run the same command with
     its folder as --out: only the missing answers are generated.
+
+    Answers are sampled as the task says (most tasks are greedy), or with --temperature, --top-p, --top-k and --min-p;
+    --seed chooses the random numbers.
 
     Tasks of type multiple_choice, loglikelihood and loglikelihood_rolling (arc_easy, lambada_openai, wikitext) compare
     the log-likelihoods of given texts. The target computes them without drafts, so --algorithm and --ablation do not

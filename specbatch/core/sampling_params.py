@@ -118,6 +118,18 @@ class SamplingParams:
 SAMPLED = ("temperature", "top_p", "top_k", "min_p")  # parameters that decide on the distribution of a token
 
 
+def sampling_of(params: SamplingParams) -> dict[str, float] | None:
+    """The parameters `SAMPLED` of a request, as records have them; None if it is greedy."""
+    return {name: getattr(params, name) for name in SAMPLED} if params.temperature else None
+
+
+def refuse_unsampled(sampling: Mapping[str, float]) -> None:
+    """Refuse parameters `SAMPLED` other than the defaults if the temperature is 0, where they would have no effect."""
+    for name, value in sampling.items():
+        if not sampling["temperature"] and value != getattr(SamplingParams, name):
+            raise refuse(name, value, "greedy answers are not sampled; add --temperature")
+
+
 def sampling_text(sampling: Mapping[str, Any] | None) -> str:
     """The parameters `SAMPLED` in words, for tables: "greedy", or "temperature 0.6, top-p 0.95". None is greedy."""
     if not sampling or not sampling["temperature"]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specbatch.core.request import Completion, SamplingParams
-from specbatch.core.sampling_params import SAMPLED, sampling_text
+from specbatch.core.sampling_params import sampling_of, sampling_text
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 from specbatch.records.run_record import speculation_of
 
@@ -46,8 +46,7 @@ def send_one(
     engine.reset_record()
     completion = _stream(engine, prompt, params, write) if write else engine.generate([prompt], params)[0]
     metrics = completion.metrics
-    sampling = {name: getattr(params, name) for name in SAMPLED} if params.temperature else None
-    workload = {"command": "send-one", "prompt": prompt, "sampling": sampling}
+    workload = {"command": "send-one", "prompt": prompt, "sampling": sampling_of(params)}
     return {
         "latency_s": metrics.e2e_s,
         "tokens": metrics.output_tokens,

@@ -361,6 +361,7 @@ class AnswersTable(_Table):
 
     task: str
     kind: str = "generate_until"
+    sampling: _Sampling | None = None
     scores: Annotated[list[ScoreTable], Field(min_length=1)]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specbatch.core.request import SamplingParams
-from specbatch.core.sampling_params import SAMPLED, sampling_text
+from specbatch.core.sampling_params import SAMPLED, refuse_unsampled, sampling_of, sampling_text
 from specbatch.errors import at_least, refuse
 from specbatch.jobs.prompts import FORMS, TURNS, Prompt, read_prompts
 from specbatch.jobs.questions import bundled_questions
@@ -95,9 +95,7 @@ class Workload:
             if not self.is_grouped and getattr(self, name) != getattr(Workload, name):
                 raise refuse(name, shown(getattr(self, name)), "goes with --dataset gsp; leave it out")
         self.params(1)  # refuses values that cannot be sampled with
-        for name in SAMPLED:
-            if not self.temperature and getattr(self, name) != getattr(Workload, name):
-                raise refuse(name, getattr(self, name), "greedy answers are not sampled; add --temperature")
+        refuse_unsampled({name: getattr(self, name) for name in SAMPLED})
         if not self.request_rate > 0:
             raise refuse("request_rate", self.request_rate, "use requests per second above 0, or inf for a closed loop")
         if self.burst:  # 0: all
@@ -246,7 +244,7 @@ class Workload:
             "prompts": len(prompts),
             "distinct_prompts": len({tuple(prompt) for prompt in prompts}),
             "category": self.category,
-            "sampling": {name: getattr(self, name) for name in SAMPLED} if self.temperature else None,
+            "sampling": sampling_of(self.params(1)[0]),
             "seed": self.seed,
             "shared": {name: getattr(self, name) for name in ("groups", "group_prompts", "shared_len")}
             if self.is_grouped

@@ -128,6 +128,8 @@ def test_ablation_with_other_settings_is_refused(ablate: Any, monkeypatch: pytes
         ablate()
     with pytest.raises(SpecbatchError, match=r"ablation.partial.jsonl.*num_fewshot \(3 there, 5 now\)"):
         run_ablation(configurations(BASE, False)[0], EvalOptions("gsm8k", num_fewshot=5), tmp_path)
+    with pytest.raises(SpecbatchError, match=r"temperature \(None there, 0.6 now\)"):
+        run_ablation(configurations(BASE, False)[0], EvalOptions("gsm8k", temperature=0.6), tmp_path)
 
 
 def test_configurations_get_the_same_prompts(

@@ -97,6 +97,7 @@ def test_all_answers_finished_but_no_report(
         ("num_fewshot", 3, "num_fewshot (5 there, 3 now)"),
         ("seed", 7, "fewshot_seed (1234 there, 7 now)"),
         ("chat_template", True, "chat_template (False there, True now)"),
+        ("temperature", 0.6, "temperature (None there, 0.6 now)"),
     ],
 )
 def test_other_settings_are_refused(

@@ -59,6 +59,18 @@ def test_sampling_parameters_are_the_tasks(
     assert (params.temperature, params.top_p) == (temperature, top_p)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "temperature", "top_p"),
+    [({"temperature": 0.6}, 0.6, 0.9), ({"temperature": 0.0}, 0.0, 0.9), ({"top_p": 1.0}, 0.2, 1.0), ({}, 0.2, 0.9)],
+)
+def test_sampling_parameters_replace_the_tasks(
+    make_engine: Any, chosen: dict[str, float], temperature: float, top_p: float
+) -> None:
+    params = params_of(make_engine, {"do_sample": True, "temperature": 0.2, "top_p": 0.9}, sampling=chosen)
+    assert (params.temperature, params.top_p) == (temperature, top_p)
+    assert params_of(make_engine, {"do_sample": False}, sampling={"temperature": 0.6}).temperature == 0.6
+
+
 def test_answer_limit_of_user_task_and_default(make_engine: Any) -> None:
     assert params_of(make_engine, {}).max_new_tokens == MAX_NEW_TOKENS == 512
     assert params_of(make_engine, {"max_gen_toks": 32}).max_new_tokens == 32

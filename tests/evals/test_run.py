@@ -13,6 +13,7 @@ import pytest
 
 from specbatch.atomic_file import UnwritableError
 from specbatch.errors import SpecbatchError
+from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, prepare
 
 
@@ -173,6 +174,29 @@ def test_output_folder_is_new_or_empty_and_writable(tmp_path: Path) -> None:
     assert (full / "old.txt").read_text() == "kept"
     (tmp_path / "empty").mkdir()
     prepare(EvalOptions("one_digit_sums", output=tmp_path / "empty"))
+
+
+def test_options_replace_the_tasks_sampling(
+    make_engine: Any, evaluate: Any, mixed_reply: Any, report: Any, tmp_path: Path
+) -> None:
+    engine = make_engine(mixed_reply)
+    found = evaluate(engine=engine, temperature=0.6, top_k=20, limit=2, output=tmp_path / "sampled")
+    params = engine.calls[0]["params"]
+    assert [(one.temperature, one.top_k, one.top_p) for one in params] == [(0.6, 20, 1.0)] * 2
+    assert len({one.seed for one in params}) == 2
+    sampling = {"temperature": 0.6, "top_p": 1.0, "top_k": 20, "min_p": 0.0}
+    assert found.record.workload["sampling"] == found.as_dict()["sampling"] == sampling
+    assert "Answers: up to 512 tokens, temperature 0.6, top-k 20, seed 0." in found.table()
+    assert EvalReport.load(tmp_path / "sampled") == found
+    assert report.sampling is None
+    assert "Answers: up to 512 tokens, greedy." in report.table()
+
+
+def test_sampling_without_an_effect_is_refused() -> None:
+    with pytest.raises(SpecbatchError, match=r"^top_p=0.9: greedy answers are not sampled; add --temperature"):
+        prepare(EvalOptions("one_digit_sums", top_p=0.9))
+    with pytest.raises(SpecbatchError, match=r"^temperature=0.0: task one_digit_choices .* scores given texts"):
+        prepare(EvalOptions("one_digit_choices", temperature=0.0))
 
 
 @pytest.mark.parametrize(
