@@ -22,6 +22,7 @@ from specbatch.version import __version__
 
 PATIENCE_S = 30.0  # before a worker that waits for resources is reported
 ANSWER_S = 5.0  # for a head node to accept a connection; `ray.init` itself tries for minutes
+RETRIES = "RAY_NUM_REDIS_GET_RETRIES"  # of 40 seconds each, where something else than a head node answers
 OBJECT_STORE_BYTES = 100 * 2**20  # of a local cluster: messages between replicas are small
 LAST_STARTED = Path("/tmp/ray/ray_current_cluster")  # where `ray start` leaves the address for "auto"
 
@@ -34,6 +35,8 @@ def connected(cluster: Cluster, config: EngineConfig) -> Iterator[None]:
     Raises SpecbatchError if the cluster does not answer or has other versions, or if a local one is too small.
     """
     needs("ray")
+    if cluster.address != LOCAL:
+        os.environ.setdefault(RETRIES, "1")  # read when Ray is imported
     import ray
 
     if ray.is_initialized():
@@ -85,6 +88,8 @@ def _why_not(error: str) -> str:
         return f"{'; '.join(lines).rstrip('.')}; install the same versions on all machines"
     if "Could not find any running Ray instance" in error:
         return "no Ray cluster runs on this machine; use local, or HOST:PORT of a head node"
+    if "Failed to connect" in error:
+        return f"what answers there is no head node of Ray; its port is {PORT}, or that of `ray start --port`"
     return f"Ray cannot connect: {' '.join(lines[:2])}"
 
 

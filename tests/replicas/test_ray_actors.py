@@ -205,6 +205,7 @@ def test_clusters_that_are_too_small_or_do_not_answer_are_refused(
         "Version mismatch: The cluster was started with:\n    Ray: 2.9.0\nThis process was started with:\n  Ray: 3"
     )
     assert "Ray: 2.9.0; This process" in ray_cluster._why_not(mismatch)
+    assert "no head node of Ray" in ray_cluster._why_not("Failed to connect to Ray cluster at 127.0.0.1:7000")
 
 
 def test_ray_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
