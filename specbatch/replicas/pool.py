@@ -20,6 +20,7 @@ from specbatch.replicas.messages import (
     Call,
     Close,
     Command,
+    Completed,
     Ended,
     Log,
     Message,
@@ -29,7 +30,8 @@ from specbatch.replicas.messages import (
     Returned,
 )
 
-MOST_FAILED_STARTS = 3  # in a row, before a replica is given up
+# Replicas in a row that ended at a place before it is given up: in their start, and after it without a result.
+MOST_FAILED_STARTS, MOST_FAILED_RUNS = 3, 6
 DIFFERS = 1.05  # times as many KV pages, which the log shows
 LONGEST_LOOK_S = 1.0  # that counts as time in which the replicas could be heard
 
@@ -66,13 +68,15 @@ class _Replica:
 
     place           from 0; its successor has the same
     built           its engines
-    failed_starts   of its predecessors, in a row
+    failures        of its predecessors in a row that ended without a result
+    has_worked      whether it has sent a result
     said            its lines of the logs, by engine and without numbers
     """
 
     place: int
     link: Link
-    failed_starts: int
+    failures: int
+    has_worked: bool = False
     built: set[int] = field(default_factory=set)
     said: Counter[tuple[int, str]] = field(default_factory=Counter)
 
@@ -235,6 +239,8 @@ class ReplicaPool:
                 return None
             case Built(engine):
                 replica.built.add(engine)
+            case Completed() | Returned():
+                replica.has_worked = True
             case Refused(error, engine, None) if engine != self._building:
                 # Either it was refused before by another replica, or a successor cannot build what was built.
                 return Ended(str(error)) if engine in self._builds else None
@@ -263,24 +269,26 @@ class ReplicaPool:
             self._logs[engine](f"KV pages of the replicas: {', '.join(map(str, pages))}")
         return replace(first, caps=_least([item.caps for item in (first, *others)]))
 
-    def _start(self, place: int, failed_starts: int = 0) -> None:
+    def _start(self, place: int, failures: int = 0) -> None:
         number = next(self._numbers)
         link = self._starter.start(place, lambda message: self._inbox.put((number, message)))
-        self._replicas[number] = _Replica(place, link, failed_starts)
+        self._replicas[number] = _Replica(place, link, failures)
         for build in self._builds.values():
             link.send(build)
 
     def _replace(self, number: int, ended: Ended) -> None:
         replica = self._replicas.pop(number)
         replica.link.close()
-        failed = 0 if replica.built >= self._builds.keys() else replica.failed_starts + 1
+        failures = 0 if replica.has_worked else replica.failures + 1
+        had_started = replica.built >= self._builds.keys()
+        most = MOST_FAILED_RUNS if had_started else MOST_FAILED_STARTS
         if ended.details and ended.details not in self._printed:
             self._printed.add(ended.details)
             self._log(f"replica {replica.place}: {ended.details.rstrip()}")
         what = f"replica {replica.place} ended ({ended.reason})"
-        if failed < MOST_FAILED_STARTS:
+        if failures < most or (had_started and not self._replicas):
             self._log(f"{what}; starting another")
-            self._start(replica.place, failed)
+            self._start(replica.place, failures)
             self.replaced += 1
         elif self._replicas:
             left = len(self._replicas)

@@ -11,16 +11,21 @@ from specbatch.replicas.replica import Replica
 
 
 class ThreadReplicas:
-    """Starts replicas in threads. links: all that were started; spoil: called with each message that a replica sends,
-    and ends the replica by raising an exception."""
+    """Starts replicas in threads.
+
+    links, places   of all that were started
+    spoil           called with each message that a replica sends, and ends the replica by raising an exception
+    """
 
     def __init__(self, most: int, *, least: int | None = None, spoil: Callable[[int, Message], None] | None = None):
         self.least, self.most = least or most, most
         self.links: list[ThreadLink] = []
+        self.places: list[int] = []
         self._spoil = spoil or (lambda number, message: None)
 
     def start(self, place: int, deliver: Callable[[Message], None]) -> ThreadLink:
         number = len(self.links)
+        self.places.append(place)
         self.links.append(ThreadLink(deliver, lambda message: self._spoil(number, message)))
         return self.links[-1]
 

@@ -130,7 +130,7 @@ def test_an_asynchronous_stream_and_aborts_by_other_threads(one: Engine) -> None
         return {(event.index, event.sample): event.text async for event in stream}
 
     async def closed_early() -> None:
-        stream = engine.stream_async(iter(PROMPTS), replace(SAMPLED, max_new_tokens=60))
+        stream = engine.stream_async(iter(PROMPTS), SAMPLED)
         async for _ in stream:
             break
         await stream.aclose()
@@ -140,16 +140,16 @@ def test_an_asynchronous_stream_and_aborts_by_other_threads(one: Engine) -> None
         assert set(asyncio.run(texts(text=False)).values()) == {""}
         asyncio.run(closed_early())
         # The last prompts wait in the leading process when they are aborted.
-        many = [[5, 6, 7]] * 200
-        stream = engine.stream(many, replace(SAMPLED, max_new_tokens=40))
+        many = [[5, 6, 7]] * 40
+        stream = engine.stream(many, replace(SAMPLED, max_new_tokens=10))
         next(stream)
-        for index in (198, 199):
+        for index in (38, 39):
             thread = threading.Thread(target=engine.abort, args=(index,))
             thread.start()
             thread.join()
         done = [event.completion for event in stream]
-        assert sorted(item.index for item in done if item and item.finish_reason == "abort") == [198, 199]
-        assert len(done) == 199
+        assert sorted(item.index for item in done if item and item.finish_reason == "abort") == [38, 39]
+        assert len(done) == 39
 
 
 def test_embedded_prompts_have_the_tokens_of_one_engine(one: Engine) -> None:
@@ -285,6 +285,23 @@ def test_an_exception_in_a_replica_is_the_reason_of_its_end(monkeypatch: pytest.
     assert {item.error for item in done} == {
         "3 replicas ended while they ran it; the last: RuntimeError: device-side assert"
     }
+
+
+def test_a_place_at_which_nothing_works_is_left_out_and_costs_no_prompt(one: Engine) -> None:
+    wanted = tokens(one.generate(PROMPTS, SAMPLED))
+
+    def fail(number: int, message: Message) -> None:
+        if isinstance(message, Completed) and starter.places[number] == 1:
+            raise RuntimeError("uncorrectable memory error")
+
+    lines: list[str] = []
+    starter = ThreadReplicas(3, spoil=fail)
+    with DataParallelEngine(replace(CONFIG, data_parallel=3), starter=starter, log=lines.append) as engine:
+        while "going on" not in "".join(lines):
+            assert tokens(engine.generate(PROMPTS, SAMPLED)) == wanted
+    ended = "replica 1 ended (RuntimeError: uncorrectable memory error)"
+    assert lines.count(f"{ended}; starting another") >= 5
+    assert lines[-1] == f"{ended}; going on with 2 others"
 
 
 def test_a_traceback_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
