@@ -86,7 +86,6 @@ class ReplicaPool:
     for.
 
     replaced   how many have ended and were replaced
-    heard_s    seconds in which `receive` was called again and again. It stands still while this process is stopped
     """
 
     def __init__(self, starter: Starter, log: Callable[[str], None]) -> None:
@@ -102,7 +101,7 @@ class ReplicaPool:
         self._replicas: dict[int, _Replica] = {}
         self._looked = time.monotonic()
         self.replaced = 0
-        self.heard_s = 0.0
+        self._clock = 0.0
         try:
             for place in range(starter.most):
                 self._start(place)
@@ -193,9 +192,7 @@ class ReplicaPool:
 
         A replica that has ended is replaced first. Raises SpecbatchError if none is left.
         """
-        now = time.monotonic()
-        self.heard_s += min(now - self._looked, LONGEST_LOOK_S)
-        self._looked = now
+        self.clock()
         if not self._replicas:
             raise SpecbatchError("no replica is left; build a new engine")
         try:
@@ -210,6 +207,14 @@ class ReplicaPool:
                 if isinstance(handled, Ended):
                     self._replace(number, handled)
                 yield number, handled
+
+    def clock(self) -> float:
+        """Seconds in which replicas could be heard: while this process is stopped, or does other things, it stands
+        still."""
+        now = time.monotonic()
+        self._clock += min(now - self._looked, LONGEST_LOOK_S)
+        self._looked = now
+        return self._clock
 
     def fail(self, number: int, reason: str) -> None:
         """Let the next `receive` end a replica."""

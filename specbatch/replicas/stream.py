@@ -54,12 +54,12 @@ class ReplicaStream:
             batches.setdefault(number, []).append((item.submission, now - item.arrived))
         for number, items in batches.items():
             self._pool.send(number, Submit(self._number, items))
-            self._heard[number] = self._pool.heard_s
+            self._heard[number] = self._pool.clock()
 
     def receive(self, timeout: float) -> Iterator[tuple[Completion, float]]:
         """Wait up to `timeout` seconds for completions. Yields each with the time at which its prompt arrived."""
         for number, message in self._pool.receive(timeout):
-            self._heard[number] = self._pool.heard_s
+            self._heard[number] = self._pool.clock()
             if isinstance(message, Completed) and message.stream == self._number:
                 done = message.completion
                 item = self._prompts.finish(number, (done.index, done.sample))
@@ -70,7 +70,7 @@ class ReplicaStream:
                 for item in self._prompts.lose(number):
                     yield _given_up(item, message.reason), item.arrived
         for number in self._prompts.busy:
-            if self._pool.heard_s - self._heard[number] > STUCK_S:
+            if self._pool.clock() - self._heard[number] > STUCK_S:
                 self._pool.fail(number, f"it has not made a step for {STUCK_S:.0f} s")
 
     def end(self, *, drop: bool) -> None:

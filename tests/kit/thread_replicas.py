@@ -35,7 +35,8 @@ class ThreadLink:
         self._deliver, self._spoil = deliver, spoil
         self._ended = threading.Event()
         self._replica = Replica(self._receive)
-        threading.Thread(target=self._run, daemon=True).start()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
 
     def send(self, command: Command) -> None:
         if not self._ended.is_set():
@@ -52,8 +53,9 @@ class ThreadLink:
 
     def _receive(self, message: Message) -> None:
         self._spoil(message)
-        if not self._ended.is_set():
-            self._deliver(pickle.loads(pickle.dumps(message)))
+        if self._ended.is_set():
+            raise RuntimeError("the thread of a replica that has ended")
+        self._deliver(pickle.loads(pickle.dumps(message)))
 
     def _run(self) -> None:
         try:

@@ -21,7 +21,7 @@ from specbatch import (
     SpecbatchError,
     Speculation,
 )
-from specbatch.replicas import stream
+from specbatch.replicas import replica, stream
 from specbatch.replicas.messages import Built, Completed, Message, Returned
 
 CONFIG = EngineConfig(
@@ -287,6 +287,18 @@ def test_an_exception_in_a_replica_is_the_reason_of_its_end(monkeypatch: pytest.
     }
 
 
+def test_replicas_that_are_idle_or_slow_are_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "STUCK_S", 0.5)
+    monkeypatch.setattr(replica, "ALIVE_S", 0.0)
+    step = Engine._step
+    monkeypatch.setattr(Engine, "_step", lambda self: bool(time.sleep(0.05)) or step(self))
+    engine, _ = replicas()
+    with engine:
+        engine.generate([[5, 6]], replace(SAMPLED, max_new_tokens=24))  # for more than a second
+        engine.generate([[5, 6], [7]], replace(SAMPLED, max_new_tokens=1), arrivals=[0, 1.2])
+        assert "replaced_replicas" not in engine.record().counters
+
+
 def test_a_place_at_which_nothing_works_is_left_out_and_costs_no_prompt(one: Engine) -> None:
     wanted = tokens(one.generate(PROMPTS, SAMPLED))
 
@@ -331,6 +343,7 @@ def test_a_replica_that_is_stuck_is_replaced(one: Engine, monkeypatch: pytest.Mo
     with DataParallelEngine(replace(CONFIG, data_parallel=2), starter=starter, log=lines.append) as engine:
         assert tokens(engine.generate(PROMPTS, SAMPLED)) == wanted
     over.set()
+    starter.links[1].thread.join(10)
     assert stuck == [1]
     assert lines[-1].startswith("replica 1 ended (it has not made a step for")
 
