@@ -67,6 +67,7 @@ def examine() -> dict[str, Any]:
             _feature("sweep, bench, report, compare, gate", missing("report"), "installed"),
             _feature("sweep --engine http", missing("http"), "installed"),
             _feature("Parquet, Arrow, CSV and data sets of the hub", missing("data"), "installed"),
+            _feature("Ray clusters", missing("ray"), "--distributed ray"),
             _feature("reasoning-gym tasks", missing("reasoning"), "installed"),
         ],
     }
