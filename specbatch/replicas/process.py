@@ -22,6 +22,7 @@ from specbatch.runtime.device import find_device
 from specbatch.runtime.pipe import hang_up
 
 EXIT_S = 5.0
+LEAST_ON_CPU = 2  # replicas that any machine may have
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -32,7 +33,11 @@ class LocalProcesses:
         self.least = self.most = count = config.data_parallel
         device = find_device(config.device)
         if device.type == "cpu":
-            threads = str(max(1, len(os.sched_getaffinity(0)) // count))
+            cores = len(os.sched_getaffinity(0))
+            if count > max(cores, LEAST_ON_CPU):
+                works = f"each replica needs a core and this process has {cores}"
+                raise refuse("data_parallel", count, f"{works}; use at most {max(cores, LEAST_ON_CPU)}")
+            threads = str(max(1, cores // count))
             self._settings = [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or threads}] * count
             return
         each, present = config.tensor_parallel, torch.cuda.device_count()

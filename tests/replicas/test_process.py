@@ -215,6 +215,14 @@ def test_more_devices_than_there_are_are_refused(
         process.LocalProcesses(EngineConfig(device=device, tensor_parallel=each, data_parallel=count))
 
 
+@pytest.mark.parametrize(("cores", "most"), [(1, 2), (2, 2), (5, 5)])
+def test_replicas_on_a_cpu_have_a_core_each(monkeypatch: pytest.MonkeyPatch, cores: int, most: int) -> None:
+    monkeypatch.setattr(process.os, "sched_getaffinity", lambda pid: set(range(cores)))
+    process.LocalProcesses(EngineConfig(device="cpu", data_parallel=most))
+    with pytest.raises(SpecbatchError, match=rf"data_parallel={most + 1}: .*has {cores}; use at most {most}$"):
+        process.LocalProcesses(EngineConfig(device="cpu", data_parallel=most + 1))
+
+
 def see_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(process.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(process.torch.cuda, "device_count", lambda: count)
