@@ -118,6 +118,14 @@ def sweep(
             rich_help_panel=_LOAD,
         ),
     ] = "1",
+    slo: Annotated[
+        str | None,
+        Option(
+            metavar="NAME=SECONDS,...",
+            help="Latency objectives for goodput, in seconds: some of ttft, tpot and e2e, such as ttft=0.5,tpot=0.03.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
     prompts_per_concurrency: Annotated[
         int | None,
         Option(
@@ -193,6 +201,8 @@ def sweep(
 
     specbatch sweep --temperature 0.6 --top-p 0.95
 
+    specbatch sweep --request-rate 10 --slo ttft=0.5,tpot=0.03
+
     Answers are greedy, or sampled with --temperature, each with its own seed (--seed chooses them): the same for all
     configurations and, if it has seeds, a server.
 
@@ -231,6 +241,7 @@ def sweep(
     """
     needs("report")
     from specbatch.evals.prompts import task_prompts
+    from specbatch.records.objectives import Objectives
     from specbatch.records.sweep_plan import PLAN
     from specbatch.runtime.device import device_type
     from specbatch.sweeps.run.defaults import CPU, GPU, default_dataset, resolved
@@ -260,6 +271,7 @@ def sweep(
         shared_len=length("shared_len", shared_len),
         category=category,
         **sampling,
+        slo=None if slo is None else Objectives.parse("slo", slo),
         request_rate=request_rate,
         burst=0 if burst == "all" else whole_number("burst", burst, "all"),
         chat_template=chat_template,

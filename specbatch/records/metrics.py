@@ -234,6 +234,25 @@ _ALL = (
         better="higher",
     ),
     Metric(
+        "goodput",
+        "goodput",
+        "req/s",
+        "Requests per second that met every objective of `--slo`. Failed requests met none, and an answer of one token "
+        "has no TPOT to exceed.",
+        "requests that met every objective / duration",
+        better="higher",
+        decimals=2,
+    ),
+    Metric(
+        "slo_share",
+        "met the SLO",
+        "%",
+        "Share of all requests, failed ones included, that met every objective of `--slo`.",
+        "requests that met every objective / (finished + failed requests)",
+        better="higher",
+        scale=100,
+    ),
+    Metric(
         "peak_output_throughput",
         "peak output tok/s",
         "tok/s",

@@ -23,7 +23,7 @@ from specbatch.records.sweep_plan import unfinished
 _MODEL_SETTINGS = ("model", "load_format", "tokenizer")
 _WORKLOAD_SETTINGS = (
     *("task", "task_version", "num_fewshot", "limit", "dataset", "category", "input_len", "output_len", "ignore_eos"),
-    *("max_new_tokens", "new_tokens", "sampling", "chat_template", "request_rate", "concurrency", "seed"),
+    *("max_new_tokens", "new_tokens", "sampling", "chat_template", "request_rate", "slo", "concurrency", "seed"),
     *("prompts", "input_sha256", "prompts_sha256"),
 )
 _COMPARED_CAPS = ("device", "dtype", "kv_dtype", "fp8_activations", "attention_backend", "draft_shape", *CAPS)

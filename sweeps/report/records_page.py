@@ -29,8 +29,8 @@ RECORD = {
     "counters": "counts that metrics and tables are computed from: iterations, graph replays, acceptance by draft "
     "position and by context",
     "requests": "not in the file: the lines of `requests.jsonl`",
-    "workload": "what was run: the command, the prompts with their hash, lengths, sampling, and the place of a point "
-    "in its sweep",
+    "workload": "what was run: the command, the prompts with their hash, lengths, sampling, latency objectives "
+    "(`slo`), and the place of a point in its sweep",
     "versions": "of specbatch, Python, PyTorch, Triton and other packages",
     "hardware": "CPU, cores and GPU",
     "created": "when the run ended (ISO 8601, UTC)",
@@ -95,7 +95,8 @@ def page() -> str:
         "## summary.csv",
         "A row per concurrency and configuration: `concurrency`, `configuration`, `simulated_accept_length`, "
         "`simulated_acceptance`, `repeats`, `speculation` (what it gains), `failed` (the reason), and these columns. "
-        "The first one and `ratio` also have `_min` and `_max` over repeats. Names and units are those of the metrics.",
+        "The first one and `ratio` also have `_min` and `_max` over repeats. Names and units are those of the metrics. "
+        "`mean_queue_s` is empty without a request rate.",
         ", ".join(f"`{name}`" for name in (*COLUMNS, *RELATIVE)),
     ]
     return "\n\n".join(parts) + "\n"

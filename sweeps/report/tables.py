@@ -37,10 +37,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _SHOWN = (
-    *("output_throughput", "input_throughput", "mean_ttft_s", "median_ttft_s", "p99_ttft_s"),
+    *("output_throughput", "input_throughput", "goodput", "slo_share"),
+    *("mean_ttft_s", "median_ttft_s", "p99_ttft_s", "mean_queue_s"),
     *("mean_tpot_s", "median_tpot_s", "p99_tpot_s", "accept_length", "accept_rate", "per_user_throughput"),
     *("launch_lead_s", "host_waits_per_step", "device_idle_share", "graph_coverage"),
 )
+_OF_ARRIVALS = "mean_queue_s"  # in a closed loop it is part of the load that was chosen
 _BREAK_EVEN, _RATIO = RELATIVE["break_even"], RELATIVE["ratio"]
 _POINT = ["concurrency", "configuration"]
 _VERIFIED = ("emitted", "verify_steps", "accepted", "drafted")  # counts of a request
@@ -163,6 +165,8 @@ def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
     for column, metric in columns.items():
         if metric.percentile is not None:
             rows[column] = [_or_nan(metric.over_repeats(points[point])) for point in rows.index]
+    if _OF_ARRIVALS in columns and not any(record.workload.get("request_rate") for record in records):
+        rows[_OF_ARRIVALS] = math.nan
     rows.insert(0, "repeats", groups.failed.agg(lambda reasons: int(reasons.isna().sum())))
     rows.insert(0, "simulated_acceptance", groups.simulated_acceptance.first())
     rows.insert(0, "simulated_accept_length", groups.simulated_accept_length.first())

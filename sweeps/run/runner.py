@@ -402,6 +402,8 @@ def _measure(
         )
     record = engine.record(concurrency=concurrency, workload=workload.describe(prompts))
     workload.name_categories(record.requests)
+    if workload.slo is not None:
+        record.metrics |= workload.slo.metrics(record.requests, record.metrics["duration_s"])
     record.workload["output_sha256"] = sha256_of([item.token_ids or item.text for item in completions])
     real = record.simulated_accept_length is None  # a simulated accept length makes the text meaningless
     record.workload["warnings"] = list(warnings(workload, completions, params)) if real else []

@@ -17,6 +17,7 @@ from specbatch.core.sampling_params import SAMPLED, refuse_unsampled, sampling_o
 from specbatch.errors import at_least, refuse
 from specbatch.jobs.prompts import FORMS, TURNS, Prompt, read_prompts
 from specbatch.jobs.questions import bundled_questions
+from specbatch.records.objectives import Objectives, objectives_text
 
 if TYPE_CHECKING:
     from specbatch.tokenizer import Tokenizer
@@ -60,6 +61,7 @@ class Workload:
     chat_template  None: messages are rendered by the model's template and all else is continued as text; True:
                 texts become a message of the user; False: nothing is rendered
     thinking    the template's `enable_thinking`; None leaves it to the template
+    slo         latency objectives that goodput counts by; None: it is not computed
     read_task   reads the prompts of lm-eval:TASK
     """
 
@@ -82,6 +84,7 @@ class Workload:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    slo: Objectives | None = None
     read_task: TaskReader | None = field(default=None, repr=False, compare=False)
     rows: tuple[Prompt, ...] = field(default=(), init=False, repr=False)  # of a dataset of text
     stop: tuple[str, ...] = field(default=(), init=False)  # texts that end its answers
@@ -253,6 +256,7 @@ class Workload:
             "burst": self.burst,
             "sequential": self.sequential,
             "prompts_sha256": sha256_of(prompts),
+            **({"slo": self.slo.as_dict()} if self.slo else {}),
         }
 
     def name_categories(self, requests: list[dict[str, Any]]) -> None:
@@ -311,6 +315,7 @@ def lines_of(work: dict[str, Any]) -> dict[str, str]:
     return {
         "workload": f"{work['dataset']}{of}, {text}, output {output}, {sampled}",
         "arrivals": _arrivals(work),
+        **({"objectives": objectives_text(slo)} if (slo := work.get("slo")) else {}),
     }
 
 

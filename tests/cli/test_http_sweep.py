@@ -97,12 +97,14 @@ def test_text_with_a_request_rate_and_suspicious_outputs(sweep, jsonl, tmp_path)
 
 def test_failed_requests_are_in_the_table_and_exit_with_1(sweep, tmp_path):
     script = Script(fails=lambda number: {"status": 500, "message": "boom"} if number in (2, 3) else None)
-    result = sweep(script, "--concurrency", 1, *TINY_SWEEP)
+    result = sweep(script, "--concurrency", 1, "--slo", "ttft=60,tpot=60", *TINY_SWEEP)
     assert result.exit_code == 1
     assert "FAILED: org/toy at concurrency 1, repeat 1: 2 requests: HTTP 500: boom." in result.stdout
     assert "INCOMPLETE: org/toy at concurrency 1, repeat 1: 2 of 4 prompts finished." in result.stdout
     (record,) = records(tmp_path / "out").values()
     assert record["counters"]["errors"] == {"HTTP 500: boom": 2}
+    assert record["metrics"]["slo_share"] == 0.5
+    assert record["metrics"]["goodput"] == 2 / record["metrics"]["duration_s"]
 
 
 def test_same_command_continues_after_a_server_failed(run, tmp_path, tokenizer):

@@ -52,6 +52,7 @@ REFUSED = [
     ("sweep --burst some", "burst='some': use a whole number of at least 1, or all"),
     ("sweep --burst 0", "burst=0:"),
     ("sweep --request-rate 0", "request_rate=0"),
+    ("sweep --slo ttft=fast", "slo='ttft=fast': ttft takes seconds above 0, such as ttft=0.5"),
     ("sweep --prompts-per-concurrency 0", "prompts_per_concurrency=0:"),
     ("sweep --dataset x", "dataset='x': use random, gsp, gsm8k, lm-eval:TASK or the path of a .jsonl file"),
     ("sweep --dataset {tmp}/none.jsonl", "No such file"),

@@ -292,3 +292,21 @@ def test_sampled_answers(sweep, tmp_path):
     assert "output exactly 5, temperature 0.6, top-p 0.95, seed 0" in result.stdout
     other = sweep("--concurrency 1 --configs baseline,v2 --temperature 0.7 --top-p 0.95")
     assert (other.exit_code, "temperature (0.6 there, 0.7 now)" in other.output) == (2, True)
+
+
+def test_goodput_under_objectives(sweep, tmp_path):
+    command = "--concurrency 1 --configs baseline,v2 --request-rate 50"
+    result = sweep(command, "--slo", "e2e=100,ttft=1e-12")
+    assert result.exit_code == 0, result.output
+    for name in ("baseline", "v2"):
+        record = read(tmp_path, f"{name}/c1/r1")
+        assert record["workload"]["slo"] == {"ttft_s": 1e-12, "e2e_s": 100.0}
+        assert (record["metrics"]["goodput"], record["metrics"]["slo_share"]) == (0.0, 0.0)
+    assert "objectives: TTFT up to 1e-12 s, E2E latency up to 100 s" in result.stdout
+    assert all(
+        f"| {title} " in result.stdout for title in ("goodput (req/s)", "met the SLO (%)", "mean queue time (ms)")
+    )
+    other = sweep(command, "--slo", "e2e=100")
+    assert (other.exit_code, "slo ('ttft=1e-12,e2e=100' there, 'e2e=100' now)" in other.output) == (2, True)
+    without = sweep(command)
+    assert (without.exit_code, "slo ('ttft=1e-12,e2e=100' there, None now)" in without.output) == (2, True)

@@ -252,6 +252,14 @@ def test_sampling_is_stated_and_may_change_tokens():
     assert "Configurations generated different tokens from the same seeds, with the same distribution" in text
 
 
+def test_queue_time_is_beside_ttft_with_a_request_rate():
+    closed, opened = pair(), pair(request_rate=5.0)
+    for made in (*closed, *opened):
+        made.metrics |= {"mean_queue_s": 0.5, "median_ttft_s": 1.0}
+    assert "queue time" not in text_of(closed)
+    assert "median TTFT (ms)   | mean queue time (ms)   |" in text_of(opened)
+
+
 def test_graphs_that_were_never_replayed_are_named():
     records = [record("baseline", 1, 10.0)]
     records[0].config["graphs"] = {"decode": "whole", "prefill": "piecewise"}
