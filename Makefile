@@ -23,6 +23,7 @@ test: check
 	$(BIN)/pytest -q -n 2 --dist worksteal
 
 test-all: check
+	$(BIN)/pip install --quiet $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[test,ray]'
 	$(BIN)/pytest -q -n 2 --dist worksteal -m "slow or not slow"
 
 fuzz: $(INSTALLED)
