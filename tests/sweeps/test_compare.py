@@ -47,7 +47,9 @@ def test_directions(tmp_path, emitted, ttft, length, first):
 def test_every_compared_metric_has_a_direction():
     assert all(METRICS[key].better for key in COMPARED)
     higher = {key for key in COMPARED if METRICS[key].better == "higher"}
-    assert higher == {"output_throughput", "accept_length", "accept_rate", "graph_coverage"}
+    assert higher == {
+        *("output_throughput", "goodput", "slo_share", "accept_length", "accept_rate", "graph_coverage"),
+    }
 
 
 def test_times_are_compared_over_repeats(tmp_path):
