@@ -13,7 +13,7 @@ from typer import Option
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
 from specbatch.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, EngineOptions, Json, takes_engine
 from specbatch.cli.output import fresh_folder, say, show
-from specbatch.cli.values import is_given, length, names, whole_number, whole_numbers
+from specbatch.cli.values import is_given, length, names, share, whole_number, whole_numbers
 from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.extras import needs
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _WORKLOAD, _TEMPLATE, _LOAD, _SERVER = "Workload", "Chat template", "Load", "HTTP server"  # boxes of --help
 _ENGINE_OPTIONS_OF_SERVERS = ("model", "tokenizer", "seed")
+_LEAST_ROUNDS = 3  # with --until-precise
 _SERVER_OPTIONS = ("base_url", "send", "api_key_env", "idle_timeout", "request_timeout")
 
 
@@ -136,6 +137,18 @@ def sweep(
     repeats: Annotated[
         int, Option(help="Rounds over the configurations, interleaved: A B C A B C.", rich_help_panel=_LOAD)
     ] = 1,
+    until_precise: Annotated[
+        str | None,
+        Option(
+            metavar="P%",
+            help="Add rounds, after at least --repeats (here 3 by default), until the 95% interval of every ratio of "
+            "output tok/s to the baseline is at most ±P%.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
+    most_repeats: Annotated[
+        int, Option(help="--until-precise: maximum number of rounds at a concurrency.", rich_help_panel=_LOAD)
+    ] = 10,
     engine_kind: Annotated[
         str,
         Option(
@@ -192,6 +205,8 @@ def sweep(
     specbatch sweep --concurrency 1,4
 
     specbatch sweep --output-len 256 --repeats 3
+
+    specbatch sweep --output-len 256 --until-precise 2%
 
     specbatch sweep --draft self:skip=12-15 --draft-tokens 3
 
@@ -278,7 +293,14 @@ def sweep(
         thinking=thinking,
         read_task=task_prompts,
     )
-    options = SweepOptions(steps, repeats, workload)
+    precise = None if until_precise is None else share("until_precise", until_precise)
+    if precise is None and is_given(context, "most_repeats"):
+        raise refuse("most_repeats", most_repeats, "goes with --until-precise; leave it out, or use --repeats")
+    if precise is not None and (engine_kind != "specbatch" or workers is not None):
+        where = "a server, which has no baseline" if workers is None else "the workers of a cluster"
+        raise refuse("until_precise", until_precise, f"does not apply to {where}; use --repeats")
+    rounds = repeats if precise is None or is_given(context, "repeats") else _LEAST_ROUNDS
+    options = SweepOptions(steps, rounds, workload, until_precise=precise, most_repeats=most_repeats)
     server = _server(engine, context.params, lambda name: is_given(context, name))
     engines = {}
     if server is None:

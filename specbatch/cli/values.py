@@ -62,6 +62,14 @@ def whole_number(setting: str, text: str, other: str) -> int:
     return value
 
 
+def share(setting: str, text: str) -> float:
+    """A share of a percentage such as 2% or 0.5%."""
+    found = re.fullmatch(r"(\d{1,2}(?:\.\d{1,9})?)%", text)
+    if not found or not float(found[1]):
+        raise refuse(setting, text, "use a percentage above 0 and below 100, such as 2%")
+    return float(found[1]) / 100
+
+
 def duration(setting: str, text: str) -> float:
     """Seconds of a time such as 90s, 30m, 1h30m or 2d."""
     parts = re.fullmatch(r"(?:(\d{1,4})d)?(?:(\d{1,6})h)?(?:(\d{1,6})m)?(?:(\d{1,9})s)?", text)

@@ -202,6 +202,7 @@ class PointWorkload(Workload):
     dataset: str
     category: str | None = None
     sampling: _Sampling | None = None
+    until_precise: Amount | None = None
     slo: dict[Literal["ttft_s", "tpot_s", "e2e_s"], Amount] = {}
     prompts: Count
     distinct_prompts: Count = 0

@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -71,14 +70,32 @@ def folder_name(configuration: str) -> str:
     return configuration.replace("/", "_")
 
 
-def points(configurations: Iterable[str], options: Options) -> Iterator[Point]:
-    """In the order in which they run: A B C A B C at each concurrency."""
-    return _points(configurations, options.concurrency, options.repeats)
+def points(configurations: Iterable[str], options: Options, folder: Path | None = None) -> Iterator[Point]:
+    """In the order in which they run: A B C A B C at each concurrency.
+
+    folder: of the sweep, with the rounds that it has begun beyond `options.repeats` (--until-precise).
+    """
+    return _points(list(configurations), options.concurrency, options.repeats, folder)
 
 
-def _points(configurations: Iterable[str], concurrency: Iterable[int], repeats: int) -> Iterator[Point]:
-    rounds = product(concurrency, range(1, repeats + 1), enumerate(configurations))
-    return (Point(name, place, number, repeat) for number, repeat, (place, name) in rounds)
+def rounds_at(concurrency: int, repeats: int, folder: Path) -> int:
+    """How many rounds the sweep in `folder` has at a concurrency: `repeats`, or more if it has begun more."""
+    begun = (path.parent.name[1:] for path in folder.glob(f"*/c{concurrency}/r*/{RECORD}"))
+    return max([repeats, *(int(number) for number in begun if number.isdecimal())])
+
+
+def round_of(configurations: Iterable[str], concurrency: int, repeat: int) -> Iterator[Point]:
+    """The points of one round."""
+    return (Point(name, place, concurrency, repeat) for place, name in enumerate(configurations))
+
+
+def _points(
+    configurations: list[str], concurrency: Iterable[int], repeats: int, folder: Path | None
+) -> Iterator[Point]:
+    for number in concurrency:
+        rounds = repeats if folder is None else rounds_at(number, repeats, folder)
+        for repeat in range(1, rounds + 1):
+            yield from round_of(configurations, number, repeat)
 
 
 def plan_of(configurations: Mapping[str, Described], options: Options) -> dict[str, Any]:
@@ -135,7 +152,7 @@ def unfinished(run: Path, setting: str = "folder") -> list[Point]:
     found = []
     for path in plans:
         plan = _read_plan(setting, path, "move it away or run the sweep again")
-        every = list(_points(plan["configurations"], plan["concurrency"], plan["repeats"]))
+        every = list(_points(list(plan["configurations"]), plan["concurrency"], plan["repeats"], path.parent))
         missing = [point for point in every if not point.is_finished(path.parent)]
         found += [point for point in missing if point.folder(path.parent).is_relative_to(place)]
     return found

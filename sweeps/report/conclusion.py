@@ -44,3 +44,19 @@ def _part(row: Any, base: str, difference: Interval | None) -> str:
 def _caveat(compared: list[Any]) -> Iterator[str]:
     if any(row.repeats < 2 for row in compared):
         yield "One repeat does not show how much a ratio varies; use --repeats 3."
+
+
+def precision_sentences(known: Mapping[tuple[Any, ...], float], wanted: float) -> list[str]:
+    """One sentence for each concurrency: how exactly its ratios are known, and whether that is `wanted` (0.02: 2%).
+
+    known: by (concurrency, configuration), as `tables.precision_of` has it.
+    """
+    sentences = []
+    for concurrency in dict.fromkeys(number for number, _ in known):
+        ours = {name: share for (number, name), share in known.items() if number == concurrency}
+        reached = all(share <= wanted for share in ours.values())
+        verdict = "within" if reached else "STILL NOT WITHIN"
+        parts = ", ".join(f"{name} ±{100 * share:.2g}%" for name, share in ours.items())
+        text = f"Concurrency {concurrency}: the 95% intervals of the ratios are {verdict} ±{100 * wanted:g}%: {parts}"
+        sentences.append(f"{text}." if reached else f"{text}; a larger --most-repeats adds rounds.")
+    return sentences

@@ -40,8 +40,10 @@ def resolved(options: SweepOptions, configurations: Iterable[str], *, shortened:
     if workload.is_grouped:
         prompts = f"{workload.groups * workload.group_prompts} prompts"
     rate = "" if workload.request_rate == math.inf else f", {workload.request_rate:g} requests/s"
+    least = "" if options.until_precise is None else "at least "
+    repeats = f"{least}{options.repeats} repeat{'s' if options.repeats > 1 else ''}"
     line = (
         f"settings: {lengths}; {prompts}{rate}; concurrency {', '.join(map(str, options.concurrency))}; "
-        f"{options.repeats} repeat{'s' if options.repeats > 1 else ''}; configurations {', '.join(configurations)}"
+        f"{repeats}; configurations {', '.join(configurations)}"
     )
     return f"{line}\nshort run, the default on a CPU; for a long one add {LONG_RUN}" if shortened else line

@@ -6,7 +6,7 @@ that slows down affects all of them. Each configuration is warmed up at each con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,9 +24,9 @@ from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.progress import Report
 from specbatch.records.run_record import RunRecord
 from specbatch.records.store import load_record
-from specbatch.records.sweep_plan import Described, Point, check_plan, plan_of, points, save
+from specbatch.records.sweep_plan import Described, Point, check_plan, plan_of, points, round_of, rounds_at, save
 from specbatch.sweeps.report.notes import failures
-from specbatch.sweeps.report.tables import load_records, losses_of, write_summary
+from specbatch.sweeps.report.tables import load_records, losses_of, precision_of, write_summary
 from specbatch.sweeps.run.sanity_checks import warnings
 from specbatch.sweeps.run.workloads import Workload, sha256_of, shown
 
@@ -49,13 +49,17 @@ CPU_WARM_UP = 4  # requests and tokens: a CPU has nothing to compile, and a whol
 class SweepOptions:
     """Which points are run: each configuration at each concurrency, `repeats` times.
 
-    section: the name of this sweep in a bench, which consists of several
+    until_precise   adds rounds at each concurrency until the 95% interval of every ratio to the baseline is at most
+                    this (0.02: ±2%), or `most_repeats` rounds have run; None: adds none
+    section         the name of this sweep in a bench, which consists of several
     """
 
     concurrency: tuple[int, ...] = (1, 8, 32, 128)
     repeats: int = 1
     workload: Workload = field(default_factory=Workload)
     section: str = ""
+    until_precise: float | None = None
+    most_repeats: int = 10
 
     def __post_init__(self) -> None:
         for number in self.concurrency:
@@ -63,6 +67,9 @@ class SweepOptions:
                 raise refuse("concurrency", number, "use whole numbers of at least 1, for example 1,8,32,128")
         each_once("concurrency", self.concurrency)
         at_least("repeats", self.repeats, 1)
+        if self.until_precise is not None:
+            at_least("repeats", self.repeats, 2)  # of one there is no interval
+            at_least("most_repeats", self.most_repeats, self.repeats)
         most, count = max(self.concurrency), self.workload.count(max(self.concurrency))
         if most > count and not self.workload.is_open:
             raise refuse("concurrency", most, f"there are {count} prompts; use at most {count}, or more groups")
@@ -121,10 +128,9 @@ def _summarized(
     log: Log | None,
 ) -> str:
     """Run all points and write the summary, also of a sweep that is interrupted or fails."""
-    every = list(points(configs, options))
 
     def kept() -> str:
-        finished = sum(point.is_finished(folder) for point in every)
+        finished = sum(point.is_finished(folder) for point in points(configs, options, folder))
         return (
             f"kept {finished} finished points and their summary in {folder}; the same command with this --out continues"
         )
@@ -133,7 +139,8 @@ def _summarized(
         try:
             run()
         finally:
-            summary = write_summary(folder) if any(point.is_finished(folder) for point in every) else ""
+            begun = any(point.is_finished(folder) for point in points(configs, options))
+            summary = write_summary(folder) if begun else ""
     if log is not None and (below := losses_of(load_records(folder))):
         log(below.log_text)
     return summary
@@ -159,19 +166,37 @@ def run_points(
     """
     plan = plan_of(configs, options)
     check_plan(folder, plan)
-    every = list(points(configs, options))
-    left = [point for point in every if not is_measured(point, folder)]
+    every = list(points(configs, options, folder))
+    left = [point for point in every if not is_measured(point, folder)] or further_rounds(configs, options, folder)
     if not left:
         if log is not None:
             log(f"{f'{options.section}: ' if options.section else ''}all {len(every)} points are finished")
         return
     with load() as engines:
-        for point, record in measured_points(
-            configs, engines, options, left, log, _counter(options, left, report), failed
-        ):
-            if measured is not None and not record.error:
-                measured(engines[point.configuration], point, record)
-            save(folder, plan, point, record)
+        while left:
+            for point, record in measured_points(
+                configs, engines, options, left, log, _counter(options, left, report), failed
+            ):
+                if measured is not None and not record.error:
+                    measured(engines[point.configuration], point, record)
+                save(folder, plan, point, record)
+            left = further_rounds(configs, options, folder)
+
+
+def further_rounds(configs: Iterable[str], options: SweepOptions, folder: Path) -> list[Point]:
+    """The next round at each concurrency where a ratio is not known to `options.until_precise` yet. Configurations that
+    fail have none."""
+    if options.until_precise is None:
+        return []
+    known = precision_of(load_records(folder))
+    vague = {concurrency for (concurrency, _), share in known.items() if share > options.until_precise}
+    rounds = {number: rounds_at(number, options.repeats, folder) for number in options.concurrency if number in vague}
+    return [
+        point
+        for concurrency, done in rounds.items()
+        if done < options.most_repeats
+        for point in round_of(configs, concurrency, done + 1)
+    ]
 
 
 def is_measured(point: Point, folder: Path) -> bool:
@@ -221,6 +246,8 @@ def measured_points(
                     shown_before.add(line)
             elif log is not None:
                 _log_warnings(point, record, log, shown_before)
+            if options.until_precise is not None:
+                record.workload["until_precise"] = options.until_precise
             if options.section:
                 record.workload["section"] = options.section
             yield point, record
@@ -301,6 +328,9 @@ def fitted(configs: Mapping[str, EngineConfig], options: SweepOptions) -> dict[s
     if len(counts) > 1:
         works = "the configurations of a sweep run on the same replicas; use one number, and compare two sweeps"
         raise refuse("data_parallel", ", ".join(map(str, sorted(counts))), works)
+    if options.until_precise is not None and len(configs) < 2:
+        works = "a ratio needs a configuration to compare with; use at least two, or --repeats"
+        raise refuse("until_precise", f"{100 * options.until_precise:g}%", works)
     for config in configs.values():
         if config.max_running < (share := -(-most // config.data_parallel)):
             on = f" on {config.data_parallel} replicas" if config.data_parallel > 1 else ""

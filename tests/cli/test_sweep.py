@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from datetime import datetime
 
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from specbatch.cli.output import fresh_folder
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.memory.planner import MemoryShare
-from specbatch.sweeps.report.tables import write_summary
+from specbatch.sweeps.compare import compare
+from specbatch.sweeps.report.tables import load_records, precision_of, write_summary
+from specbatch.sweeps.run import runner
 
 from .conftest import TINY_SWEEP
 
@@ -310,3 +313,41 @@ def test_goodput_under_objectives(sweep, tmp_path):
     assert (other.exit_code, "slo ('ttft=1e-12,e2e=100' there, 'e2e=100' now)" in other.output) == (2, True)
     without = sweep(command)
     assert (without.exit_code, "slo ('ttft=1e-12,e2e=100' there, None now)" in without.output) == (2, True)
+
+
+def test_rounds_are_added_until_the_ratios_are_precise(sweep, run, monkeypatch, tmp_path):
+    """At concurrency 1 v2 varies in the first round, at concurrency 2 it does not; v1 always does at concurrency 4."""
+    measure, calls = runner._measure, Counter()
+
+    def measured(engine, prompts, params, workload, concurrency, count):
+        record = measure(engine, prompts, params, workload, concurrency, count)
+        schedule = record.config["speculation"]["schedule"] if record.drafts else "baseline"
+        turn = calls[schedule, concurrency]
+        if turn == stops_at.get((schedule, concurrency)):
+            stops_at.clear()
+            raise KeyboardInterrupt
+        calls[schedule, concurrency] += 1
+        varies = {("v2", 1): turn == 0, ("v2", 4): turn % 2 == 0}.get((schedule, concurrency), False)
+        record.metrics["output_throughput"] = 100.0 + 10 * varies
+        return record
+
+    monkeypatch.setattr(runner, "_measure", measured)
+    stops_at = {("v2", 1): 4}
+    command = "--concurrency 1,2,4 --configs baseline,v2 --until-precise 5% --most-repeats 6"
+    assert sweep(command).exit_code == 130
+    assert len(list(tmp_path.glob("out/*/c1/r*/record.json"))) == 9  # of the fifth round only the baseline
+    assert "UNFINISHED: 1 points (1 of v2 at concurrency 1)" in (tmp_path / "out/summary.md").read_text()
+    result = sweep(command)
+    assert result.exit_code == 0, result.output
+    rounds = {c: len(list(tmp_path.glob(f"out/v2/c{c}/r*/record.json"))) for c in (1, 2, 4)}
+    assert rounds == {1: 6, 2: 3, 4: 6}
+    assert "Concurrency 2: the 95% intervals of the ratios are within ±5%: v2 ±0%." in result.stdout
+    assert "Concurrency 4: the 95% intervals of the ratios are STILL NOT WITHIN ±5%: v2 ±5.7%;" in result.stdout
+    assert "UNFINISHED" not in result.stdout
+    assert "all 30 points are finished" in sweep(command).stderr
+    assert sweep(command.replace("6", "7")).exit_code == 0
+    assert len(list(tmp_path.glob("out/v2/c4/r*/record.json"))) == 7
+    folders = tmp_path / "out/baseline/c4", tmp_path / "out/v2/c4"
+    (row,) = [row for row in compare(*folders).rows if row.metric == "output_throughput"]
+    known = precision_of(load_records(tmp_path / "out"))[4, "v2"]
+    assert (row.high - row.low) / 2 / row.before == pytest.approx(known)
