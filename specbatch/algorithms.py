@@ -31,6 +31,7 @@ class Algorithm:
     settings        settings that only some algorithms take
     loads_draft     whether weights beside the target's are loaded, so that they must fit the target
     training        the module whose `untrained_head` makes a draft head to train; None: no training
+    samples_drafts  whether the drafts of sampled requests are samples, so that acceptance uses their distributions
     in_target       whether the draft head is stored with the target, in the same checkpoint
     alias_of        the algorithm that this is another name for
     low_acceptance  likely causes of a low acceptance rate, for the warning
@@ -43,6 +44,7 @@ class Algorithm:
     settings: tuple[str, ...] = ()
     loads_draft: bool = True
     training: str | None = None
+    samples_drafts: bool = True
     in_target: bool = False
     alias_of: str | None = None
     low_acceptance: str = _LOW_ACCEPTANCE_OF_TRAINED_DRAFTS
@@ -56,12 +58,13 @@ _MTP = Algorithm("specbatch.drafters.mtp", default_tokens=3, training="specbatch
 
 ALGORITHMS: dict[str, Algorithm] = {
     # The shape is that of n-gram lookup, so that both verify the same number of rows in a comparison.
-    NO_SPECULATION: Algorithm("specbatch.drafters.base", default_tokens=4, loads_draft=False),
+    NO_SPECULATION: Algorithm("specbatch.drafters.base", default_tokens=4, loads_draft=False, samples_drafts=False),
     "ngram": Algorithm(
         "specbatch.drafters.ngram",
         default_tokens=4,
         tree="merged",
         loads_draft=False,
+        samples_drafts=False,
         low_acceptance=(
             "the output repeats little of what came before it; --ngram-min 3 or more drafts less often and better"
         ),

@@ -47,6 +47,7 @@ class Speculation:
                    whatever it is (`specbatch.acceptance_profile`); the generated text is not the model's. The mean is
                    that of the most drafts, at most draft_steps + 1: fewer drafts, as "auto" and n-gram lookup make
                    them, are accepted as often position by position. Positions of a tree are its depths
+    verification   see `specbatch.engine.acceptance`; greedy requests are verified alike by both rules
     """
 
     algorithm: str = setting(
@@ -90,6 +91,12 @@ class Speculation:
         2, "Shortest n-gram to match.", whole(1, 16, "use a whole number of at least 1 and at most 16")
     )
     ngram_max: int = setting(4, "Longest n-gram to match; tried first.", whole(1))
+    verification: str = setting(
+        "token",
+        "How sampled drafts are verified; both are lossless. block: the whole chain at once (Sun et al. 2024), which "
+        "accepts at least as many on average. For chains of models and heads.",
+        choices=("token", "block"),
+    )
     simulate_accept_length: float | None = setting(
         None,
         "Benchmarks only: accept drafts at random instead of comparing them with the target, with one probability for "
@@ -118,6 +125,7 @@ class Speculation:
         if self.ngram_max < self.ngram_min or self.ngram_max > 16:
             raise refuse("ngram_max", self.ngram_max, f"use ngram_min={self.ngram_min} to 16")
         self._check_simulation()
+        self._check_verification()
 
     def __str__(self) -> str:
         if self.algorithm == NO_SPECULATION:
@@ -125,6 +133,7 @@ class Speculation:
         draft = f" {self.draft}" if self.draft else ""
         simulated = self.simulated
         note = "" if simulated is None else f", simulated acceptance ({simulated})"
+        note += "" if self.verification == "token" else f", {self.verification} verification"
         most = "up to " if self.is_auto else ""
         return f"{self.algorithm}{draft}, {most}{self.shape}, schedule {self.schedule}{note}"
 
@@ -196,6 +205,20 @@ class Speculation:
             most = self.depth + 1
             if not is_number(mean) or not 1 <= mean <= most:
                 raise refuse("simulate_accept_length", mean, f"use 1 to {most} (draft_steps + 1)")
+
+    def _check_verification(self) -> None:
+        if self.verification == "token":
+            return
+        if not self.entry.samples_drafts:
+            samplers = ", ".join(repr(name) for name, entry in ALGORITHMS.items() if entry.samples_drafts)
+            works = f"algorithm {self.algorithm!r} samples no drafts; use 'token', or one of {samplers}"
+        elif self.shape.topk > 1:
+            works = "the drafts of a tree are not sampled; use 'token', or draft_topk=1"
+        elif self.simulated is not None:
+            works = "acceptance is simulated; use 'token', or leave the simulation out"
+        else:
+            return
+        raise refuse("verification", self.verification, works)
 
 
 @dataclass(frozen=True)

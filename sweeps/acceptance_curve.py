@@ -140,6 +140,7 @@ def _name(record: RunRecord) -> str:
         f"{data}{f' ({category})' if category else ''}",
         f"thinking {'on' if work['thinking'] else 'off'}" if work.get("thinking") is not None else "",
         sampling_text(work["sampling"]) if work.get("sampling") else "",
+        f"{asked.verification} verification" if asked.verification != "token" else "",
         f"simulated: {simulated}" if simulated else "",
     )
     return ", ".join(filter(None, parts))

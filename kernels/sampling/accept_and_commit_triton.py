@@ -24,6 +24,7 @@ def accept_and_commit(
     positions: torch.Tensor,
     sampling: SamplingTensors,
     simulate: torch.Tensor | None = None,
+    verification: str = "token",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`acceptance.accept_and_commit_ref`: two launches if greedy, a handful if sampled."""
     seeds, predicted = sampling.seeds, positions + 1
@@ -33,7 +34,8 @@ def accept_and_commit(
         assert isinstance(logits, torch.Tensor), "sampling needs all logits"
         dist, q = distribution_of(logits, sampling), proposal.probabilities
         if q is not None and simulate is None:
-            tokens, accepted, finite = rejection_sample(dist, proposal.tokens, proposal.drafted, q, seeds, predicted)
+            chain = proposal.tokens, proposal.drafted, q
+            tokens, accepted, finite = rejection_sample(dist, *chain, seeds, predicted, verification)
             return commit(Chosen(tokens, finite), proposal, rows, seeds, accepted=accepted), None
         chosen = Chosen(*sample(dist, seeds, predicted, TARGET))
     if proposal.ancestors is None:

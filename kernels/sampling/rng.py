@@ -40,6 +40,16 @@ def uniform_ref(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> to
     return (bits & ((1 << 53) - 1)).double() * 2.0**-53
 
 
+def verify_keys(positions: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
+    """Keys for `uniform_ref`, instead of positions, of the random numbers that one verify draws for tokens at
+    `positions`: int64, and roots int64, broadcast to them: the position of the verify's root.
+
+    A verify decides by all of its drafts, also by those after the accepted ones. The next verify, which has another
+    root, drafts at these positions again: with the same random numbers its drafts would not be independent.
+    """
+    return positions + (roots << 32)
+
+
 def simulated_accept_ref(
     seeds: torch.Tensor, lengths: torch.Tensor, drafted: torch.Tensor, thresholds: torch.Tensor
 ) -> torch.Tensor:

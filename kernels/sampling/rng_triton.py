@@ -25,6 +25,12 @@ def random_bits(seeds, positions, OFFSET: tl.constexpr):
 
 
 @triton.jit
+def verify_keys(positions, root):
+    """`rng.verify_keys`."""
+    return positions + (root << 32)
+
+
+@triton.jit
 def simulated_accept(seed, length, drafted, thresholds, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
     """`rng.simulated_accept_ref` of one row, with thresholds int64 [DEPTH]; BLOCK: at least DEPTH + 1."""
     place = tl.arange(0, BLOCK)

@@ -25,16 +25,16 @@ from specbatch.kernels.sampling.filtered_distribution_triton import (
     total_of,
 )
 from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL, offset_of
-from specbatch.kernels.sampling.rng_triton import random_bits
+from specbatch.kernels.sampling.rng_triton import random_bits, verify_keys
 
 _WARPS = 16
 _ACCEPT, _RESIDUAL = tl.constexpr(offset_of(ACCEPT)), tl.constexpr(offset_of(RESIDUAL))
 
 
 @triton.jit
-def _residual(logits, q, at, vocabulary, dist, total):
-    """max(p - q, 0) of tokens `at`; 0 past the vocabulary."""
-    p = kept(load(logits, at, vocabulary), at, dist) / total.to(tl.float32)
+def _residual(logits, q, at, vocabulary, dist, total, scale):
+    """max(scale * p - q, 0) of tokens `at`; 0 past the vocabulary."""
+    p = scale * (kept(load(logits, at, vocabulary), at, dist) / total.to(tl.float32))
     return tl.where(at < vocabulary, tl.maximum(p - tl.load(q + at, at < vocabulary, other=0.0), 0.0), 0.0)
 
 
@@ -93,6 +93,14 @@ def _sample_kernel(
 
 
 @triton.jit
+def _uniforms(seeds, positions, sequence, place, N: tl.constexpr):
+    """The random numbers that decide on the drafts `place`, from 0."""
+    first = positions + sequence * N
+    keys = verify_keys(tl.load(first + place, place < N - 1, other=0), tl.load(first) - 1)
+    return _unit(random_bits(tl.load(seeds + sequence), keys, _ACCEPT))
+
+
+@triton.jit
 def _accept_kernel(
     logits,
     dists,
@@ -103,6 +111,7 @@ def _accept_kernel(
     seeds,
     positions,
     accepted,
+    scales,  # float32 [B, N], for block verification, which accepts later; else None
     finite,
     vocabulary,
     blocks,
@@ -123,9 +132,19 @@ def _accept_kernel(
     total = tl.sum(tl.load(sums + row[:, None] * blocks + block[None, :], is_sum, other=0.0), 1)
     p = kept(x, draft.to(tl.int32), dist) / total.to(tl.float32)
     q_draft = tl.load(q + (sequence * (N - 1) + place) * vocabulary + draft, inside, other=0.0)
-    uniforms = _unit(random_bits(tl.load(seeds + sequence), tl.load(positions + row, inside, other=0), _ACCEPT))
-    stays = (uniforms * q_draft < p) & (place < tl.load(drafted + sequence)) & inside
-    tl.store(accepted + sequence, tl.min(tl.where(stays, N - 1, place), 0).to(tl.int64))
+    if scales is not None:
+        scale = tl.full([], 1.0, tl.float32)
+        tl.store(scales + sequence * N, scale)
+        for index in range(N - 1):
+            scaled = scale * tl.sum(tl.where(place == index, p, 0.0), 0)
+            of_draft = tl.sum(tl.where(place == index, q_draft, 0.0), 0)
+            scale = tl.where(scaled < of_draft, scaled / tl.where(of_draft > 0, of_draft, 1.0), 1.0)
+            scale = tl.where(scaled > 0, scale, 0.0)
+            tl.store(scales + sequence * N + index + 1, scale)
+    else:
+        uniforms = _uniforms(seeds, positions, sequence, place, N)
+        stays = (uniforms * q_draft < p) & (place < tl.load(drafted + sequence)) & inside
+        tl.store(accepted + sequence, tl.min(tl.where(stays, N - 1, place), 0).to(tl.int64))
     peak = tl.load(dists + row * COLUMNS + PEAK, place < N, other=0.0)
     tl.store(finite + row, tl.abs(peak) < float("inf"), place < N)
 
@@ -138,6 +157,7 @@ def _residual_kernel(
     q,
     drafted,
     accepted,
+    scales,
     residuals,
     vocabulary,
     N: tl.constexpr,
@@ -145,19 +165,52 @@ def _residual_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sums of max(p - q, 0), by block, after the last accepted draft; 0 where no draft was rejected."""
+    """Sums of max(scale * p - q, 0), by block, after the last accepted draft, or with `scales` after every prefix; 0
+    where no draft follows."""
     wait_for_previous_kernel(PDL)
-    sequence, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    count = tl.load(accepted + sequence)
-    row = sequence * N + count
+    place, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    residuals += place * blocks
+    if scales is not None:
+        row, sequence = place, place // N
+        count, scale = place % N, tl.load(scales + place)
+    else:
+        sequence, scale = place, 1.0
+        count = tl.load(accepted + sequence)
+        row = sequence * N + count
     rest = tl.zeros([], tl.float64)
     if count < tl.load(drafted + sequence):
         total = total_of(sums + row * blocks, blocks, BLOCKS)
         at = block * BLOCK + tl.arange(0, BLOCK)
         q += (row - sequence) * vocabulary
-        weight = _residual(logits + row * vocabulary, q, at, vocabulary, dists + row * COLUMNS, total)
+        weight = _residual(logits + row * vocabulary, q, at, vocabulary, dists + row * COLUMNS, total, scale)
         rest = tl.sum(weight.to(tl.float64), 0)
-    tl.store(residuals + sequence * blocks + block, rest)
+    tl.store(residuals + block, rest)
+
+
+@triton.jit
+def _longest_prefix(
+    scales,
+    residuals,
+    seeds,
+    positions,
+    limit,
+    sequence,
+    blocks,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Drafts, at most `limit`, that block verification accepts."""
+    place, block = tl.arange(0, BLOCK_N), tl.arange(0, BLOCKS)
+    is_draft = place < N - 1
+    row = sequence * N + place + 1  # after draft `place`
+    is_sum = is_draft[:, None] & (block < blocks)[None, :]
+    left = tl.sum(tl.load(residuals + row[:, None] * blocks + block[None, :], is_sum, other=0.0), 1)
+    scale = tl.load(scales + row, is_draft, other=0.0).to(tl.float64)
+    left = tl.where(place + 1 == limit, scale, left)
+    whole = left + 1 - scale
+    accepts = (_uniforms(seeds, positions, sequence, place, N) * whole < left) | (whole <= 0)
+    return tl.max(tl.where(accepts & (place < limit) & is_draft, place + 1, 0), 0).to(tl.int64)
 
 
 @triton.jit
@@ -167,9 +220,11 @@ def _bonus_kernel(
     sums,
     q,
     drafts,
+    drafted,
     seeds,
     positions,
     accepted,
+    scales,
     residuals,
     tokens,
     vocabulary,
@@ -182,19 +237,28 @@ def _bonus_kernel(
 ):
     wait_for_previous_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
-    count = tl.load(accepted + sequence)
-    row = sequence * N + count
+    if scales is not None:
+        limit = tl.load(drafted + sequence)
+        count = _longest_prefix(scales, residuals, seeds, positions, limit, sequence, blocks, N, BLOCK_N, BLOCKS)
+        tl.store(accepted + sequence, count)
+        row = sequence * N + count
+        residuals += row * blocks
+        scale = tl.load(scales + row)
+    else:
+        count = tl.load(accepted + sequence)
+        row = sequence * N + count
+        residuals += sequence * blocks
+        scale = 1.0
     dist = dists + row * COLUMNS
     logits += row * vocabulary
     sums += row * blocks
-    residuals += sequence * blocks
     uniform = _unit(random_bits(tl.load(seeds + sequence), tl.load(positions + row), _RESIDUAL))
     lane = tl.arange(0, BLOCK)
     if total_of(residuals, blocks, BLOCKS) > 0:
         block, target = _block_of(residuals, blocks, uniform, BLOCKS)
         at = block * BLOCK + lane
         total = total_of(sums, blocks, BLOCKS)
-        weight = _residual(logits, q + (row - sequence) * vocabulary, at, vocabulary, dist, total)
+        weight = _residual(logits, q + (row - sequence) * vocabulary, at, vocabulary, dist, total, scale)
     else:  # nothing to subtract, or p == q up to rounding: sample from p
         block, target = _block_of(sums, blocks, uniform, BLOCKS)
         at = block * BLOCK + lane
@@ -252,37 +316,61 @@ def rejection_sample(
     q: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
+    verification: str = "token",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Speculative sampling of a chain, in three launches.
 
     dist: of the target's B * n rows; drafts int64 [B, n-1], of which drafted int64 [B] count, sampled from q float32
-    [B, n-1, V]; seeds int64 [B]; positions int64 [B, n]. Returns tokens int64 [B, n], accepted int64 [B] and finite
+    [B, n-1, V]; seeds int64 [B]; positions int64 [B, n]; verification: "token" or "block", for which the residuals are
+    summed after every prefix instead of the accepted one. Returns tokens int64 [B, n], accepted int64 [B] and finite
     bool [B, n].
     """
     batch, n = positions.shape
     vocabulary, blocks = dist.logits.shape[1], dist.sums.shape[1]
     tokens, accepted = torch.empty_like(positions), torch.empty_like(drafted)
     finite = torch.empty(batch, n, dtype=torch.bool, device=positions.device)
-    residuals = torch.empty(batch, blocks, dtype=torch.float64, device=positions.device)
-    common = {"N": n, **launch_of(dist)}
+    scales = torch.empty(batch, n, device=positions.device) if verification == "block" else None
+    rows = batch if scales is None else batch * n
+    residuals = torch.empty(rows, blocks, dtype=torch.float64, device=positions.device)
+    common = {"N": n, "scales": scales, **launch_of(dist)}
     block_n = triton.next_power_of_2(n)
     _accept_kernel[(batch,)](
-        *dist[:3], q, drafts, drafted, seeds, positions, accepted, finite, vocabulary, blocks, BLOCK_N=block_n, **common
+        *dist[:3],
+        q,
+        drafts,
+        drafted,
+        seeds,
+        positions,
+        accepted,
+        finite=finite,
+        vocabulary=vocabulary,
+        blocks=blocks,
+        BLOCK_N=block_n,
+        **common,
     )
-    _residual_kernel[(batch, blocks)](
-        *dist[:3], q, drafted, accepted, residuals, vocabulary, BLOCK=dist.block, num_warps=8, **common
+    _residual_kernel[(rows, blocks)](
+        *dist[:3],
+        q,
+        drafted,
+        accepted,
+        residuals=residuals,
+        vocabulary=vocabulary,
+        BLOCK=dist.block,
+        num_warps=8,
+        **common,
     )
     _bonus_kernel[(batch,)](
         *dist[:3],
         q,
         drafts,
+        drafted,
         seeds,
         positions,
         accepted,
-        residuals,
-        tokens,
-        vocabulary,
-        blocks,
+        residuals=residuals,
+        tokens=tokens,
+        vocabulary=vocabulary,
+        blocks=blocks,
         BLOCK_N=block_n,
         BLOCK=dist.block,
         num_warps=_WARPS,

@@ -14,7 +14,7 @@ from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.errors import of_draft, refuse
 from specbatch.kernels.attention.context_kv import write_context_kv, write_verified_kv
 from specbatch.kernels.sampling.argmax_topk import Scores, argmax
-from specbatch.kernels.sampling.rng import DRAFT
+from specbatch.kernels.sampling.rng import DRAFT, verify_keys
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.dflash import DFlash, DFlashConfig, published_shape, token_ids
@@ -64,9 +64,8 @@ class DFlashDrafter(NoDraft):
 
     def _draw(self, step: StepInput, logits: torch.Tensor, drafted: torch.Tensor) -> Proposal:
         """Sample each draft from the distribution of its own row. Given the context they are independent."""
-        tokens, distributions = step.sampling.sample_with_probabilities(
-            logits, positions_from(step.lengths + 1, step.num_drafts), DRAFT
-        )
+        keys = verify_keys(positions_from(step.lengths + 1, step.num_drafts), step.lengths[:, None])
+        tokens, distributions = step.sampling.sample_with_probabilities(logits, keys, DRAFT)
         ids, total = self._model.ids, self._model.config.vocab_size
         if ids is None:
             return Proposal(tokens, drafted, distributions)

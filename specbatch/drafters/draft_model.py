@@ -16,7 +16,7 @@ from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.tree import Beams, expand
 from specbatch.errors import of_draft, refuse
 from specbatch.kernels.sampling.argmax_topk import argmax
-from specbatch.kernels.sampling.rng import DRAFT
+from specbatch.kernels.sampling.rng import DRAFT, verify_keys
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
@@ -68,7 +68,8 @@ class DraftModelChain(NoDraft):
             rows = 1
             if step.sampling.flags.sampled:
                 logits = self._fit(self._model.logits(newest))
-                drawn, distribution = step.sampling.sample_with_probabilities(logits[:, None], start[:, None], DRAFT)
+                keys = verify_keys(start, step.lengths)[:, None]
+                drawn, distribution = step.sampling.sample_with_probabilities(logits[:, None], keys, DRAFT)
                 tokens = drafts[:, index].copy_(drawn[:, 0])
                 distributions.append(distribution)
             else:

@@ -19,7 +19,6 @@ from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.embedded_prompt import EmbeddingOverrides
 from specbatch.core.request import Completion
-from specbatch.core.sampling import Sampling
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import Diagnosis, DraftPlan, NoDraft, no_drafts
@@ -29,7 +28,7 @@ from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.drafting.draft_inputs import PendingInputs, beam_inputs, buffer_features, pending_inputs
 from specbatch.kernels.elementwise.gather_rows import gather_rows
 from specbatch.kernels.sampling.argmax_topk import argmax_embedding
-from specbatch.kernels.sampling.rng import DRAFT
+from specbatch.kernels.sampling.rng import DRAFT, verify_keys
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
@@ -167,7 +166,7 @@ class FeatureChain(NoDraft):
         drafts = step.slots.new_empty(len(step.slots), step.num_drafts)
         distributions: list[torch.Tensor] = []
         for index in range(step.num_drafts):
-            embedded, distribution = self.choose(hidden, step.sampling, places[index], drafts[:, index])
+            embedded, distribution = self.choose(hidden, step, places[index], drafts[:, index])
             distributions += [] if distribution is None else [distribution]
             if index + 1 < step.num_drafts:
                 place = places[index + 1]
@@ -186,16 +185,16 @@ class FeatureChain(NoDraft):
         self._ready.index_fill_(0, rows, 1)
 
     def choose(
-        self, hidden: torch.Tensor, sampling: Sampling, places: torch.Tensor, out: torch.Tensor
+        self, hidden: torch.Tensor, step: StepInput, places: torch.Tensor, out: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Choose one token for each hidden [B, hidden_size] of the pairs at positions `places` int64 [B] and write it
         to `out` int64 [B]. Returns its embedding [B, hidden_size] and the distribution float32 [B, 1, V] that it was
         sampled from, None for argmax."""
         head, ids = self._head, self._head.vocabulary
-        if not sampling.flags.sampled:
+        if not step.sampling.flags.sampled:
             return argmax_embedding(head.scores(hidden, greedy=True), head.embedding, ids, out), None
-        positions = places[:, None] + 2  # a token is one position after its pair
-        tokens, distribution = sampling.sample_with_probabilities(head.logits(hidden)[:, None], positions, DRAFT)
+        keys = verify_keys(places + 2, step.lengths)[:, None]  # the pair of a token is at the position before it
+        tokens, distribution = step.sampling.sample_with_probabilities(head.logits(hidden)[:, None], keys, DRAFT)
         if ids is not None:  # tokens outside the draft vocabulary have probability 0
             padded = distribution.new_zeros(*distribution.shape[:2], self._vocabulary)
             tokens, distribution = ids[tokens], padded.index_copy_(2, ids, distribution)

@@ -12,10 +12,19 @@ that equals the chosen token. The distribution is that of trying siblings one by
 Miao et al. 2023), with the random numbers of the baseline. Siblings sampled without replacement would need another
 rule and random numbers of their own.
 
-Sampled drafts, from a distribution q: speculative sampling (Leviathan et al. 2023, Chen et al. 2023). d is accepted if
-u * q(d) < p(d); the first rejected draft is replaced by a sample from max(p - q, 0). Random numbers are keyed as above,
-but which of them decides on a token depends on where a verify begins: a retraction, which moves that, may change the
-tokens of a seed (not their distribution).
+Sampled drafts, from distributions q, are accepted by one of two rules, each with a random number u per draft:
+
+* Token verification: speculative sampling (Leviathan et al. 2023, Chen et al. 2023). d is accepted if u * q(d) < p(d);
+  the first rejected draft is replaced by a sample from max(p - q, 0).
+* Block verification (Sun et al. 2024, arXiv 2403.10444, algorithm 2): never fewer accepted drafts in expectation. The
+  scale of a prefix is a_0 = 1, a_i = min(a_{i-1} p(d_i) / q(d_i), 1), and what is left after it is
+  max(a_i p - q, 0), with sum S_i. The longest prefix with u_i < h_i is accepted, where h_i = S_i / (S_i + 1 - a_i), and
+  h = a after the last draft. The next token is sampled from what is left after that prefix. The denominator is 0 only
+  where a_i = 1 and p = q. Then the next draft is accepted as well, and h_i has no effect: it counts as 1.
+
+Drafts and their u are keyed on (seed, position of the root, position): see `rng.verify_keys`. The token after them is
+keyed as above. The numbers that decide on a token thus depend on where a verify begins: a retraction, which moves that,
+may change the tokens of a seed (not their distribution).
 """
 
 from __future__ import annotations
@@ -30,7 +39,7 @@ from specbatch.core.step_input import Proposal, StepInput
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.sampling.accept import BatchRows, commit_ref
 from specbatch.kernels.sampling.argmax_topk import Maxima, Scores, topk_logprobs
-from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL, TARGET, simulated_accept_ref
+from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL, TARGET, simulated_accept_ref, verify_keys
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.kernels.sampling.tree_verify import simulated_path_ref, walk_tree_ref
 
@@ -63,13 +72,14 @@ def accept(
     logits: Scores,
     positions: torch.Tensor,
     simulate: torch.Tensor | None = None,
+    verification: str = "token",
 ) -> Accepted:
     """Apply the acceptance rule to logits [B, N, V] of nodes at `positions` [B, N], or their `Maxima` if the step is
-    greedy, and commit tokens and lengths to the batch; on a CUDA device one kernel does both. simulate: see
-    `accept_ref`."""
+    greedy, and commit tokens and lengths to the batch; on a CUDA device one kernel does both. simulate,
+    verification: see `accept_ref`."""
     with step.sampling.end_tokens_masked(logits, positions + 1):
         rows = step.batch.rows(step.slots)
-        return Accepted(*_accept_and_commit(logits, proposal, rows, positions, step.sampling, simulate))
+        return Accepted(*_accept_and_commit(logits, proposal, rows, positions, step.sampling, simulate, verification))
 
 
 def accept_and_commit_ref(
@@ -79,9 +89,10 @@ def accept_and_commit_ref(
     positions: torch.Tensor,
     sampling: Sampling,
     simulate: torch.Tensor | None = None,
+    verification: str = "token",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The fields of `Accepted`."""
-    chosen, accepted, finite, path = accept_ref(logits, proposal, positions + 1, sampling, simulate)
+    chosen, accepted, finite, path = accept_ref(logits, proposal, positions + 1, sampling, simulate, verification)
     commit_ref(rows, chosen, accepted)
     return torch.cat([chosen, torch.stack([accepted, proposal.drafted, finite.long()], 1)], 1), path
 
@@ -105,6 +116,7 @@ def accept_ref(
     positions: torch.Tensor,
     sampling: Sampling,
     simulate: torch.Tensor | None = None,
+    verification: str = "token",
 ) -> RefResult:
     """The rules in plain torch, for a chain or a tree: logits [B, N, V] of [root, d_1 .. d_{N-1}]; positions [B, N] of
     the tokens that they predict.
@@ -113,12 +125,16 @@ def accept_ref(
     whatever they are, and the tokens are those that the target chooses at the accepted nodes. Of a tree these are the
     nodes on the path to its deepest node. Random weights make shallow trees: where more are accepted than that path
     has, they are the first nodes, so that the accept length does not depend on the shape of the tree.
+
+    verification: "token" or "block", the rule for sampled drafts.
     """
     assert proposal.ancestors is None or proposal.probabilities is None, "drafts of a tree are not sampled"
     ancestors, path = proposal.ancestors, None
     if proposal.probabilities is not None and sampling.flags.sampled and simulate is None:
         assert isinstance(logits, torch.Tensor), "sampling needs all logits"
-        tokens, accepted = _rejection_sample(sampling.probabilities(logits), proposal, positions, sampling)
+        tokens, accepted = _rejection_sample(
+            sampling.probabilities(logits), proposal, positions, sampling, verification
+        )
         return RefResult(tokens, accepted, are_finite(logits, tokens, sampling))
     if isinstance(logits, Maxima):
         largest, tokens = logits.best()
@@ -165,23 +181,49 @@ def _correct_prefix(correct: torch.Tensor, drafted: torch.Tensor) -> torch.Tenso
 
 
 def _rejection_sample(
-    p: torch.Tensor, proposal: Proposal, positions: torch.Tensor, sampling: Sampling
+    p: torch.Tensor, proposal: Proposal, positions: torch.Tensor, sampling: Sampling, verification: str = "token"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Speculative sampling of a chain: p [B, N, V] -> (tokens [B, N], accepted [B])."""
     q, drafts = proposal.probabilities, proposal.tokens
     assert q is not None
     drafts_p = p[:, :-1].gather(-1, drafts[..., None])[..., 0]
     drafts_q = q.gather(-1, drafts[..., None])[..., 0]
-    u = sampling.uniform(positions[:, :-1], ACCEPT)
-    accepted = _correct_prefix(u * drafts_q < drafts_p, proposal.drafted)
-    at = accepted[:, None, None]
-    p_next = p.gather(1, at.expand(-1, 1, p.shape[-1]))[:, 0]
+    u = sampling.uniform(verify_keys(positions[:, :-1], positions[:, :1] - 1), ACCEPT)
     # After the last draft there is nothing to subtract.
-    q_next = torch.cat([q, torch.zeros_like(q[:, :1])], 1).gather(1, at.expand(-1, 1, q.shape[-1]))[:, 0]
-    q_next = torch.where((accepted < proposal.drafted)[:, None], q_next, 0.0)
-    residual = (p_next - q_next).clamp(min=0)
+    is_drafted = torch.arange(q.shape[1] + 1, device=q.device) < proposal.drafted[:, None]
+    q_next = torch.where(is_drafted[..., None], torch.cat([q, torch.zeros_like(q[:, :1])], 1), 0.0)
+    if verification == "block":
+        scales = _scales(drafts_p, drafts_q)
+        residuals = (scales[..., None] * p - q_next).clamp(min=0)
+        accepted = _longest_prefix(u, scales, residuals.double().sum(-1), proposal.drafted)
+    else:
+        residuals = (p - q_next).clamp(min=0)
+        accepted = _correct_prefix(u * drafts_q < drafts_p, proposal.drafted)
+    at = accepted[:, None, None].expand(-1, 1, p.shape[-1])
+    residual = residuals.gather(1, at)[:, 0]
     # Where p equals q up to rounding errors nothing is left: sample from p itself.
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p.gather(1, at)[:, 0])
     bonus = sample_ref(residual, sampling.uniform(positions.gather(1, accepted[:, None]), RESIDUAL)[:, 0])
     padded = torch.cat([drafts, drafts[:, :1]], 1)
     return padded.scatter(1, accepted[:, None], bonus[:, None]), accepted
+
+
+def _scales(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """The scales a_0 .. a_{N-1} of block verification, for probabilities [B, N-1] of the drafts: [B, N]."""
+    scales = [torch.ones_like(p[:, 0])]
+    for place in range(p.shape[1]):
+        scaled = scales[-1] * p[:, place]
+        # Exactly 1 where p equals q, and 0 for impossible tokens, whatever q is.
+        least = torch.where(scaled < q[:, place], scaled / q[:, place], 1.0)
+        scales.append(torch.where(scaled > 0, least, 0.0))
+    return torch.stack(scales, 1)
+
+
+def _longest_prefix(u: torch.Tensor, scales: torch.Tensor, left: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+    """Drafts that block verification accepts: u [B, N-1], scales [B, N] and sums `left` float64 [B, N] -> int64 [B]."""
+    place = torch.arange(1, scales.shape[1], device=u.device)
+    scale = scales[:, 1:].double()
+    left = torch.where(place == drafted[:, None], scale, left[:, 1:])  # after the last draft h is a
+    whole = left + 1 - scale
+    accepts = ((u * whole < left) | (whole <= 0)) & (place <= drafted[:, None])
+    return torch.where(accepts, place, 0).amax(-1)

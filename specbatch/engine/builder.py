@@ -300,7 +300,13 @@ def _load(
         batch,
         PrefillStep(batch, model, forward, drafter, states=cache.states, **passes),
         DecodeStep(
-            model, cache, drafter, simulate, fp8=fp8, history=None if token_check is None else token_check.history
+            model,
+            cache,
+            drafter,
+            simulate,
+            config.speculation.verification,
+            fp8=fp8,
+            history=None if token_check is None else token_check.history,
         ),
         ScoreStep(batch, model, forward, workspace=plan.workspace, **passes),
         caches=loader.caches,

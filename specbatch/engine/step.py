@@ -39,14 +39,16 @@ class Verified(NamedTuple):
 class DecodeStep:
     """Advances every request of a step by the drafts that it accepts and one token of the target's own.
 
-    simulate: thresholds int64 [D] of simulated acceptance, for benchmarks (see `accept_ref`); fp8: see
-    `use_fp8_activations`; history: of `token_digest`, for a model that is divided over ranks.
+    simulate: thresholds int64 [D] of simulated acceptance, for benchmarks; verification: the rule for sampled drafts
+    (for both see `accept_ref`); fp8: see `use_fp8_activations`; history: of `token_digest`, for a model that is divided
+    over ranks.
     """
 
     model: Decoder
     cache: KVCache
     drafter: Drafter
     simulate: torch.Tensor | None = None
+    verification: str = "token"
     fp8: bool = False
     history: torch.Tensor | None = None
 
@@ -76,7 +78,7 @@ class DecodeStep:
 
     def accept(self, step: StepInput, proposal: Proposal, verified: Verified) -> Accepted:
         """Decide which drafts stay, choose the token after them, and add both to the requests."""
-        return accept(step, proposal, verified.scores, verified.positions, self.simulate)
+        return accept(step, proposal, verified.scores, verified.positions, self.simulate, self.verification)
 
     def commit(self, step: StepInput, verified: Verified, accepted: Accepted) -> None:
         """Make KV cache, recurrent states and draft state follow the accepted tokens."""

@@ -52,8 +52,10 @@ def test_number_of_drafts_may_be_auto():
 
 
 def test_settings_of_draft_heads_are_passed_on():
-    found = EngineOptions(algorithm="eagle3", draft="head", aux_layers="2,18,33", draft_rope_theta=1e4)
-    expected = Speculation("eagle3", draft="head", aux_layers=(2, 18, 33), draft_rope_theta=1e4)
+    found = EngineOptions(
+        algorithm="eagle3", draft="head", aux_layers="2,18,33", draft_rope_theta=1e4, verification="block"
+    )
+    expected = Speculation("eagle3", draft="head", aux_layers=(2, 18, 33), draft_rope_theta=1e4, verification="block")
     assert found.speculation() == expected
     assert expected.drafted == 3
     assert EngineOptions(algorithm="nextn").speculation().drafted == 3

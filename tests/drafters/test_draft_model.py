@@ -12,7 +12,7 @@ from uncached import run_texts
 
 from specbatch.drafters.draft_model import DraftModelChain, parse_skip
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
-from specbatch.kernels.sampling.rng import DRAFT, uniform_ref
+from specbatch.kernels.sampling.rng import DRAFT, uniform_ref, verify_keys
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.models.decoder import Decoder
 
@@ -102,7 +102,8 @@ def test_sampled_drafts_follow_the_reported_distribution(bench: Any, tiny: Any, 
             expected = probabilities_ref(run_texts(model, longer)[0], *setting.values())
             torch.testing.assert_close(q[:, place], expected, rtol=0, atol=1e-5)
             for index, text in enumerate(longer):
-                number = uniform_ref(step.sampling.seeds[index], torch.tensor(len(text)), DRAFT)
+                key = verify_keys(torch.tensor(len(text)), step.lengths[index])
+                number = uniform_ref(step.sampling.seeds[index], key, DRAFT)
                 assert proposal.tokens[index, place] == sample_ref(q[index, place], number)
         greedy = [here.texts[1], here.texts[4]]
         assert proposal.tokens[[1, 4]].tolist() == greedy_chains(model, greedy, count)

@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,20 +25,27 @@ from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.step_input import Proposal
 from specbatch.engine import acceptance
 from specbatch.engine.acceptance import accept_ref, logprobs_of
-from specbatch.kernels.sampling.rng import ACCEPT, DRAFT, RESIDUAL, TARGET, uniform_ref
+from specbatch.kernels.sampling.rng import ACCEPT, DRAFT, RESIDUAL, TARGET, uniform_ref, verify_keys
 from specbatch.kernels.sampling.sample import sample_ref
 
 LARGEST = 1 - 2.0**-53  # random number
+by_block = partial(accept_ref, verification="block")
 MUTANTS = {
     "bonus from the row before": ("at = accepted[:, None, None]", "at = (accepted - 1).clamp(min=0)[:, None, None]"),
-    "bonus from the last row": ("p_next = p.gather(1, at.expand(-1, 1, p.shape[-1]))[:, 0]", "p_next = p[:, -1]"),
-    "nothing subtracted": ("residual = (p_next - q_next).clamp(min=0)", "residual = p_next"),
+    "bonus from the last row": ("residual = residuals.gather(1, at)[:, 0]", "residual = residuals[:, -1]"),
+    "nothing subtracted": ("residuals = (p - q_next).clamp(min=0)", "residuals = p"),
     "always accepted": ("u * drafts_q < drafts_p", "drafts_p > 0"),
     "accepted by p alone": ("u * drafts_q < drafts_p", "u < drafts_p"),
     "q at another temperature": ("drafts_q = q.gather", "drafts_q = (q.sqrt() / q.sqrt().sum(-1, True)).gather"),
-    "one number to accept and to sample": ("[:, None]), RESIDUAL)", "[:, None]), ACCEPT)"),
+    "one number to accept and to sample": (
+        "positions.gather(1, accepted[:, None]), RESIDUAL)",
+        "verify_keys(positions.gather(1, accepted[:, None]), positions[:, :1] - 1), ACCEPT)",
+    ),
     "drafted ignored": ("correct & (place < drafted[:, None])", "correct"),
-    "subtracted after the last draft": ("torch.where((accepted < proposal.drafted)[:, None], q_next, 0.0)", "q_next"),
+    "subtracted after the last draft": (
+        "q_next = torch.where(is_drafted[..., None], torch.cat([q, torch.zeros_like(q[:, :1])], 1), 0.0)",
+        "q_next = torch.cat([q, torch.zeros_like(q[:, :1])], 1)",
+    ),
 }
 
 
@@ -148,8 +156,9 @@ def emits_the_impossible(rule: Rule, number: float) -> bool:
 
 
 def test_impossible_tokens_are_never_emitted() -> None:
-    assert not emits_the_impossible(accept_ref, 0.0)
-    assert not emits_the_impossible(accept_ref, LARGEST)
+    for rule in (accept_ref, by_block):
+        assert not emits_the_impossible(rule, 0.0)
+        assert not emits_the_impossible(rule, LARGEST)
     # The check itself can fail.
     assert emits_the_impossible(mutant(acceptance, "u * drafts_q < drafts_p", "u * drafts_q <= drafts_p"), 0.0)
     assert emits_the_impossible(accept_ref, 1.0), "random numbers are below 1"
@@ -173,9 +182,10 @@ def test_a_draft_from_the_target_is_always_accepted() -> None:
     positions = torch.arange(9, 12).expand(4000, -1)
     q = sampling.probabilities(logits[:, :2])
     drafts = sample_ref(q, sampling.uniform(positions[:, :2], DRAFT))
-    result = accept_ref(logits, Proposal(drafts, torch.full((4000,), 2), q), positions, sampling)
-    assert result.accepted.tolist() == [2] * 4000
-    assert torch.equal(result.tokens[:, :2], drafts)
+    for rule in (accept_ref, by_block):
+        result = rule(logits, Proposal(drafts, torch.full((4000,), 2), q), positions, sampling)
+        assert result.accepted.tolist() == [2] * 4000
+        assert torch.equal(result.tokens[:, :2], drafts)
 
 
 # -- chi-square tests -------------------------------------------------------------------------------------------------
@@ -204,11 +214,18 @@ def after(state: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
 
 
 def generate(
-    rule: Rule, sampling: Sampling, *, drafts_by: str, mix: Callable[[torch.Tensor], torch.Tensor] = lambda q: q
+    rule: Rule,
+    sampling: Sampling,
+    *,
+    drafts_by: str,
+    mix: Callable[[torch.Tensor], torch.Tensor] = lambda q: q,
+    draft_keys: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = verify_keys,
+    always: int | None = None,
 ) -> torch.Tensor:
     """The first three tokens of each request, by three steps on the path that engines take.
 
-    drafts_by: "sampling", "argmax" or "nothing". mix: changes the q that the rule receives.
+    drafts_by: "sampling", "argmax" or "nothing". mix: changes the q that the rule receives. draft_keys: of the random
+    numbers of drafts. always: how many drafts count, in all rows and steps.
     """
     rows = len(sampling.seeds)
     every = torch.arange(rows)
@@ -220,13 +237,14 @@ def generate(
             if drafts_by == "sampling":
                 q = sampling.probabilities(DRAFT_LOGITS[at][:, None])
                 distributions.append(mix(q))
-                drafts.append(sample_ref(q, sampling.uniform(lengths[:, None] + 1 + index, DRAFT)))
+                drafts.append(sample_ref(q, sampling.uniform(draft_keys(lengths + 1 + index, lengths)[:, None], DRAFT)))
             else:
                 drafts.append(DRAFT_LOGITS[at].argmax(-1, keepdim=True))
             at = after(at, drafts[-1][:, 0])
             logits.append(TARGET_LOGITS[at])
         # The number of valid drafts changes from row to row and from step to step.
         valid = (sampling.seeds // 7 + step) % (DRAFTS + 1) if drafts else torch.zeros_like(every)
+        valid = valid if always is None else torch.full_like(valid, always)
         proposal = Proposal(
             torch.cat(drafts, 1) if drafts else every.new_empty(rows, 0),
             valid,
@@ -272,11 +290,12 @@ SETTINGS = [  # temperature, top_k, top_p, min_p
 ]
 
 
-@pytest.mark.parametrize("drafts_by", first_quick(1, ["sampling", "argmax", "nothing"]))
+@pytest.mark.parametrize("drafts_by", first_quick(2, ["sampling", "block", "argmax", "nothing"]))
 def test_tokens_follow_the_target_in_a_batch_of_all_settings(drafts_by: str) -> None:
+    rule, drafts_by = (by_block, "sampling") if drafts_by == "block" else (accept_ref, drafts_by)
     names, count = ("temperature", "top_k", "top_p", "min_p"), 12_000
     columns = {name: torch.tensor([row[n] for row in SETTINGS]).repeat(count) for n, name in enumerate(names)}
-    tokens = generate(accept_ref, sampling_of(count * len(SETTINGS), **columns), drafts_by=drafts_by)
+    tokens = generate(rule, sampling_of(count * len(SETTINGS), **columns), drafts_by=drafts_by)
     for index, setting in enumerate(SETTINGS):
         own, expected = tokens[index :: len(SETTINGS)], target_distribution(*setting)
         assert smallest_p_value(own, expected) > 1e-4, setting
@@ -295,6 +314,21 @@ def test_chi_square_catches_a_wrong_rejection_rule(name: str) -> None:
     tokens = generate(mutant(acceptance, *MUTANTS[name]), sampling_of(30_000), drafts_by="sampling")
     assert smallest_p_value(tokens, PLAIN) < 1e-6
     assert distance_ratio(tokens, PLAIN) > 1.5
+
+
+@pytest.mark.parametrize("wrong", ["", "drafts", "acceptance"])
+def test_block_verification_needs_random_numbers_of_its_own(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It decides by drafts after the accepted ones, too, which the next verify draws again."""
+
+    def by_position(positions: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
+        return positions
+
+    if wrong == "acceptance":
+        monkeypatch.setattr(acceptance, "verify_keys", by_position)
+    keys = by_position if wrong == "drafts" else verify_keys
+    tokens = generate(by_block, sampling_of(240_000), drafts_by="sampling", draft_keys=keys, always=DRAFTS)
+    found = smallest_p_value(tokens, PLAIN)
+    assert found < 1e-6 if wrong else found > 1e-4
 
 
 def test_chi_square_catches_a_wrong_draft_distribution() -> None:
@@ -381,9 +415,11 @@ def test_greedy_matches_a_plain_loop(
     drafts = torch.tensor(chains, dtype=torch.int64).view(len(chains), -1)
     positions, alone = torch.arange(logits.shape[1]).expand(len(listed), -1) + 5, sampling_of(len(listed), 0.0)
     mixed = replace(alone, flags=SamplingFlags(sampled=True))
-    runs = [(alone, None), (mixed, None), *([(mixed, one_hot(drafts, logits.shape[2]))] if drafts.shape[1] else [])]
-    for sampling, distribution in runs:
-        result = accept_ref(logits, Proposal(drafts, drafted, distribution), positions, sampling)
+    runs: list[tuple[Rule, Sampling, torch.Tensor | None]] = [(accept_ref, alone, None), (accept_ref, mixed, None)]
+    if drafts.shape[1]:
+        runs += [(rule, mixed, one_hot(drafts, logits.shape[2])) for rule in (accept_ref, by_block)]
+    for rule, sampling, distribution in runs:
+        result = rule(logits, Proposal(drafts, drafted, distribution), positions, sampling)
         assert result.finite.all()
         for row in range(len(listed)):
             expected = greedy(listed[row], chains[row], counts[row])

@@ -38,6 +38,7 @@ SPECULATIONS = {
     "none": Speculation(),
     "ngram": Speculation("ngram", draft_tokens=3, ngram_min=1),
     "self": Speculation("standalone", draft="self:skip=1", draft_tokens=2),
+    "self by block": Speculation("standalone", draft="self:skip=1", draft_tokens=2, verification="block"),
     "eagle3": Speculation("eagle3", draft="dummy"),
     "mtp-tree": Speculation("mtp", draft_steps=2, draft_topk=2, draft_tokens=3),
     "block": Speculation("dflash", draft="toy-block", draft_tokens=3),
@@ -112,6 +113,7 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
         "none": set(),
         "ngram": {"ngram_match"},
         "self": {"argmax"},
+        "self by block": {"argmax"},
         "eagle3": {"argmax_embedding"} | pairs,
         "mtp-tree": {"beam_inputs"} | levels | pairs,
         "block": {"argmax", "write_context_kv", "write_verified_kv"},
@@ -158,7 +160,9 @@ def test_zero_drafts_before_and_after_some(
     assert numbers[0] == numbers[1]
 
 
-@pytest.mark.parametrize("name", slow_but(["none"], ["none", "ngram", "eagle3", "block", "self-tree"]))
+@pytest.mark.parametrize(
+    "name", slow_but(["none", "self by block"], ["none", "ngram", "eagle3", "block", "self by block", "self-tree"])
+)
 def test_sampled_tokens_with_a_seed(
     toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str
 ) -> None:

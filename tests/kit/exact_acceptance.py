@@ -55,7 +55,8 @@ def mutant(module: ModuleType, old: str, new: str) -> Rule:
 
 @dataclass(frozen=True)
 class Lattice(Sampling):
-    """Uses logits as probabilities, and takes its random numbers from `grid[stream]` [B, positions from 1]."""
+    """Uses logits as probabilities, and takes its random numbers from `grid[stream]` [B, positions from 1], whatever
+    the root of the verify is."""
 
     grid: dict[int, torch.Tensor]
 
@@ -63,7 +64,7 @@ class Lattice(Sampling):
         return logits
 
     def uniform(self, positions: torch.Tensor, stream: int) -> torch.Tensor:
-        return self.grid[stream].gather(1, positions - 1)
+        return self.grid[stream].gather(1, (positions & 0xFFFFFFFF) - 1)
 
 
 def lattice_of(grid: dict[int, torch.Tensor]) -> Lattice:

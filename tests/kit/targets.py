@@ -250,6 +250,7 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "ngram-auto": {"algorithm": "ngram", "draft_tokens": "auto", "draft_steps": 6, "ngram_min": 1},
     "ngram-tree": {"algorithm": "ngram", "draft_steps": 3, "draft_topk": 2, "ngram_min": 1},
     "model": {**_MODEL, "draft_tokens": 3},
+    "model-block": {**_MODEL, "draft_tokens": 3, "verification": "block"},
     "model-auto": {**_MODEL, "draft_tokens": "auto", "draft_steps": 3},
     "model-tree": {**_MODEL, "draft_steps": 5, "draft_topk": 3, "draft_tokens": 7},
     "model-tree-pruned": {**_MODEL, "draft_steps": 4, "draft_topk": 4, "draft_tokens": 4},  # runs more than it verifies

@@ -12,9 +12,10 @@ from specbatch import SamplingParams
 
 REQUESTS, TOKENS, TOP_K, TEMPERATURE = 800, 3, 3, 1.5
 
-# Sampled chains are verified by rejection sampling, trees by the target's own samples.
+# Sampled chains are verified by rejection sampling, token by token or as a block, trees by the target's own samples.
 CASES = [
     ("llama", "model"),
+    ("llama", "model-block"),
     ("qwen3.5", "mtp"),
     ("lfm2", "model-tree"),
     ("nemotron-h", "eagle"),
@@ -27,7 +28,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("target", "drafter"), first_quick(1, CASES))
+@pytest.mark.parametrize(("target", "drafter"), first_quick(2, CASES))
 def test_sampled_tokens_follow_the_target_distribution(targets: Targets, target: str, drafter: str) -> None:
     engine = targets.engine(target, drafter, max_running=400, **settings_of(target, drafter))
     prompt = targets.prompts(target)[4]
@@ -36,7 +37,7 @@ def test_sampled_tokens_follow_the_target_distribution(targets: Targets, target:
         for seed in range(REQUESTS)
     ]
     done = engine.generate([prompt] * REQUESTS, params)
-    if drafter in ("model", "mtp", "model-tree", "eagle", "eagle-tree"):
+    if drafter in ("model", "model-block", "mtp", "model-tree", "eagle", "eagle-tree"):
         metrics = engine.record().metrics
         assert 0.05 < metrics["accepted_tokens"] / metrics["drafted_tokens"] < 0.99, "both outcomes must occur"
 

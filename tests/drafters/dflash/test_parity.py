@@ -14,7 +14,7 @@ import torch
 from crossed import crossed, slow_but
 
 from specbatch.drafters.dflash import DFlashDrafter
-from specbatch.kernels.sampling.rng import DRAFT, uniform_ref
+from specbatch.kernels.sampling.rng import DRAFT, uniform_ref, verify_keys
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.dflash import DFlash, DFlashConfig
@@ -142,13 +142,14 @@ def test_draft_length_may_change_every_step(start: Any, kind: str) -> None:
 
 
 def test_sampled_drafts_use_the_random_numbers_of_their_positions(start: Any) -> None:
-    """The random number of a token depends only on the seed and the token's position in the text."""
+    """The random number of a draft depends only on the seed and the positions of draft and root in the text."""
     run = start("sliding and full", BLOCK - 1, 1000)
     step = run.here.step(5, spare=0, temperature=1.0)
     proposal = run.drafter.propose(step)
     for index, text in enumerate(run.here.texts):
         for place in range(5):
-            number = uniform_ref(step.sampling.seeds[index], torch.tensor(len(text) + place), DRAFT)
+            key = verify_keys(torch.tensor(len(text) + place), step.lengths[index])
+            number = uniform_ref(step.sampling.seeds[index], key, DRAFT)
             assert proposal.tokens[index, place] == sample_ref(proposal.probabilities[index, place], number)
 
 

@@ -16,7 +16,7 @@ import torch
 from crossed import crossed, first_quick
 
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.sampling.rng import DRAFT, uniform_ref
+from specbatch.kernels.sampling.rng import DRAFT, uniform_ref, verify_keys
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.models.config import ModelConfig
 
@@ -268,7 +268,8 @@ def test_sampled_drafts_use_the_random_numbers_of_their_positions(usual: Any, al
     for index, text in enumerate(run.here.texts):
         for place in range(3):
             distribution = proposal.probabilities[index, place]
-            number = uniform_ref(step.sampling.seeds[index], torch.tensor(len(text) + place), DRAFT)
+            key = verify_keys(torch.tensor(len(text) + place), step.lengths[index])
+            number = uniform_ref(step.sampling.seeds[index], key, DRAFT)
             # Sampled among the tokens of the head's vocabulary, in their order.
             known = distribution if ids is None else distribution[ids]
             drawn = sample_ref(known, number)

@@ -107,10 +107,18 @@ def test_samples_match_reference(kind: str, n: int, truncated: bool, device: tor
     assert finite.all()
 
 
-@pytest.mark.parametrize(("kind", "drafted"), slow_but([("flat", 1)], [("peaked", None), ("flat", 1)]))
-def test_rejection_sampling_matches_reference(kind: str, drafted: int | None, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("kind", "drafted", "verification"),
+    slow_but(
+        [("flat", 1, "token"), ("peaked", None, "block")],
+        itertools.product(("peaked", "flat"), (None, 1), ("token", "block")),
+    ),
+)
+def test_rejection_sampling_matches_reference(
+    kind: str, drafted: int | None, verification: str, device: torch.device
+) -> None:
     """The first draft's distribution is the target's own, so that p - q is zero."""
-    batch, n, vocabulary = 7, 3, 100
+    batch, n, vocabulary = 7, 4 if verification == "block" else 3, 100
     logits = logits_of(kind, batch * n, vocabulary, torch.float16, device)
     settings = settings_of(batch, device)
     generator = torch.Generator().manual_seed(5)
@@ -125,11 +133,11 @@ def test_rejection_sampling_matches_reference(kind: str, drafted: int | None, de
     drafts = sample_ref(q, sampling.uniform(positions[:, :-1], DRAFT))
     limit = torch.full((batch,), n - 1 if drafted is None else drafted, device=device)
     p = sampling.probabilities(logits.view(batch, n, -1))
-    expected = acceptance._rejection_sample(p, Proposal(drafts, limit, q), positions, sampling)
+    expected = acceptance._rejection_sample(p, Proposal(drafts, limit, q), positions, sampling, verification)
     filtered = filter_logits(logits, *settings, truncated=True)
     # Bit-identical to the target's where equal, like a draft distribution that these kernels wrote.
     q[:, 0] = probabilities(filtered).view(batch, n, -1)[:, 0]
-    tokens, accepted, finite = rejection_sample(filtered, drafts, limit, q, seeds, positions)
+    tokens, accepted, finite = rejection_sample(filtered, drafts, limit, q, seeds, positions, verification)
     assert torch.equal(accepted, expected[1])
     emitted = torch.arange(n, device=device) <= accepted[:, None]
     assert torch.equal(tokens[emitted], expected[0][emitted])
