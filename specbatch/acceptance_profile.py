@@ -61,7 +61,7 @@ class AcceptanceProfile:
         """The first `count` positions. Refused: a profile that has fewer, and values that are no probabilities."""
         have = len(self.conditional)
         if have < count:
-            works = f"has {have} positions, and {count} tokens are drafted in a row"
+            works = f"has {have} position{'s' if have != 1 else ''}, but {count} tokens are drafted in a row"
             raise refuse(SETTING, self.name, f"{works}; draft at most {have}, or use a longer profile")
         conditional = self.conditional[:count]
         if self.curve:

@@ -29,6 +29,15 @@ class SpecbatchError(ValueError):
         self.works = works
 
 
+class FailedError(SpecbatchError):
+    """Something else than the user has failed, such as a process that was killed. Commands exit with status 1.
+
+    kept: what is finished and how to continue, if a command knows it
+    """
+
+    kept: str | None = None
+
+
 def refuse(setting: str, value: object, works: str) -> SpecbatchError:
     """The error for `setting` having `value`; `works` says what would be accepted, and why. The message is one line, in
     which long values are shortened."""
@@ -96,11 +105,15 @@ def of_draft(draft: str) -> Iterator[None]:
 
 @contextmanager
 def reporting(kept: Callable[[], str]) -> Iterator[None]:
-    """Add what is kept, and how to continue, to an interruption of the block and to an error of reading or writing."""
+    """Add what is kept, and how to continue, to an interruption or failure of the block and to an error of reading or
+    writing."""
     try:
         yield
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(*stop.args or (kept(),)) from None
+    except FailedError as error:
+        error.kept = error.kept or kept()
+        raise
     except OSError as error:
         error.add_note(kept())
         raise

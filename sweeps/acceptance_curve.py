@@ -64,7 +64,8 @@ class AcceptanceCurve:
             ]
             for place, p in enumerate(self.profile.conditional, start=1)
         ]
-        return f"{self.name}\n\n{markdown_table(rows, HEADERS)}"
+        note = "Verifies without a draft, such as those of ngram without a match, are not counted."
+        return f"{self.name}\n\n{markdown_table(rows, HEADERS)}\n\n{note}"
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -104,7 +105,7 @@ def curve_of(paths: Iterable[Path]) -> AcceptanceCurve:
     drafting = [(place, record) for place, record in found if record.counters.get("acceptance", {}).get("drafted")]
     if not drafting:
         listed = ", ".join(map(str, paths))
-        raise refuse("runs", listed, "no run there drafted; name runs with speculation")
+        raise refuse("runs", listed, "no run there used speculation; name runs that did")
     names = {_name(record): place for place, record in drafting}
     if len(names) > 1:
         (name, place), (other, elsewhere), *_ = names.items()

@@ -277,7 +277,7 @@ def test_profiles_must_have_a_probability_for_every_draft() -> None:
     with pytest.raises(SpecbatchError) as error:
         spec("ngram")(simulate_accept=short)
     assert str(error.value) == (
-        "simulate_accept='short.json': has 3 positions, and 4 tokens are drafted in a row; draft at most 3, "
+        "simulate_accept='short.json': has 3 positions, but 4 tokens are drafted in a row; draft at most 3, "
         "or use a longer profile"
     )
     with pytest.raises(SpecbatchError, match=r"the probability of draft 2 is 1\.5; use 0 to 1, or draft at most 1"):

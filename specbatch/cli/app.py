@@ -37,6 +37,7 @@ from specbatch.cli.sweep import sweep
 from specbatch.cli.trace import trace
 from specbatch.cli.train_draft import train_draft
 from specbatch.cli.values import bounded
+from specbatch.errors import FailedError
 
 # The disk failed or is full: no mistake of the user, so the exit status is 1.
 _WHILE_RUNNING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -60,6 +61,9 @@ def _reported(command: Callable[[], str | None]) -> Iterator[None]:
     """Report errors in one line. command: which help to see where the error does not know it."""
     try:
         yield
+    except FailedError as error:
+        say(f"error: {'; '.join(filter(None, [str(error), error.kept]))}")
+        raise typer.Exit(1) from error
     except SpecbatchError as error:
         say(f"error: {error}")
         raise typer.Exit(2) from error

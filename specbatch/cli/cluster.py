@@ -46,12 +46,12 @@ def clustered(
     if kind is None:
         for name in ("address", "workers"):
             if given[name] is not None:
-                raise refuse(name, given[name], "is of a cluster; add --distributed ray")
+                raise refuse(name, given[name], "applies to a Ray cluster; add --distributed ray")
         return engine, None
     if kind != "ray":
         raise refuse("distributed", kind, "use ray")
     if engine.data_parallel != 1:
-        works = "goes without --distributed, where --workers is the number of replicas; leave one of them out"
+        works = "cannot be combined with --distributed, whose replicas are the --workers; leave one out"
         raise refuse("data_parallel", engine.data_parallel, works)
     if workers is None:
         raise refuse("distributed", kind, "add --workers MIN-MAX, such as --workers 2-8")

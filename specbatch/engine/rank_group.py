@@ -16,7 +16,7 @@ from typing import Any
 
 from specbatch.engine.rank_link import BEAT_S, Built, Digests, Failed, Message, Progress, one_line
 from specbatch.engine.token_check import first_difference
-from specbatch.errors import SpecbatchError
+from specbatch.errors import FailedError
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.progress import Report
 from specbatch.runtime.pipe import hang_up
@@ -158,7 +158,7 @@ class RankGroup:
         if self._communicator is not None and self._communicator.is_late:
             self.fail("a rank did not answer in time")
         if self.failure is not None:
-            error = SpecbatchError(f"tensor parallel: {self.failure}; what was finished is kept: build a new engine")
+            error = FailedError(f"tensor parallel: {self.failure}; a new engine starts new processes")
             if self._details:
                 error.add_note(self._details)
             raise error

@@ -44,11 +44,15 @@ def main() -> None:
 
 
 def _send(connection: Connection, messages: SimpleQueue[Any]) -> None:
-    """Send messages until one is None, together those that are there: the other side handles thousands in a second."""
-    group = []
-    while (message := messages.get()) is not None:
-        group.append(message)
-        if messages.empty() or len(group) == MOST_MESSAGES:
+    """Send messages up to one that is None, together those that are there: the other side handles thousands in a
+    second."""
+    group: list[Any] = []
+    ended = False
+    while not ended:
+        message = messages.get()
+        ended = message is None
+        group += [] if ended else [message]
+        if group and (ended or messages.empty() or len(group) == MOST_MESSAGES):
             connection.send_bytes(pickle.dumps(group, pickle.HIGHEST_PROTOCOL))
             group = []
 

@@ -12,7 +12,7 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from specbatch.errors import SpecbatchError
+from specbatch.errors import FailedError, SpecbatchError
 from specbatch.progress import Report
 from specbatch.replicas.messages import (
     Build,
@@ -194,7 +194,7 @@ class ReplicaPool:
         """
         self.clock()
         if not self._replicas:
-            raise SpecbatchError("no replica is left; build a new engine")
+            raise FailedError("no replica is left; a new engine starts others")
         try:
             there = [self._inbox.get(timeout=timeout)]
             while not self._inbox.empty():
@@ -299,7 +299,7 @@ class ReplicaPool:
             left = len(self._replicas)
             self._log(f"{what}; going on with {left} other{'s' if left > 1 else ''}")
         else:
-            raise SpecbatchError(f"data_parallel={self._starter.most}: no replica is left; {what}")
+            raise FailedError(f"data_parallel={self._starter.most}: no replica is left; {what}")
 
 
 def _least(caps: list[dict[str, Any]]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def connected(cluster: Cluster, config: EngineConfig) -> Iterator[None]:
 
 
 def _answering(address: str) -> str:
-    """The address in full. Refused: one where nothing accepts connections."""
+    """The address; that of a server in full. Refused: one where nothing accepts connections."""
     known = address
     if address == AUTO:
         known = os.environ.get("RAY_ADDRESS", "")
@@ -79,7 +79,8 @@ def _answering(address: str) -> str:
     except (OSError, ValueError) as error:
         works = f"nothing answers at {host}:{port or PORT} ({error}); start a head node there with `ray start --head`"
         raise refuse("address", address, works) from None
-    return f"{host}:{port or PORT}"
+    # Ray finds its own address of "auto" with the token of this machine.
+    return address if address == AUTO else f"{host}:{port or PORT}"
 
 
 def _why_not(error: str) -> str:
@@ -89,7 +90,8 @@ def _why_not(error: str) -> str:
     if "Could not find any running Ray instance" in error:
         return "no Ray cluster runs on this machine; use local, or HOST:PORT of a head node"
     if "Failed to connect" in error:
-        return f"what answers there is no head node of Ray; its port is {PORT}, or that of `ray start --port`"
+        port = f"its port is {PORT}, or that of `ray start --port`"
+        return f"what answers there is no head node of Ray ({port}), or wants a token (set RAY_AUTH_MODE=token)"
     return f"Ray cannot connect: {' '.join(lines[:2])}"
 
 

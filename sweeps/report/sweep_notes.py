@@ -33,7 +33,11 @@ def sweep_notes(
     the metrics of the table."""
     found = [Note(MEDIANS)]
     if (replicas := max(record.replicas for record in records)) > 1:
-        found.append(Note(f"Concurrency counts the requests on all {replicas} replicas; a full batch is one's share."))
+        found.append(
+            Note(
+                f"Concurrency counts the requests on all {replicas} replicas; a full batch is the share of one replica."
+            )
+        )
     for record in records:
         found += _failure(record) if record.error else _of_record(record)
     finished = [record for record in records if not record.error]

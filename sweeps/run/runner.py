@@ -437,6 +437,10 @@ def _measure(
     record.workload["output_sha256"] = sha256_of([item.token_ids or item.text for item in completions])
     real = record.simulated_accept_length is None  # a simulated accept length makes the text meaningless
     record.workload["warnings"] = list(warnings(workload, completions, params)) if real else []
+    if replaced := record.counters.get("replaced_replicas"):  # the times include the loss
+        record.workload["error"] = f"{replaced} replica{'s' if replaced > 1 else ''} ended and had to be replaced"
+        record.metrics, record.counters, record.requests = {}, {}, []
+        return record
     if (errors := failures(record)) and not record.metrics["requests"]:
         reasons = "; ".join(f"{error} ({number})" for error, number in errors)
         record.workload["error"] = f"every request failed: {reasons}"

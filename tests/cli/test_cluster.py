@@ -21,12 +21,16 @@ NONE = dict.fromkeys(CLUSTER_OPTIONS)
 @pytest.mark.parametrize(
     ("given", "engine", "message"),
     [
-        ({"workers": "2"}, {}, "workers='2': is of a cluster; add --distributed ray"),
-        ({"address": "auto"}, {}, "address='auto': is of a cluster"),
+        ({"workers": "2"}, {}, "workers='2': applies to a Ray cluster; add --distributed ray"),
+        ({"address": "auto"}, {}, "address='auto': applies to a Ray cluster"),
         ({"distributed": "ray"}, {}, "distributed='ray': add --workers MIN-MAX"),
         ({"distributed": "dask", "workers": "2"}, {}, "distributed='dask': use ray"),
         ({"distributed": "ray", "workers": "3-1"}, {}, "workers='3-1'"),
-        ({"distributed": "ray", "workers": "2"}, {"data_parallel": 2}, "data_parallel=2: goes without --distributed"),
+        (
+            {"distributed": "ray", "workers": "2"},
+            {"data_parallel": 2},
+            "data_parallel=2: cannot be combined",
+        ),
         ({"distributed": "ray", "workers": "2"}, {"device": "cuda:1"}, "device='cuda:1': Ray chooses the GPUs"),
     ],
 )

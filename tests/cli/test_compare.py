@@ -50,12 +50,12 @@ def test_resumed_job_is_compared_by_prompts_but_not_by_times(run, resumed):
     for before, after, side in (("a.jsonl", "b.jsonl", "after"), ("b.jsonl", "a.jsonl", "before")):
         body = json.loads(run("compare", resumed / before, resumed / after, "--json").stdout)
         found = {row["metric"]: row for row in body["rows"]}
-        accept, throughput = found["accept length"], found["output tok/s"]
+        accept, throughput = found["accept_length"], found["output_throughput"]
         assert accept[side] == pytest.approx(12 * 4 / (7 * 2 + 5 * 4))
         assert accept["over"] == "12 prompts, paired"
         assert accept["verdict"] == {"after": "regression", "before": "better"}[side]
         for metric, row in found.items():
-            assert (row[side] is None) == (metric != "accept length")
+            assert (row[side] is None) == (metric != "accept_length")
         assert (throughput["verdict"], throughput["over"]) == ("not judged", "not measured")
         (resumed_note,) = (note for note in body["notes"] if note.startswith("RESUMED"))
         assert f"{out}: 5 of 12 answers come from earlier, interrupted runs" in resumed_note

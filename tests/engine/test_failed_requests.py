@@ -120,18 +120,18 @@ def test_logits_that_break_later_keep_the_tokens_before(
     prompts = [list(prompt) for prompt in toy.prompts()[3:6]]
     expected = [item.token_ids for item in engine.generate(prompts, GREEDY)]
     engine.forget_prefixes()
-    logits = engine._worker.decode_step.model.logits
+    scores = engine._worker.decode_step.model.scores
     calls = 0
 
-    def overflow(hidden: torch.Tensor) -> torch.Tensor:
+    def overflow(hidden: torch.Tensor, *, greedy: bool) -> Any:
         nonlocal calls
         calls += 1
-        found = logits(hidden)
-        if calls == 4:
+        found = scores(hidden, greedy=greedy)
+        if calls == 3:
             found[1] = torch.inf
         return found
 
-    engine._worker.decode_step.model.logits = overflow  # type: ignore[method-assign]
+    engine._worker.decode_step.model.scores = overflow  # type: ignore[method-assign]
     ended: list[Completion] = []
     params = [replace(GREEDY, max_new_tokens=count) for count in (4, 10, 10)]
     found = engine.generate(prompts, params, on_completion=ended.append)

@@ -141,6 +141,26 @@ def test_sweep_shares_the_concurrency_out(run: Run) -> None:
     assert "data_parallel" in run(1, *words, "--out", "two").stderr
 
 
+def test_a_point_that_lost_a_replica_runs_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["sweep", "--configs", "v2", "--concurrency", "2,4", "--prompts-per-concurrency", 3]
+    words += ["--input-len", 5, "--output-len", 6, "--out", "out"]
+    killed: list[int] = []
+
+    def kill(number: int, message: Message) -> None:
+        if isinstance(message, Completed) and message.completion.index == 6 and not killed:
+            killed.append(number)
+            raise RuntimeError("no memory")
+
+    monkeypatch.setattr(replicas_engine, "LocalProcesses", lambda config: ThreadReplicas(2, spoil=kill))
+    result = run(2, *words)
+    assert result.exit_code == 1
+    assert "1 replica ended and had to be replaced" in result.stdout
+    [failed] = [path for path in Path("out").glob("v2/*/r1/record.json") if "replaced" in path.read_text()]
+    assert json.loads(failed.read_text())["metrics"] == {}
+    assert run(2, *words).exit_code == 0
+    assert "replaced" not in failed.read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

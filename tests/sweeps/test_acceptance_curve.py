@@ -56,7 +56,7 @@ def test_runs_that_cannot_be_counted_together_are_refused(tmp_path: Path) -> Non
     folder = saved(tmp_path, swept("v1"), swept("v2", simulate=2.4), swept("baseline"))
     with pytest.raises(SpecbatchError, match=r"differ: smollm2-135m, ngram, random; .*simulated: geometric, mean 2\.4"):
         curve_of([folder])
-    with pytest.raises(SpecbatchError, match="no run there drafted; name runs with speculation"):
+    with pytest.raises(SpecbatchError, match="no run there used speculation; name runs that did"):
         curve_of([folder / "baseline"])
     for wrong in ("curve.txt", "curve"):
         result = CliRunner().invoke(app, ["acceptance", str(folder / "v1"), "--output", str(tmp_path / wrong)])

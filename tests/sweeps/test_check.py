@@ -61,8 +61,8 @@ def check(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
 def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patches the acceptance rule to accept every draft."""
 
-    def accept(logits: Any, proposal: Any, positions: Any, sampling: Any, simulate: Any = None) -> Any:
-        found = acceptance.RefResult(*accept_ref(logits, proposal, positions, sampling, simulate))
+    def accept(logits: Any, proposal: Any, *others: Any) -> Any:
+        found = acceptance.RefResult(*accept_ref(logits, proposal, *others))
         tokens = torch.cat([proposal.tokens, found.tokens[:, -1:]], 1)
         return found._replace(tokens=tokens, accepted=torch.full_like(found.accepted, proposal.tokens.shape[1]))
 
