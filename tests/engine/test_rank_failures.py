@@ -78,6 +78,7 @@ def test_a_rank_that_falls_silent_is_named(targets: Targets, monkeypatch: pytest
     stuck.set()
 
 
+@pytest.mark.slow
 def test_ctrl_c_between_launches_leaves_the_ranks_together(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
     thread_group(monkeypatch)
     engine = built(targets)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import slow_but
 from thread_replicas import ThreadReplicas
 
 from specbatch import (
@@ -48,7 +49,7 @@ def tokens(completions: list[Any]) -> list[tuple[Any, ...]]:
     return [(item.index, item.sample, item.prompt_token_ids, item.token_ids, item.text) for item in completions]
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", slow_but([3], [1, 3]))
 def test_tokens_scores_and_counts_are_those_of_one_engine(one: Engine, count: int) -> None:
     engine, _ = replicas(count)
     with engine:
@@ -287,6 +288,7 @@ def test_an_exception_in_a_replica_is_the_reason_of_its_end(monkeypatch: pytest.
     }
 
 
+@pytest.mark.slow
 def test_replicas_that_are_idle_or_slow_are_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "STUCK_S", 0.5)
     monkeypatch.setattr(replica, "ALIVE_S", 0.0)
@@ -299,6 +301,7 @@ def test_replicas_that_are_idle_or_slow_are_not_stuck(monkeypatch: pytest.Monkey
         assert "replaced_replicas" not in engine.record().counters
 
 
+@pytest.mark.slow
 def test_a_place_at_which_nothing_works_is_left_out_and_costs_no_prompt(one: Engine) -> None:
     wanted = tokens(one.generate(PROMPTS, SAMPLED))
 

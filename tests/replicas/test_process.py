@@ -120,6 +120,7 @@ def replicas_that_run(leader: subprocess.Popen[str], partial: Path) -> list[int]
     return replicas_of(leader.pid)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_replica_that_is_stuck_and_keeps_finished_rows(start: Any, tmp_path: Path) -> None:
     leader = start("--max-new-tokens", "30")
     pids = replicas_that_run(leader, tmp_path / "out.jsonl.partial")
