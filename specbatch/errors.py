@@ -54,6 +54,12 @@ def _refusal(setting: str, value: object, text: str, works: str) -> SpecbatchErr
     return SpecbatchError(" ".join(line.splitlines()), setting=setting, value=value, works=works)
 
 
+def one_line(error: BaseException) -> str:
+    """The first line of an error, after its type unless the message is for users."""
+    line = next(iter(str(error).splitlines()), "")
+    return line if isinstance(error, SpecbatchError) else f"{type(error).__name__}: {line}"
+
+
 def shown(value: object) -> str:
     """The `repr` of a value, shortened if it is long."""
     try:

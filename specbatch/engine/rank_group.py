@@ -14,9 +14,9 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from specbatch.engine.rank_link import BEAT_S, Built, Digests, Failed, Message, Progress, one_line
+from specbatch.engine.rank_link import BEAT_S, Built, Digests, Failed, Message, Progress
 from specbatch.engine.token_check import first_difference
-from specbatch.errors import FailedError
+from specbatch.errors import FailedError, one_line
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.progress import Report
 from specbatch.runtime.pipe import hang_up

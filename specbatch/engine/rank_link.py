@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specbatch.errors import SpecbatchError
+from specbatch.errors import one_line
 
 Call = tuple[int, str, tuple[Any, ...]]  # number of an engine, method of its worker, arguments
 BEAT_S = 1.0
@@ -108,9 +108,3 @@ class Link:
 def may_follow(error: BaseException) -> bool:
     """Whether an error may be a consequence of one on another rank, whose end a collective may notice first."""
     return isinstance(error, (RuntimeError, OSError)) and not isinstance(error, torch.OutOfMemoryError)
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of an error, after its type unless the message is for users."""
-    line = next(iter(str(error).splitlines()), "")
-    return line if isinstance(error, SpecbatchError) else f"{type(error).__name__}: {line}"

@@ -22,8 +22,8 @@ import torch
 from specbatch.config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.engine.rank_group import EXPLAIN_S, RankGroup
-from specbatch.engine.rank_link import Built, Call, Digests, Message, Progress, may_follow, one_line
-from specbatch.errors import SpecbatchError, refuse
+from specbatch.engine.rank_link import Built, Call, Digests, Message, Progress, may_follow
+from specbatch.errors import SpecbatchError, one_line, refuse
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.memory.planner import MemoryShare
 from specbatch.progress import Report

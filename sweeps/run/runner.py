@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.config import EngineConfig, Speculation
 from specbatch.core.request import Completion, SamplingParams
-from specbatch.errors import SpecbatchError, at_least, each_once, refuse, reporting
+from specbatch.errors import SpecbatchError, at_least, each_once, one_line, refuse, reporting
 from specbatch.jobs.configurations import check_draft, load_engine
 from specbatch.memory.page_pool import held_at_once
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
@@ -318,8 +318,7 @@ def noted(errors: dict[str, str] | None, name: str) -> Iterator[None]:
     except Exception as error:
         if errors is None:
             raise
-        line = next(iter(str(error).splitlines()), "")
-        errors[name] = line if isinstance(error, SpecbatchError) else f"{type(error).__name__}: {line}"
+        errors[name] = one_line(error)
 
 
 def fitted(configs: Mapping[str, EngineConfig], options: SweepOptions) -> dict[str, EngineConfig]:
