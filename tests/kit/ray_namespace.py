@@ -30,7 +30,7 @@ def why_not() -> str:
         made = subprocess.run(["unshare", "-rn", sys.executable, "-c", UP], capture_output=True)
     except FileNotFoundError:
         return "there is no unshare to make a network namespace"
-    return "" if made.returncode == 0 else "this machine lets nobody make a network namespace"
+    return "" if made.returncode == 0 else "this machine does not allow network namespaces"
 
 
 def start(folder: Path, words: str, program: str = CLI, **how: Any) -> subprocess.Popen[str]:
