@@ -19,7 +19,7 @@ from specbatch.core.sampling_params import sampling_text
 from specbatch.errors import refuse
 from specbatch.records.markdown import markdown_table, sum_lists
 from specbatch.records.run_record import RunRecord
-from specbatch.records.store import find_records, load_output, output_of
+from specbatch.records.runs import read_records
 
 HEADERS = ("draft", "tried", "accepted", "accepted where tried (%)", "accept length with so many drafts")
 _FORMS = (".json", ".yaml", ".yml")
@@ -101,7 +101,7 @@ def check_suffix(path: Path) -> None:
 def curve_of(paths: Iterable[Path]) -> AcceptanceCurve:
     """The curve of all runs at `paths` that drafted. Refused: none, and runs of different models, drafts, data sets or
     simulations."""
-    found = [item for path in paths for item in _records(path)]
+    found = [item for path in paths for item in read_records("runs", path, lambda output: [])]
     drafting = [(place, record) for place, record in found if record.counters.get("acceptance", {}).get("drafted")]
     if not drafting:
         listed = ", ".join(map(str, paths))
@@ -121,12 +121,6 @@ def curve_of(paths: Iterable[Path]) -> AcceptanceCurve:
         sum_lists(count["accepted"] for count in counts),
         [str(place) for place, _ in drafting],
     )
-
-
-def _records(path: Path) -> list[tuple[Path, RunRecord]]:
-    if (output := output_of(path)) is not None:
-        return [(output, load_output("runs", output, lambda _: []))]
-    return find_records("runs", path)
 
 
 def _name(record: RunRecord) -> str:

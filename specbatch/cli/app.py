@@ -79,8 +79,17 @@ def _reported(command: Callable[[], str | None]) -> Iterator[None]:
         say(f"error: {'; '.join([_one_line(error), *getattr(error, '__notes__', ())])}")
         raise typer.Exit(1 if error.errno in _WHILE_RUNNING else 2) from error
     except KeyboardInterrupt as stop:
-        say("; ".join(["interrupted", *map(str, stop.args)]))
+        say("; ".join(["interrupted", *_kept(stop)]))
         raise typer.Exit(130) from stop
+
+
+def _kept(stop: BaseException | None) -> list[str]:
+    """What an interruption says is kept. A second one, while the first is handled, does not know it."""
+    while stop is not None:
+        if isinstance(stop, KeyboardInterrupt) and stop.args:
+            return list(map(str, stop.args))
+        stop = stop.__context__
+    return []
 
 
 def _one_line(error: OSError) -> str:

@@ -91,7 +91,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Alive:
-    """The stream makes progress. Sent every few seconds in which it completes nothing."""
+    """The stream, or the call, goes on. Sent every few seconds while it does."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from specbatch.errors import FailedError, SpecbatchError
 from specbatch.progress import Report
 from specbatch.replicas.messages import (
+    Begin,
     Build,
     Built,
     Call,
@@ -28,11 +29,13 @@ from specbatch.replicas.messages import (
     Progress,
     Refused,
     Returned,
+    Submit,
 )
 
 # Replicas in a row that ended at a place before it is given up: in their start, and after it without a result.
 MOST_FAILED_STARTS, MOST_FAILED_RUNS = 3, 6
 DIFFERS = 1.05  # times as many KV pages, which the log shows
+STUCK_S = 1800.0  # without a step; a long prompt of a large model on a CPU takes less
 LONGEST_LOOK_S = 1.0  # that counts as time in which the replicas could be heard
 
 
@@ -71,6 +74,7 @@ class _Replica:
     failures        of its predecessors in a row that ended without a result
     has_worked      whether it has sent a result
     said            its lines of the logs, by engine and without numbers
+    heard           when it sent its last message or was given something to do, by `ReplicaPool.clock`
     """
 
     place: int
@@ -79,6 +83,7 @@ class _Replica:
     has_worked: bool = False
     built: set[int] = field(default_factory=set)
     said: Counter[tuple[int, str]] = field(default_factory=Counter)
+    heard: float = 0.0
 
 
 class ReplicaPool:
@@ -97,6 +102,7 @@ class ReplicaPool:
         self._builds: dict[int, Build] = {}
         self._logs: dict[int, Callable[[str], None]] = {}  # of the engines
         self._building: int | None = None
+        self._active: int | None = None  # the engine that was used last
         self._numbers, self._tickets = count(), count()
         self._replicas: dict[int, _Replica] = {}
         self._looked = time.monotonic()
@@ -123,7 +129,7 @@ class ReplicaPool:
         """
         self._builds[build.engine] = build
         self._logs[build.engine] = log
-        self._building = build.engine
+        self._building = self._active = build.engine
         for replica in self._replicas.values():
             replica.link.send(build)
         try:
@@ -142,8 +148,12 @@ class ReplicaPool:
             replica.link.send(Close(engine))
 
     def send(self, number: int, command: Command) -> None:
+        if isinstance(command, Begin | Call):
+            self._active = command.engine
         if (replica := self._replicas.get(number)) is not None:
             replica.link.send(command)
+            if isinstance(command, Begin | Submit | Call):
+                replica.heard = self.clock()
 
     def call(self, number: int, engine: int, method: str, **arguments: Any) -> int:
         """Call a method of an engine on a replica. Returns the ticket that its answer has."""
@@ -203,6 +213,8 @@ class ReplicaPool:
             return
         for number, message in there:
             replica = self._replicas.get(number)
+            if replica is not None:
+                replica.heard = self.clock()
             if replica is not None and (handled := self._handled(replica, message)) is not None:
                 if isinstance(handled, Ended):
                     self._replace(number, handled)
@@ -216,9 +228,12 @@ class ReplicaPool:
         self._looked = now
         return self._clock
 
-    def fail(self, number: int, reason: str) -> None:
-        """Let the next `receive` end a replica."""
-        self._inbox.put((number, Ended(reason)))
+    def end_stuck(self, busy: Iterable[int]) -> None:
+        """Let the next `receive` end those of the replicas that have work and say nothing."""
+        for number in busy:
+            replica = self._replicas.get(number)
+            if replica is not None and self.clock() - replica.heard > STUCK_S:
+                self._inbox.put((number, Ended(f"it has not made a step for {STUCK_S:.0f} s")))
 
     def close(self) -> None:
         """End all replicas."""
@@ -240,7 +255,7 @@ class ReplicaPool:
             case Output(line):
                 if line not in self._printed:
                     self._printed.add(line)
-                    self._log(f"replica {replica.place}: {line}")
+                    self._tell(f"replica {replica.place}: {line}")
                 return None
             case Built(engine):
                 replica.built.add(engine)
@@ -250,6 +265,11 @@ class ReplicaPool:
                 # Either it was refused before by another replica, or a successor cannot build what was built.
                 return Ended(str(error)) if engine in self._builds else None
         return message
+
+    def _tell(self, line: str) -> None:
+        """Log a line about a replica, as one of the engine that it works for."""
+        log = self._log if self._active is None else self._logs.get(self._active, self._log)
+        log(line)
 
     def _wait_for(self, engine: int, report: Report) -> Built:
         built: dict[int, Built] = {}  # by place
@@ -289,15 +309,15 @@ class ReplicaPool:
         most = MOST_FAILED_RUNS if had_started else MOST_FAILED_STARTS
         if ended.details and ended.details not in self._printed:
             self._printed.add(ended.details)
-            self._log(f"replica {replica.place}: {ended.details.rstrip()}")
+            self._tell(f"replica {replica.place}: {ended.details.rstrip()}")
         what = f"replica {replica.place} ended ({ended.reason})"
         if failures < most or (had_started and not self._replicas):
-            self._log(f"{what}; starting another")
+            self._tell(f"{what}; starting another")
             self._start(replica.place, failures)
             self.replaced += 1
         elif self._replicas:
             left = len(self._replicas)
-            self._log(f"{what}; going on with {left} other{'s' if left > 1 else ''}")
+            self._tell(f"{what}; going on with {left} other{'s' if left > 1 else ''}")
         else:
             raise FailedError(f"data_parallel={self._starter.most}: no replica is left; {what}")
 

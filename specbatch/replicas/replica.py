@@ -90,6 +90,10 @@ class Replica:
                 case Begin(number, engine):
                     assert stream is not None
                     self._run(number, stream, self._engines[engine])
+                case Call(ticket, engine, "score", arguments):
+                    beat = self._beat()
+                    found = self._engines[engine].score(**arguments, on_score=lambda index, likelihood: beat())
+                    self._send(Returned(ticket, found))
                 case Call(ticket, engine, method, arguments):
                     self._send(Returned(ticket, getattr(self._engines[engine], method)(**arguments)))
         except SpecbatchError as error:
@@ -108,18 +112,28 @@ class Replica:
         self._send(Built(command.engine, engine.config, engine.caps))
 
     def _run(self, number: int, stream: _Stream, engine: Engine) -> None:
-        heard = time.monotonic()
+        beat = self._beat()
         with closing(engine.serve(stream.queue)) as events:
             for event in events:
                 if stream.dropped:
                     return
-                if time.monotonic() - heard > ALIVE_S:
-                    self._send(Alive())
-                    heard = time.monotonic()
+                beat()
                 while stream.aborts:
                     engine.abort(stream.aborts.popleft())
                 if event.completion is not None:
                     self._send(Completed(number, replace(event.completion, prompt_token_ids=[])))
+
+    def _beat(self) -> Callable[[], None]:
+        """A function to call whenever the work goes on: it sends a sign of life now and then."""
+        heard = time.monotonic()
+
+        def beat() -> None:
+            nonlocal heard
+            if time.monotonic() - heard > ALIVE_S:
+                self._send(Alive())
+                heard = time.monotonic()
+
+        return beat
 
 
 def _one_line(error: BaseException) -> str:

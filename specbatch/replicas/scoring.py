@@ -11,6 +11,7 @@ from specbatch.replicas.messages import Ended, Refused, Returned
 from specbatch.replicas.pool import ReplicaPool
 
 MOST_PAIRS = 64  # of a part
+LOOK_S = 1.0  # between looks for replicas that are stuck
 
 
 def score_on(pool: ReplicaPool, engine: int, pairs: list[Checked], on_score: OnScore) -> list[Likelihood]:
@@ -25,7 +26,7 @@ def score_on(pool: ReplicaPool, engine: int, pairs: list[Checked], on_score: OnS
                 first = parts.popleft()
                 part = pairs[first : first + MOST_PAIRS]
                 calls[pool.call(number, engine, "score", pairs=part)] = number, first
-        for number, message in pool.receive():
+        for number, message in pool.receive(LOOK_S):
             match message:
                 case Returned(ticket, values) if ticket in calls:
                     for index, value in enumerate(values, calls.pop(ticket)[1]):
@@ -44,4 +45,5 @@ def score_on(pool: ReplicaPool, engine: int, pairs: list[Checked], on_score: OnS
                                     f"{MOST_DEATHS} replicas ended while they scored pairs {first} to "
                                     f"{min(first + MOST_PAIRS, len(pairs)) - 1}; the last: {reason}"
                                 )
+        pool.end_stuck({number for number, _ in calls.values()})
     return [found[index] for index in range(len(pairs))]

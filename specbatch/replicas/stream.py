@@ -13,10 +13,6 @@ from specbatch.replicas.dispatcher import MOST_DEATHS, Dispatcher, Item
 from specbatch.replicas.messages import Abort, Begin, Completed, End, Ended, Submit
 from specbatch.replicas.pool import ReplicaPool
 
-STUCK_S = (
-    1800.0  # without a step, after which a replica is replaced: a long prompt of a large model on a CPU takes less
-)
-
 
 class ReplicaStream:
     """A stream of prompts on the replicas of a pool."""
@@ -26,7 +22,6 @@ class ReplicaStream:
         self._number, self._pool, self._engine = number, pool, engine
         self._prompts = Dispatcher(room)
         self._begun: dict[int, int] = {}  # replicas, with the number of aborts that they know
-        self._heard: dict[int, float] = {}  # when replicas were heard last, by the clock of the pool
 
     @property
     def unfinished(self) -> int:
@@ -54,12 +49,10 @@ class ReplicaStream:
             batches.setdefault(number, []).append((item.submission, now - item.arrived))
         for number, items in batches.items():
             self._pool.send(number, Submit(self._number, items))
-            self._heard[number] = self._pool.clock()
 
     def receive(self, timeout: float) -> Iterator[tuple[Completion, float]]:
         """Wait up to `timeout` seconds for completions. Yields each with the time at which its prompt arrived."""
         for number, message in self._pool.receive(timeout):
-            self._heard[number] = self._pool.clock()
             if isinstance(message, Completed) and message.stream == self._number:
                 done = message.completion
                 item = self._prompts.finish(number, (done.index, done.sample))
@@ -69,9 +62,7 @@ class ReplicaStream:
                 self._begun.pop(number, None)
                 for item in self._prompts.lose(number):
                     yield _given_up(item, message.reason), item.arrived
-        for number in self._prompts.busy:
-            if self._pool.clock() - self._heard[number] > STUCK_S:
-                self._pool.fail(number, f"it has not made a step for {STUCK_S:.0f} s")
+        self._pool.end_stuck(self._prompts.busy)
 
     def end(self, *, drop: bool) -> None:
         """drop: what is unfinished is dropped."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import tempfile
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import datasets
@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from specbatch.cli import generate as command
 from specbatch.cli.generate import summary
 from specbatch.config import EngineConfig
 from specbatch.core.request import SamplingParams
@@ -82,6 +83,23 @@ def test_one_prompt_is_singular(generate):
     result = generate(lines=PROMPTS[:1])
     assert result.stdout.startswith("answers to 1 prompt in ")
     assert "generate: 1 answer, " in result.stderr
+
+
+def test_second_interruption_does_not_hide_what_is_kept(generate, monkeypatch):
+    """It arrives while the first one is handled, in code that does not know what is kept."""
+
+    opened = command.open_replicas
+
+    @contextmanager
+    def interrupted_again(*args):
+        with opened(*args) as engine:
+            try:
+                yield engine
+            finally:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "open_replicas", interrupted_again)
+    assert "interrupted; kept 2 finished of 4" in generate(interrupt_after=2).stderr
 
 
 def test_interrupted_run_continues(generate, engine, tmp_path):

@@ -105,6 +105,7 @@ REFUSED = [
     ("send-one --max-new-tokens 0", "max_new_tokens=0:"),
     ("gate {tmp}", "Missing option '--policy'"),
     ("report {tmp}", "holds no records of a sweep"),
+    ("acceptance {tmp}/none", "none': no such file or folder"),
     (EAGLE3, "data=None: give either --data (prompts) or --answers"),
     (f"{EAGLE3} --data {{in}} --answers {{in}}", "give either --data (prompts) or --answers"),
     (f"{EAGLE3} --data {{tmp}}/none.jsonl", "No such file"),

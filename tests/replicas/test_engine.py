@@ -22,7 +22,8 @@ from specbatch import (
     SpecbatchError,
     Speculation,
 )
-from specbatch.replicas import replica, stream
+from specbatch.memory.planner import MemoryShare
+from specbatch.replicas import pool, replica, scoring
 from specbatch.replicas.messages import Built, Completed, Message, Returned
 
 CONFIG = EngineConfig(
@@ -290,7 +291,7 @@ def test_an_exception_in_a_replica_is_the_reason_of_its_end(monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_replicas_that_are_idle_or_slow_are_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "STUCK_S", 0.5)
+    monkeypatch.setattr(pool, "STUCK_S", 0.5)
     monkeypatch.setattr(replica, "ALIVE_S", 0.0)
     step = Engine._step
     monkeypatch.setattr(Engine, "_step", lambda self: bool(time.sleep(0.05)) or step(self))
@@ -331,24 +332,53 @@ def test_a_traceback_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "replica 0 ended (SpecbatchError: out of memory); starting another" in lines
 
 
-def test_a_replica_that_is_stuck_is_replaced(one: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = tokens(one.generate(PROMPTS, SAMPLED))
-    monkeypatch.setattr(stream, "STUCK_S", 0.5)
+@pytest.mark.parametrize("scores", [False, True])
+def test_a_replica_that_is_stuck_is_replaced(one: Engine, monkeypatch: pytest.MonkeyPatch, *, scores: bool) -> None:
+    def work(engine: Any) -> Any:
+        return engine.score(PAIRS) if scores else tokens(engine.generate(PROMPTS, SAMPLED))
+
+    wanted = work(one)
+    monkeypatch.setattr(pool, "STUCK_S", 0.5)
+    monkeypatch.setattr(scoring, "LOOK_S", 0.1)
     over, stuck = threading.Event(), []
 
     def hold(number: int, message: Message) -> None:
-        if number == 1 and isinstance(message, Completed):
+        result = message.value if isinstance(message, Returned) else isinstance(message, Completed)
+        if number == 1 and result:
             stuck.append(number)
             over.wait(60)
 
     lines: list[str] = []
     starter = ThreadReplicas(2, spoil=hold)
     with DataParallelEngine(replace(CONFIG, data_parallel=2), starter=starter, log=lines.append) as engine:
-        assert tokens(engine.generate(PROMPTS, SAMPLED)) == wanted
+        assert work(engine) == wanted
     over.set()
     starter.links[1].thread.join(10)
     assert stuck == [1]
     assert lines[-1].startswith("replica 1 ended (it has not made a step for")
+
+
+def test_lines_about_a_replica_are_those_of_the_engine_that_it_worked_for() -> None:
+    first: list[str] = []
+    second: list[str] = []
+    ended: list[int] = []
+
+    def fail(number: int, message: Message) -> None:
+        if number == 1 and isinstance(message, Completed) and not ended:
+            ended.append(number)
+            raise RuntimeError("lost")
+
+    config = replace(CONFIG, data_parallel=2)
+    shares = [MemoryShare(index, 2) for index in range(2)]
+    with (
+        DataParallelEngine(config, starter=ThreadReplicas(2, spoil=fail), log=first.append, share=shares[0]) as one,
+        DataParallelEngine(config, weights_of=one, log=second.append, share=shares[1]) as other,
+    ):
+        other.generate(PROMPTS, SAMPLED)
+    assert ended
+    line = "replica 1 ended (RuntimeError: lost); starting another"
+    assert line in second
+    assert line not in first
 
 
 def test_what_cannot_be_built_is_refused_as_by_one_engine() -> None:
