@@ -68,6 +68,10 @@ def _settings(record: RunRecord) -> dict[str, Any]:
         "schedule": config["speculation"].get("schedule"),
         "draft_shape": record.caps.get("draft_shape"),
         "simulated_acceptance": record.simulated_acceptance,
+        "command": record.command,
+        "revision": record.revision,
+        "driver": record.hardware.get("driver"),
+        "cuda": record.hardware.get("cuda"),
         "created": record.created,
         "error": record.error,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +25,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, memory and, where torch is already loaded and sees one, the GPU."""
+    """Processor, memory, NVIDIA driver and, where torch is already loaded and sees one, the GPU with its CUDA."""
     import psutil
 
     found: dict[str, Any] = {
@@ -42,7 +43,22 @@ def hardware() -> dict[str, Any]:
             found["gpu"] = properties.name
             found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
             found["cuda"] = torch.version.cuda
+    if (driver := _driver()) is not None:
+        found["driver"] = driver
     return found
+
+
+def _driver() -> str | None:
+    """The version of the NVIDIA driver."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        pass
+    try:  # NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  ...
+        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
 
 
 def _cpu_name() -> str:

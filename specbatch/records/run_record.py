@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ from specbatch.atomic_file import write_atomic
 from specbatch.config import Speculation
 from specbatch.draft_shape import AUTO, MOST
 from specbatch.records.environment import hardware, versions
+from specbatch.records.provenance import provenance
 
 SCHEMA = 1
 REQUESTS = "requests.jsonl"
@@ -33,6 +35,7 @@ class RunRecord:
     workload: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=lambda: versions())
     hardware: dict[str, Any] = field(default_factory=lambda: hardware())
+    provenance: dict[str, Any] = field(default_factory=lambda: provenance())
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     schema: int = SCHEMA
 
@@ -49,6 +52,17 @@ class RunRecord:
             return f"{self.hardware.get('cpu')}, {self.hardware.get('cores')} cores"
         count = self.config.get("tensor_parallel", 1) * self.replicas
         return self.gpu if count == 1 else f"{count} x {self.gpu}"
+
+    @property
+    def command(self) -> str:
+        """The command of the run, ready for a shell; "" where it was not recorded or is a program of the user."""
+        return shlex.join(self.provenance.get("command", []))
+
+    @property
+    def revision(self) -> str | None:
+        """The git revision of specbatch, with "-dirty" if files were changed; None if unknown."""
+        git = self.provenance.get("git")
+        return None if git is None else f"{git['revision']}{'-dirty' if git['dirty'] else ''}"
 
     @property
     def replicas(self) -> int:

@@ -157,10 +157,14 @@ def match(before: Run, after: Run) -> Pairs:
 
 
 def differences(pairs: Pairs) -> dict[str, list[str]]:
-    """Settings, caps, versions and hardware that differ, each with its "before -> after" (several where points do)."""
+    """Settings, caps, versions, hardware, git revision and environment variables that differ, each with its "before ->
+    after" (several where points do)."""
     found: dict[str, dict[str, None]] = {}
     for before, after in pairs.both.values():
         old, new = (_environment(point.records[0]) for point in (before, after))
+        started = [_started(point.records[0]) for point in (before, after)]
+        if all(started):  # earlier versions did not record it
+            old, new = old | started[0], new | started[1]
         for name in dict.fromkeys([*old, *new]):
             if old.get(name) != new.get(name):
                 found.setdefault(name, {})[f"{shortened(old.get(name))} -> {shortened(new.get(name))}"] = None
@@ -197,6 +201,14 @@ def _environment(record: RunRecord) -> dict[str, Any]:
     caps = {f"effective {name}": record.caps[name] for name in _COMPARED_CAPS if name in record.caps}
     versions = {f"{name} version": version for name, version in record.versions.items()}
     return {**flatten(record.config), **caps, **versions, "hardware": record.processor}
+
+
+def _started(record: RunRecord) -> dict[str, Any]:
+    """What may explain other times although all settings are equal; empty for a record of an earlier version."""
+    if not record.provenance:
+        return {}
+    environment: dict[str, Any] = record.provenance.get("environment", {})
+    return {"git revision": record.revision, "driver": record.hardware.get("driver"), **environment}
 
 
 def _names(points: dict[PointKey, Any]) -> str:

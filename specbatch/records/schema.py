@@ -230,6 +230,17 @@ class BenchWorkload(PointWorkload):
     input_len: Positive
 
 
+class _Git(_Table):
+    revision: str
+    dirty: bool
+
+
+class _Provenance(_Table):
+    command: list[str] = []
+    git: _Git | None = None
+    environment: dict[str, str] = {}
+
+
 class Record(_Table):
     """record.json."""
 
@@ -242,13 +253,14 @@ class Record(_Table):
     workload: Workload
     versions: dict[str, str]
     hardware: dict[str, Any]
+    provenance: _Provenance = _Provenance()
     created: str
     schema_: int = Field(alias="schema")
 
     @field_validator("hardware")
     @classmethod
     def _names(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name in ("cpu", "gpu"):
+        for name in ("cpu", "gpu", "driver"):
             if not isinstance(value.get(name, ""), str):
                 raise ValueError(f"{name} should be a text")
         return value

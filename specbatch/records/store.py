@@ -75,7 +75,7 @@ def _read(setting: str, path: Path, schema: type[Record]) -> RunRecord:
         works = f"has schema {found} and this version reads {SCHEMA}; use specbatch {version} or run it again"
         raise refuse(setting, str(path), works)
     checked(setting, str(path), schema, body, WORKS)
-    return RunRecord(**body, requests=[])
+    return RunRecord(**{"provenance": {}} | body, requests=[])  # earlier versions wrote none
 
 
 def _beside(output: Path) -> Path:

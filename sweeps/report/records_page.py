@@ -10,9 +10,11 @@ from dataclasses import fields
 from specbatch.core.request import RequestMetrics
 from specbatch.jobs.frames import POINT
 from specbatch.records.metrics import METRICS, RELATIVE, Metric
+from specbatch.records.provenance import PREFIXES, VARIABLES
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.tables import COLUMNS
 
+VARIABLES_TEXT = " and ".join(f"`{name}`" for name in (*VARIABLES, *(f"{prefix}*" for prefix in PREFIXES)))
 FILES = {
     "sweep": "`sweep.json` (the plan), `CONFIGURATION/cN/rN/record.json` and `requests.jsonl` for each point "
     "(concurrency N, repeat N), `summary.csv`, `summary.md`",
@@ -32,7 +34,11 @@ RECORD = {
     "workload": "what was run: the command, the prompts with their hash, lengths, sampling, latency objectives "
     "(`slo`), and the place of a point in its sweep",
     "versions": "of specbatch, Python, PyTorch, Triton and other packages",
-    "hardware": "CPU, cores and GPU",
+    "hardware": "CPU, cores and memory; on a GPU its name, memory, CUDA version (`cuda`) and NVIDIA driver (`driver`)",
+    "provenance": "how the run was started: `command`, the arguments; `git`, the revision of specbatch and whether its "
+    f"checkout was changed (`dirty`), absent where it is unknown; `environment`, the variables {VARIABLES_TEXT} that "
+    "were set. Values of options and variables with names such as `--api-key`, and user, password and query of URLs, "
+    "are never kept, nor are the arguments of a program that calls `Engine` itself. Earlier versions did not record it",
     "created": "when the run ended (ISO 8601, UTC)",
     "schema": "version of this format",
 }
