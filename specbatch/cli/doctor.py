@@ -74,8 +74,8 @@ def examine() -> dict[str, Any]:
 
 
 def report(found: dict[str, Any]) -> str:
-    """The same as text: the environment, then a table of features."""
-    from tabulate import tabulate
+    """The same as Markdown: tables of the environment and of the features."""
+    from specbatch.records.markdown import markdown_table
 
     machine = found["hardware"]
     lines = {
@@ -85,9 +85,9 @@ def report(found: dict[str, Any]) -> str:
         "devices": ", ".join(device["name"] for device in found["devices"]),
         "cache": found["cache"],
     }
-    head = "\n".join(f"{name + ':':11}{value}" for name, value in lines.items())
     rows = [[row["feature"], "yes" if row["runs"] else "no", row["why"]] for row in found["features"]]
-    return f"{head}\n\n{tabulate(rows, headers=['feature', 'runs', 'why'], tablefmt='github')}"
+    tables = markdown_table(lines.items(), ["environment", "found"]), markdown_table(rows, ["feature", "runs", "why"])
+    return "\n\n".join(tables)
 
 
 def _feature(name: str, obstacle: str | None, how: str = "") -> dict[str, Any]:

@@ -37,12 +37,15 @@ class Interval:
     over         what was resampled or repeated
     interleaved  False for times of a single run, or of all runs of one side after those of the other: the difference
                  may then come from the machine, which was warmer or busier
+    one_repeat   a time of a single run on one of the sides: if there is an interval it is over prompts, and does not
+                 cover the variation between runs
     """
 
     low: float | None
     high: float | None
     over: str
     interleaved: bool = True
+    one_repeat: bool = False
 
     @property
     def excludes_zero(self) -> bool:
@@ -60,20 +63,35 @@ class Sample:
 
 
 def interval(metric: Metric, before: Replicates, after: Replicates) -> Interval:
-    """The interval of `metric`."""
+    """The interval of `metric`, over the repeats that both points measured in the same rounds, else over all."""
+    before, after = in_common(before, after)
     if before.mean(metric.key) is None or after.mean(metric.key) is None:
         return Interval(None, None, "not measured")
-    if metric.is_time and min(len(before.records), len(after.records)) > 1:
+    one_repeat = metric.is_time and min(len(before.records), len(after.records)) < 2
+    if metric.is_time and not one_repeat:
         values = ([record.metrics[metric.key] or 0.0 for record in point.records] for point in (before, after))
         found = over_runs(*values, paired=before.rounds == after.rounds)
         return replace(found, interleaved=_interleaved(before, after))
     if metric.per_request is None:
-        return Interval(None, None, "needs two runs per side")
+        return Interval(None, None, "needs two runs per side", one_repeat=one_repeat)
     samples = [sample(metric.per_request, point.records) for point in (before, after)]
     if samples[0] is None or samples[1] is None:
-        return Interval(None, None, "no rows")
+        return Interval(None, None, "no rows", one_repeat=one_repeat)
     found = over_prompts(samples[0], samples[1], median=metric.is_median)
-    return replace(found, interleaved=not metric.is_time)
+    return replace(found, interleaved=not metric.is_time, one_repeat=one_repeat)
+
+
+def in_common(before: Replicates, after: Replicates) -> tuple[Replicates, Replicates]:
+    """The repeats that both points measured in the same rounds of one run, in one order; all where there are none."""
+    places = [{round: place for place, round in enumerate(point.rounds)} for point in (before, after)]
+    both = [round for round in places[0] if round in places[1] and round[-1] is not None]
+    if not both:
+        return before, after
+    old, new = (
+        Replicates([point.paths[at[round]] for round in both], [point.records[at[round]] for round in both])
+        for point, at in zip((before, after), places, strict=True)
+    )
+    return old, new
 
 
 def over_runs(before: list[float], after: list[float], *, paired: bool = False) -> Interval:

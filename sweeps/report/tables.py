@@ -9,7 +9,7 @@ same repeat. A `View` chooses the numbers; columns in which nothing was measured
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +18,6 @@ from specbatch.atomic_file import write_atomic
 from specbatch.config import Graphs
 from specbatch.core.sampling_params import sampling_text
 from specbatch.errors import refuse
-from specbatch.records.intervals import Interval, interval
 from specbatch.records.markdown import acceptance_table, markdown_table
 from specbatch.records.metrics import METRICS, RELATIVE, Metric
 from specbatch.records.run_record import RunRecord
@@ -27,6 +26,7 @@ from specbatch.records.schema import PointRecord
 from specbatch.records.store import RECORD, WORKS, find_records
 from specbatch.records.summarize import break_even
 from specbatch.records.sweep_plan import Point, point_of, unfinished
+from specbatch.records.verdicts import Speedup, speedup_of
 from specbatch.sweeps.report.conclusion import conclusion, precision_sentences
 from specbatch.sweeps.report.gain import BREAK_EVEN, Gain, gain_of, losses
 from specbatch.sweeps.report.notes import Note
@@ -44,7 +44,7 @@ _SHOWN = (
     *("launch_lead_s", "host_waits_per_step", "device_idle_share", "graph_coverage"),
 )
 _OF_ARRIVALS = "mean_queue_s"  # in a closed loop it is part of the load that was chosen
-_BREAK_EVEN, _RATIO, _SPEED = RELATIVE["break_even"], RELATIVE["ratio"], METRICS["output_throughput"]
+_BREAK_EVEN, _RATIO = RELATIVE["break_even"], RELATIVE["ratio"]
 _POINT = ["concurrency", "configuration"]
 _VERIFIED = ("emitted", "verify_steps", "accepted", "drafted")  # counts of a request
 CATEGORIES = (*_POINT, "category", "requests", "output tokens", "accept length", "accept rate")
@@ -120,41 +120,26 @@ def gains_of(records: list[RunRecord], view: View = SWEEP) -> dict[tuple[Any, ..
     }
 
 
-def differences_of(records: list[RunRecord]) -> dict[tuple[Any, ...], Interval]:
-    """The interval of output tok/s less that of `base_of`, as `compare` has it, at each (concurrency, configuration)
-    with several repeats that both measured."""
-    return {point: interval(_SPEED, *sides) for point, sides in _measured_with_base(records).items()}
+def speedups_of(records: list[RunRecord], view: View = SWEEP) -> dict[tuple[Any, ...], Speedup]:
+    """What `view.ratio` is relative to `base_of` at each (concurrency, configuration) where both were measured, with
+    the interval and the verdict that `compare` has for these two."""
+    measured: dict[tuple[Any, ...], Replicates] = {}
+    metric, found = METRICS[view.ratio], {}
+    for point, repeats in points_of(records).items():
+        if known := [record for record in repeats if metric.read(record) is not None]:
+            measured[point] = Replicates([point_of(record).folder(Path()) for record in known], known)
+    base = base_of(name for _, name in measured)
+    for (concurrency, name), own in measured.items():
+        other = measured.get((concurrency, base))
+        if name != base and other is not None and (speedup := speedup_of(metric, other, own)):
+            found[concurrency, name] = speedup
+    return found
 
 
 def precision_of(records: list[RunRecord]) -> dict[tuple[Any, ...], float]:
-    """How exactly the ratio of output tok/s to `base_of` is known at the points of `differences_of`: half the length of
-    that interval, relative to the mean of the base."""
-    found = {}
-    for point, (base, own) in _measured_with_base(records).items():
-        difference, mean = interval(_SPEED, base, own), base.mean(_SPEED.key)
-        if difference.low is not None and difference.high is not None and mean:
-            found[point] = (difference.high - difference.low) / 2 / mean
-    return found
-
-
-def _measured_with_base(records: list[RunRecord]) -> dict[tuple[Any, ...], tuple[Replicates, Replicates]]:
-    """The repeats that both `base_of` and another configuration measured, if they are several."""
-    rounds = {
-        point: {record.workload["repeat"]: record for record in repeats if _SPEED.read(record)}
-        for point, repeats in points_of(records).items()
-    }
-    found, other = {}, base_of(name for _, name in rounds)
-    for (concurrency, name), own in rounds.items():
-        base = rounds.get((concurrency, other), {})
-        both = [repeat for repeat in own if repeat in base]
-        if name != other and len(both) > 1:
-            found[concurrency, name] = _replicates(base, both), _replicates(own, both)
-    return found
-
-
-def _replicates(rounds: Mapping[int, RunRecord], repeats: list[int]) -> Replicates:
-    records = [rounds[repeat] for repeat in repeats]
-    return Replicates([point_of(record).folder(Path()) for record in records], records)
+    """How exactly the ratios of output tok/s of `speedups_of` are known: half the length of their intervals."""
+    found = {point: speedup.precision for point, speedup in speedups_of(records).items()}
+    return {point: precision for point, precision in found.items() if precision is not None}
 
 
 def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
@@ -221,7 +206,7 @@ def markdown(records: list[RunRecord], rows: pd.DataFrame, missing: Sequence[Poi
     lines = "".join(f"* {note}\n" for note in notes(records, rows, missing))
     tables = (f"{markdown_table(body, headings)}\n", acceptance(records), categories(records))
     parts = [heading(about(records)), *tables, lines]
-    sentences = conclusion(rows, base_of(rows.configuration), differences_of(records))
+    sentences = conclusion(speedups_of(records), base_of(rows.configuration))
     wanted = max((record.workload.get("until_precise") or 0.0 for record in records), default=0.0)
     if wanted:
         sentences += precision_sentences(precision_of(records), wanted)

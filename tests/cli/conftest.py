@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -188,11 +189,12 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
 
 @pytest.fixture
 def run(engine: type[StubEngine]) -> Callable[..., Result]:
-    """Run one command line: run("sweep", "--repeats", 2)."""
+    """Run one command line, with room for its tables: run("sweep", "--repeats", 2)."""
     from specbatch.cli.app import app
 
     def call(*words: object) -> Result:
-        result = CliRunner().invoke(app, [str(word) for word in words])
+        room = {"COLUMNS": os.environ.get("COLUMNS", "1000")}
+        result = CliRunner().invoke(app, [str(word) for word in words], env=room)
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result

@@ -31,7 +31,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result
     monkeypatch.chdir(tmp_path)
 
     def call(command: str, exit_code: int = 0) -> Result:
-        result = CliRunner().invoke(app, [*command.split(), *TOY])
+        result = CliRunner().invoke(app, [*command.split(), *TOY], env={"COLUMNS": "1000"})
         assert result.exit_code == exit_code, result.output
         return result
 

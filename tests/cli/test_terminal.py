@@ -53,30 +53,53 @@ def test_terminal_gets_a_drawn_table(capsys, terminal):
     assert first.index("12.5") + 4 == second.index(" 3") + 2, "numbers are aligned at the right"
 
 
-def test_long_cells_are_folded_to_the_width(capsys, terminal):
-    terminal(40)
-    print_markdown(f"| a | b |\n|---|---|\n| {'word ' * 20}| 1 |")
+def test_long_cells_and_notes_are_wrapped_to_the_width(capsys, terminal):
+    terminal(40)  # taken as 80
+    print_markdown(f"| a | b |\n|---|---|\n| {'word ' * 30}| 1 |\n* {'long note ' * 20}")
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
-    assert max(map(len, lines)) <= 40
-    assert sum(line.count("word") for line in lines) == 20
+    assert 70 < max(map(len, lines)) <= 80
+    assert sum(line.count("word") for line in lines) == 30
+    assert [line[:2] for line in lines if "long" in line] == ["* ", "  ", "  "]
 
 
 def test_wide_table_is_drawn_in_parts(capsys, terminal):
-    terminal(40)
-    names = [f"metric_{n:02}" for n in range(9)]
+    terminal(80)
+    names = [f"metric_{n:015}" for n in range(9)]
     print_markdown(f"| n | name | {' | '.join(names)} |\n|{'---|' * 11}\n| 7 | spec | {' | '.join('0123456789'[:9])} |")
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
-    assert max(map(len, lines)) <= 40
+    assert max(map(len, lines)) <= 80
     shown = [line.split() for line in lines if "metric_" in line]
     assert [name for line in shown for name in line[2:]] == names, "each column is shown once"
     assert len(shown) >= 5
     assert all(line[:2] == ["n", "name"] for line in shown)
 
 
+def test_pipe_gets_markdown_of_100_columns_or_as_many_as_the_environment_names(capsys, monkeypatch):
+    rows = [f"| a \\| b | {'word ' * 30}| {'7 | ' * 20}" for _ in range(2)]
+    text = "\n".join([f"| name | why | {'number | ' * 20}", f"|{'---|' * 22}", *rows])
+    for setting, most in ((None, 100), ("120", 120), ("40", 80)):
+        monkeypatch.delenv("COLUMNS", raising=False)
+        if setting:
+            monkeypatch.setenv("COLUMNS", setting)
+        print_markdown(f"{text}\n* a note {'that goes on ' * 20}")
+        *lines, note = capsys.readouterr().out.splitlines()
+        assert most - 20 < max(map(len, lines)) <= most
+        assert note.endswith("that goes on "), "notes can be searched"
+        tables = "\n".join(lines).split("\n\n")
+        assert len(tables) > 1
+        for part in tables:
+            head, rule, *body = part.splitlines()
+            assert head.startswith("| name "), "every part begins with the names"
+            assert set(rule) == {"|", "-"}
+            assert body[0].startswith("| a \\| b |")
+        assert sum(line.count("word") for line in lines) == 60
+        assert sum(line.count(" 7 ") for line in lines) >= 40
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        f"| {'a' * 30} | {'b' * 30} |\n|---|---|\n| {'c' * 30} | {'d' * 30} |",  # too wide
+        f"| {' | '.join(letter * 30 for letter in 'abcde')} |\n|{'---|' * 5}\n{'| b' * 4} | {'c' * 70} |",  # too wide
         "| a | b |",  # no headings
         "| a | b |\n|---|---|\n| 1 |",  # a cell is missing
         "|\n|",
