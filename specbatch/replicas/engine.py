@@ -155,14 +155,14 @@ class DataParallelEngine(InferenceEngine):
                 stream.dispatch(self._aborts)
                 by_clock = source.is_open and stream.unfinished < concurrency
                 for done, arrived in stream.receive(ARRIVAL_S if by_clock else ABORT_S):
-                    self._window.add(done, arrived)
+                    self._window.complete_request(done, arrived)
                     shown = done.text if text else ""
                     yield StreamEvent(done.index, done.token_ids, done, shown, done.sample, done.request_id)
                 self._require("busy")
             completed = True
         except KeyboardInterrupt:
             for done, arrived in stream.receive(0.0):  # keep what has ended by then
-                self._window.add(done, arrived)
+                self._window.complete_request(done, arrived)
                 yield StreamEvent(done.index, done.token_ids, done, "", done.sample, done.request_id)
             raise
         finally:

@@ -3,54 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from specbatch.core.request import Completion, RequestMetrics
+from specbatch.core.request import Completion
+from specbatch.engine.record_window import RequestWindow
 from specbatch.engine.scoring import Tally
 from specbatch.records.run_record import RunRecord
-from specbatch.records.run_totals import RunTotals
-from specbatch.records.summarize import device_metrics, full_batch_metrics
 
 _OF_REQUESTS = {"acceptance", "emitted_histogram", "errors", "scoring"}  # counters of requests, which the window has
 
 
-class MergedWindow:
-    """The measured window: opens with the first submission and ends with the last completion.
-
-    tally      of what was scored
-    replaced   replicas that had been replaced when it opened
-    """
+class MergedWindow(RequestWindow):
+    """The window of all replicas. replaced: replicas that had been replaced when it opened."""
 
     def __init__(self, *, rows: bool, replaced: int) -> None:
-        """rows: whether to keep the numbers of each request."""
-        self.tally = Tally()
+        super().__init__(Tally(), rows=rows)
         self.replaced = replaced
-        self._totals = RunTotals()
-        self._rows: list[Completion] | None = [] if rows else None  # without tokens and text
-        self._tokens: Counter[int] = Counter()  # output tokens by second of the window
-        self._opened: float | None = None
-        self._closed: float | None = None
 
-    def open(self, now: float) -> None:
-        """Start the clock, unless it runs."""
-        if self._opened is None:
-            self._opened = now
-
-    def add(self, completion: Completion, arrived: float) -> None:
-        """arrived: when its prompt did."""
-        self._closed = time.perf_counter()
-        self._totals.add(completion)
-        self._count_tokens(completion.metrics, arrived)
-        if self._rows is not None:
-            numbers = replace(completion, prompt_token_ids=[], token_ids=[], text="", logprobs=None, top_logprobs=None)
-            self._rows.append(numbers)
-
-    def _count_tokens(self, metrics: RequestMetrics, arrived: float) -> None:
+    def complete_request(self, completion: Completion, arrived: float) -> None:
+        """Add a completion that has just come. arrived: when its prompt did."""
+        self.add(completion, time.perf_counter())
+        metrics = completion.metrics
         if metrics.ttft_s is None:
             return
         assert self._opened is not None
@@ -67,24 +43,8 @@ class MergedWindow:
         parts: list[RunRecord],
     ) -> RunRecord:
         """The record of the window. parts: of the replicas."""
-        seconds = 0.0
-        if self._opened is not None:
-            seconds = (time.perf_counter() if self._closed is None else self._closed) - self._opened
-        metrics = self._totals.metrics(seconds, concurrency)
-        metrics["peak_output_throughput"] = float(max(self._tokens.values(), default=0)) or None
-        counters = _sums({name: part.counters[name] for name in part.counters.keys() - _OF_REQUESTS} for part in parts)
-        counters["emitted_histogram"] = list(self._totals.emitted_histogram)
-        counters["acceptance"] = self._totals.acceptance.as_counters()
-        if self._totals.errors:
-            counters["errors"] = dict(self._totals.errors)
-        metrics |= device_metrics(counters)
-        replicas = config["data_parallel"]
-        metrics |= full_batch_metrics(counters, concurrency, metrics["accept_length"], replicas=replicas)
-        requests = [item.as_row() for item in self._rows or ()]
-        if self.tally.rows:
-            counters["scoring"] = self.tally.numbers()
-            if self._closed is None:  # nothing was generated
-                metrics, requests = counters["scoring"], list(self.tally.rows)
+        sums = _sums({name: part.counters[name] for name in part.counters.keys() - _OF_REQUESTS} for part in parts)
+        metrics, counters, requests = self.complete(sums, concurrency, replicas=config["data_parallel"])
         return RunRecord(config, caps, metrics, counters, requests, workload, hardware=_hardware(parts))
 
 

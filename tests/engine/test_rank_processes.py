@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import end_within, is_running
 
 from specbatch import Completion, Engine, EngineConfig, SamplingParams, SpecbatchError
 from specbatch.engine import rank_group, ranks
@@ -42,20 +43,6 @@ def config(model: str, size: int) -> EngineConfig:
     return EngineConfig(model=model, load_format="dummy", device="cpu", tensor_parallel=size, max_model_len=3000)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def ends_within(pid: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not is_running(pid)
-
-
 @pytest.mark.slow
 def test_processes_generate_the_tokens_of_one_and_errors_name_the_rank(model: str) -> None:
     prompts, params = ["one", "two and three"], SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -84,7 +71,7 @@ def test_processes_generate_the_tokens_of_one_and_errors_name_the_rank(model: st
         with pytest.raises(SpecbatchError, match=r"AttributeError.*unknown_call"):
             engine.generate(prompts, LONG)
     ranks._close_groups()
-    assert ends_within(pid, 5)
+    assert end_within([pid], 5)
 
 
 def children() -> list[int]:
@@ -94,7 +81,7 @@ def children() -> list[int]:
 
 
 def none_is_left() -> bool:
-    return all(ends_within(pid, 2) for pid in children())
+    return end_within(children(), 2)
 
 
 @pytest.mark.slow
@@ -121,7 +108,7 @@ except KeyboardInterrupt:
     pid = int(leader.stdout.readline())
     leader.send_signal(ending)
     _, errors = leader.communicate(timeout=20)
-    assert ends_within(pid, 5)
+    assert end_within([pid], 5)
     if ending == signal.SIGINT:
         assert errors.rstrip().endswith("KeyboardInterrupt")
 

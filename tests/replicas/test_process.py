@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from processes import end_within
 
 from specbatch import DataParallelEngine, Engine, EngineConfig, SamplingParams, SpecbatchError
 from specbatch.replicas import process
@@ -28,20 +29,6 @@ PROMPTS = ["one", "two and three", "four"]
 def replicas_of(pid: int) -> list[int]:
     found = subprocess.run(["pgrep", "-P", str(pid), "-f", "specbatch.replicas"], capture_output=True)
     return [int(line) for line in found.stdout.split()]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def end_within(pids: list[int], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not any(map(is_running, pids))
 
 
 def test_processes_have_the_tokens_of_one_and_are_replaced() -> None:
