@@ -139,10 +139,15 @@ class EvalReport(EvalAnswers):
             yield f"{incomplete} answers are incomplete and are scored as they are."
 
     def save(self, folder: Path) -> None:
-        """Write record.json, requests.jsonl, questions.jsonl, summary.md and summary.csv into an existing folder."""
+        """Write record.json, requests.jsonl, questions.jsonl, summary.md and summary.csv into an existing folder, the
+        record last."""
+        self.save_answers(folder)
+        self.record.save(folder)
+
+    def save_answers(self, folder: Path) -> None:
+        """Write questions.jsonl, summary.md and summary.csv."""
         import pandas
 
-        self.record.save(folder)
         rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.questions)
         write_atomic(folder / QUESTIONS, rows)
         write_atomic(folder / "summary.md", self.table() + "\n")

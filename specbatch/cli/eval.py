@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from typer import Argument, Option
 
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
-from specbatch.cli.options import SAMPLING_OPTIONS, Concurrency, EngineOptions, Json, options_of, takes_engine
+from specbatch.cli.configs import configured
+from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_replicas, say, show
+from specbatch.cli.values import whole_numbers
 from specbatch.errors import refuse
 from specbatch.evals.options import EvalOptions
 from specbatch.extras import needs
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from specbatch.config import EngineConfig
 
 
+_GRID = "Comparison"  # a box of --help
+_ABLATION, _ON_CUDA = ("baseline", "v1", "v2"), ("baseline+piecewise", "v2+piecewise")
 _PANELS = {name: option.panel for name, option in SAMPLING_OPTIONS.items() if option.panel}
 
 
@@ -33,10 +38,38 @@ def evaluate(
     engine: EngineOptions,
     settings: dict[str, Any],
     fewshot_seed: Annotated[int, Option(help="Seed for drawing the examples; 1234 is lm-eval's default.")] = 1234,
+    configs: Annotated[
+        str | None,
+        Option(
+            help="Compare configurations: some of baseline, v1, v2, each also with +piecewise; or a TOML or YAML file "
+            "that defines them, as for sweep.",
+            rich_help_panel=_GRID,
+        ),
+    ] = None,
     ablation: Annotated[
-        bool, Option("--ablation", help="Compare baseline, v1, v2 and v2+piecewise in one run.")
+        bool,
+        Option(
+            "--ablation",
+            help="Short for --configs baseline,v1,v2, on a CUDA device with baseline+piecewise and v2+piecewise.",
+            rich_help_panel=_GRID,
+        ),
     ] = False,
-    concurrency: Concurrency = None,
+    concurrency: Annotated[
+        str | None,
+        Option(
+            metavar="N|N,N,...",
+            help="Maximum number of requests in flight; also sets --max-running. With --configs several, separated by "
+            "commas.",
+        ),
+    ] = None,
+    repeats: Annotated[
+        int,
+        Option(
+            help="With --configs: rounds over the configurations, interleaved: A B C A B C. From 2 on, speedups have "
+            "an interval.",
+            rich_help_panel=_GRID,
+        ),
+    ] = 1,
     cluster: dict[str, Any],
     output: Annotated[
         Path | None,
@@ -55,7 +88,9 @@ def evaluate(
 
     specbatch eval gsm8k --limit 100 --spec v2
 
-    specbatch eval gsm8k --ablation --algorithm eagle3 --draft HEAD
+    specbatch eval gsm8k --configs baseline,v1,v2 --concurrency 1,8,32,128 --algorithm eagle3 --draft HEAD
+
+    specbatch eval gsm8k --configs grid.toml --concurrency 1,8,32,128 --out out/grid
 
     specbatch eval gsm8k --data my_questions.jsonl
 
@@ -70,30 +105,40 @@ def evaluate(
     Answers are sampled as the task says (most tasks are greedy), or with --temperature, --top-p, --top-k and --min-p;
     --seed chooses the random numbers.
 
+    With --configs every configuration answers all questions at every concurrency, and one table shows accuracy beside
+    accept length, TTFT, TPOT, throughput and speedup, with the paired difference of accuracy from the configuration
+    without speculation. The same command with the folder as --out runs the points that are missing or have failed.
+
     Tasks of type multiple_choice, loglikelihood and loglikelihood_rolling (arc_easy, lambada_openai, wikitext) compare
-    the log-likelihoods of given texts. The target computes them without drafts, so --algorithm and --ablation do not
+    the log-likelihoods of given texts. The target computes them without drafts, so --algorithm and --configs do not
     apply.
     """
     needs("eval")
-    from specbatch.evals.ablation import STARTED
     from specbatch.evals.finished import PARTIAL
     from specbatch.evals.run import prepare
+    from specbatch.records.sweep_plan import PLAN
 
-    if ablation and engine.spec is not None:
-        raise refuse("spec", engine.spec, "--ablation runs every schedule; leave it out")
-    if ablation and cluster["distributed"] is not None:
-        raise refuse("distributed", cluster["distributed"], "--ablation runs on one machine; leave one of them out")
-    engine, workers = clustered(engine.having(spec="v2") if ablation else engine, cluster)
-    config = engine.config(concurrency=concurrency, compares=ablation, elsewhere=workers is not None)
-    partial = STARTED if ablation else PARTIAL
+    steps = None if concurrency is None else whole_numbers("concurrency", concurrency)
+    is_grid = ablation or configs is not None
+    if is_grid:
+        _check_grid(engine, configs, ablation, cluster["distributed"])
+    elif repeats != 1:
+        raise refuse("repeats", repeats, "goes with --configs; leave it out")
+    elif steps is not None and len(steps) > 1:
+        raise refuse("concurrency", concurrency, "one number, or several with --configs")
+    partial = PLAN if is_grid else PARTIAL
     resumes = "*" if output is not None and (output / partial).exists() else None
+    settings |= {"seed": fewshot_seed, "overwrite": overwrite}
+    if is_grid:
+        grid = _grid(engine, configs, steps)
+        with fresh_folder(output, "eval", resumes=resumes) as folder:
+            _compare(*grid, EvalOptions(task, output=folder, **settings), repeats, folder, as_json)
+        return
+    engine, workers = clustered(engine, cluster)
+    most = None if steps is None else steps[0]
+    config = engine.config(concurrency=most, elsewhere=workers is not None)
     with fresh_folder(output, "eval", resumes=resumes) as folder:
-        settings |= {"concurrency": concurrency, "seed": fewshot_seed, "overwrite": overwrite}
-        options = EvalOptions(task, output=folder, **settings)
-        if ablation:
-            _compare(config, options, folder, as_json)
-            return
-        ready = prepare(options)
+        ready = prepare(EvalOptions(task, output=folder, concurrency=most, **settings))
         if engine.decode_graph == "whole" and not ready.task.generates:
             raise refuse(
                 "decode_graph",
@@ -112,11 +157,61 @@ def evaluate(
     show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json)
 
 
-def _compare(config: EngineConfig, options: EvalOptions, folder: Path, as_json: bool) -> None:
-    from specbatch.evals.ablation import configurations, run_ablation
-    from specbatch.runtime.device import find_device
+def _check_grid(engine: EngineOptions, configs: str | None, ablation: bool, distributed: str | None) -> None:
+    option = "--configs" if configs is not None else "--ablation"
+    if ablation and configs is not None:
+        raise refuse("configs", configs, "--ablation is short for one; leave one of them out")
+    if engine.spec is not None:
+        raise refuse("spec", engine.spec, f"{option} runs several; leave it out")
+    if distributed is not None:
+        raise refuse("distributed", distributed, f"{option} runs on one machine; leave one of them out")
 
-    configs, left_out = configurations(config, find_device(config.device).type == "cuda")
+
+def _grid(
+    engine: EngineOptions, configs: str | None, steps: tuple[int, ...] | None
+) -> tuple[dict[str, EngineConfig], tuple[int, ...], dict[str, str]]:
+    """The configurations, the concurrencies (default: what the engine runs at once), and why --ablation leaves some
+    configurations out."""
+    from specbatch.runtime.device import find_device
+    from specbatch.sweeps.run.grid import by_model
+
+    left_out: dict[str, str] = {}
+    if configs is None:
+        configs = ",".join(_ABLATION)
+        if find_device(engine.device).type == "cuda":
+            configs = ",".join((*_ABLATION, *_ON_CUDA))
+        else:
+            left_out = dict.fromkeys(_ON_CUDA, "piecewise prefill graphs need a CUDA device")
+    found = configured(engine, configs, concurrency=None if steps is None else max(steps))
+    if len(models := by_model(found)) > 1:
+        works = f"has several models ({', '.join(models)}); evaluate each by itself, with --model"
+        raise refuse("configs", configs, works)
+    if steps is None:
+        steps = (min(config.max_running * config.data_parallel for config in found.values()),)
+    for name, config in found.items():
+        if config.max_running * config.data_parallel < max(steps):
+            raise refuse("max_running", config.max_running, f"{name} runs at concurrency {max(steps)}; use that")
+    return found, steps, left_out
+
+
+def _compare(
+    configs: dict[str, EngineConfig],
+    steps: tuple[int, ...],
+    left_out: dict[str, str],
+    options: EvalOptions,
+    repeats: int,
+    folder: Path,
+    as_json: bool,
+) -> None:
+    from specbatch.evals.grid import GridOptions, run_grid
+    from specbatch.sweeps.run.runner import loaded
+
+    failed = dict(left_out)
     with progress(f"eval {options.task}") as report:
-        found = run_ablation(configs, options, folder, left_out=left_out, log=say, progress=report)
+        grid = GridOptions(options, steps, repeats)
+        found = run_grid(
+            configs, lambda: loaded(configs, say, None, failed), grid, folder, failed=failed, log=say, progress=report
+        )
     show(f"{found.table()}\n\nresults: {folder}", {**found.as_dict(), "output": str(folder)}, as_json=as_json)
+    if failed.keys() - left_out.keys():
+        raise typer.Exit(1)

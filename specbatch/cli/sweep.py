@@ -11,11 +11,11 @@ import typer
 from typer import Option
 
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
+from specbatch.cli.configs import configured
 from specbatch.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, EngineOptions, Json, takes_engine
 from specbatch.cli.output import fresh_folder, say, show
-from specbatch.cli.values import is_given, length, names, share, whole_number, whole_numbers
-from specbatch.config import EngineConfig
-from specbatch.errors import SpecbatchError, refuse
+from specbatch.cli.values import is_given, length, share, whole_number, whole_numbers
+from specbatch.errors import refuse
 from specbatch.extras import needs
 from specbatch.progress import progress
 
@@ -40,7 +40,8 @@ def sweep(
     configs: Annotated[
         str,
         Option(
-            help="Configurations: some of baseline, v1, v2, v2+piecewise; or a TOML or YAML file that defines them."
+            help="Configurations: some of baseline, v1, v2, each also with +piecewise; or a TOML or YAML file that "
+            "defines them."
         ),
     ] = "baseline,v1,v2",
     dataset: Annotated[
@@ -222,7 +223,7 @@ def sweep(
     configurations and, if it has seeds, a server.
 
     baseline does not speculate and runs schedule v2. v1 and v2 speculate with ngram, or with --algorithm and --draft.
-    v2+piecewise also uses piecewise CUDA graphs for prefill. For gsp the prefix cache is on, and emptied before each
+    NAME+piecewise also uses piecewise CUDA graphs for prefill. For gsp the prefix cache is on, and emptied before each
     point.
 
     Each table of a --configs file is one configuration; its keys are options of this command. A list gives one
@@ -305,7 +306,7 @@ def sweep(
     engines = {}
     if server is None:
         grouped, elsewhere = workload.is_grouped, workers is not None
-        engines = _engines(engine, configs, concurrency=max(steps), prefix_cache=grouped, elsewhere=elsewhere)
+        engines = configured(engine, configs, concurrency=max(steps), prefix_cache=grouped, elsewhere=elsewhere)
     if dry_run and server is not None:
         raise refuse("dry_run", True, "the speed of a server cannot be estimated; leave it out")
     settings = resolved(
@@ -363,25 +364,6 @@ def _failed(folder: Path) -> bool:
     from specbatch.sweeps.report.tables import load_records
 
     return any(record.counters.get("errors") for record in load_records(folder))
-
-
-def _engines(engine: EngineOptions, configs: str, **settings: Any) -> dict[str, EngineConfig]:
-    """The configurations of --configs: names, or a file whose settings override the command's options."""
-    from specbatch.jobs.configurations import named
-    from specbatch.sweeps.run.grid import SUFFIXES, read_grid
-
-    settings["compares"] = True
-    if not configs.endswith(SUFFIXES):
-        return named(engine.having(spec="v2").config(**settings), names(configs))
-    found = {}
-    for name, changes in read_grid(Path(configs)).items():
-        where = f"{configs}: {name}"
-        options = engine.updated(changes, where)
-        try:
-            found[name] = options.config(**settings)
-        except SpecbatchError as error:
-            raise refuse("configs", where, str(error)) from error
-    return found
 
 
 def _server(engine: EngineOptions, values: Mapping[str, Any], given: Callable[[str], bool]) -> HttpEngine | None:

@@ -1,4 +1,4 @@
-"""Named engine configurations (baseline, v1, v2, v2+piecewise) and engines that share one copy of the weights."""
+"""Named engine configurations (baseline, v1, v2, v2+piecewise, ...) and engines that share one copy of the weights."""
 
 from __future__ import annotations
 
@@ -21,17 +21,25 @@ def _scheduled(config: EngineConfig, schedule: str) -> EngineConfig:
     return replace(config, speculation=replace(config.speculation, schedule=schedule))
 
 
+def _piecewise(config: EngineConfig) -> EngineConfig:
+    return replace(config, graphs=replace(config.graphs, prefill="piecewise"))
+
+
+def _baseline(config: EngineConfig) -> EngineConfig:
+    none = Speculation(algorithm=NO_SPECULATION, schedule="v2")
+    return replace(config, speculation=none, draft_attention_backend="auto")
+
+
 # Each name changes the configuration of the user. The baseline runs without speculation, under schedule v2.
 CONFIGURATIONS: dict[str, Callable[[EngineConfig], EngineConfig]] = {
-    "baseline": lambda config: replace(
-        config, speculation=Speculation(algorithm=NO_SPECULATION, schedule="v2"), draft_attention_backend="auto"
-    ),
+    "baseline": _baseline,
     "v1": lambda config: _scheduled(config, "v1"),
     "v2": lambda config: _scheduled(config, "v2"),
-    "v2+piecewise": lambda config: replace(
-        _scheduled(config, "v2"), graphs=replace(config.graphs, prefill="piecewise")
-    ),
+    "baseline+piecewise": lambda config: _piecewise(_baseline(config)),
+    "v1+piecewise": lambda config: _piecewise(_scheduled(config, "v1")),
+    "v2+piecewise": lambda config: _piecewise(_scheduled(config, "v2")),
 }
+PIECEWISE = "+piecewise"
 
 
 def named(base: EngineConfig, names: Iterable[str]) -> dict[str, EngineConfig]:
@@ -42,10 +50,11 @@ def named(base: EngineConfig, names: Iterable[str]) -> dict[str, EngineConfig]:
             works = f"use some of {', '.join(CONFIGURATIONS)}, or the path of a file (.toml, .yaml, .yml)"
             raise refuse("configs", name, works)
     each_once("configs", listed)
-    if base.graphs.prefill == "piecewise" and {"v2", "v2+piecewise"} <= set(listed):
-        works = "v2 and v2+piecewise would be the same; leave it out, or one of them"
-        raise refuse("prefill_graph", "piecewise", works)
-    if base.speculation.algorithm == NO_SPECULATION and set(listed) - {"baseline"}:
+    for name in listed if base.graphs.prefill == "piecewise" else ():
+        if f"{name}{PIECEWISE}" in listed:
+            works = f"{name} and {name}{PIECEWISE} would be the same; leave it out, or one of them"
+            raise refuse("prefill_graph", "piecewise", works)
+    if base.speculation.algorithm == NO_SPECULATION and any(not name.startswith("baseline") for name in listed):
         raise refuse(
             "algorithm",
             NO_SPECULATION,

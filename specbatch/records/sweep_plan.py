@@ -30,17 +30,21 @@ class Described(Protocol):
     def as_dict(self) -> dict[str, Any]: ...
 
 
-class Options(Protocol):
-    """The options of a sweep, as far as its plan depends on them.
-
-    workload: a dataclass with its prompts in `rows`; all fields with repr belong to the plan.
-    """
+class Rounds(Protocol):
+    """The concurrencies and repeats of a sweep."""
 
     @property
     def concurrency(self) -> Iterable[int]: ...
 
     @property
     def repeats(self) -> int: ...
+
+
+class Options(Rounds, Protocol):
+    """The options of a sweep, as far as its plan depends on them.
+
+    workload: a dataclass with its prompts in `rows`; all fields with repr belong to the plan.
+    """
 
     @property
     def workload(self) -> Any: ...
@@ -70,7 +74,7 @@ def folder_name(configuration: str) -> str:
     return configuration.replace("/", "_")
 
 
-def points(configurations: Iterable[str], options: Options, folder: Path | None = None) -> Iterator[Point]:
+def points(configurations: Iterable[str], options: Rounds, folder: Path | None = None) -> Iterator[Point]:
     """In the order in which they run: A B C A B C at each concurrency.
 
     folder: of the sweep, with the rounds that it has begun beyond `options.repeats` (--until-precise).

@@ -43,6 +43,7 @@ _STEP = (
     *("step_s", "decode_throughput", "full_batch_steps", *_BANDWIDTH, *_GEMMS, "accept_length"),
     *_COUNTERS,
 )
+_CONFIGURATIONS = (BASELINE, "v1", "v2", "v2+piecewise")
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class BenchOptions:
     given: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        for setting, allowed in (("sections", SECTIONS), ("configs", tuple(CONFIGURATIONS))):
+        for setting, allowed in (("sections", SECTIONS), ("configs", _CONFIGURATIONS)):
             for name in getattr(self, setting) or ():
                 if name not in allowed:
                     raise refuse(setting, name, f"use some of {', '.join(allowed)}")
@@ -230,7 +231,7 @@ def _compared(base: EngineConfig, options: BenchOptions, log: Log | None) -> dic
     from specbatch.runtime.device import find_device
 
     drafting = base.speculation.algorithm != NO_SPECULATION
-    known = [name for name in CONFIGURATIONS if name != BASELINE or drafting]
+    known = [name for name in _CONFIGURATIONS if name != BASELINE or drafting]
     if find_device(base.device).type != "cuda":
         known.remove("v2+piecewise")
     names = options.configs or tuple(known)

@@ -20,7 +20,7 @@ FILES = {
     "(concurrency N, repeat N), `summary.csv`, `summary.md`",
     "bench": "a folder of `sweep` for each section, `summary.csv`, `summary.md`",
     "eval": "`record.json`, `requests.jsonl`, `questions.jsonl` (a line per answer, with its scores), `summary.csv`, "
-    "`summary.md`; with `--ablation` one such folder per configuration and `ablation.csv`, `.md` and `.json`",
+    "`summary.md`; with `--configs` the folder of a sweep, with such files for each point, and `summary.json`",
     "check": "`record.json`, `requests.jsonl`, `prompts.jsonl` (a line per prompt, with its verdict), `summary.md`",
     "generate": "`OUT`, and `OUT.record.json`",
 }

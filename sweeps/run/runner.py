@@ -268,7 +268,7 @@ def _where(point: Point) -> str:
 @contextmanager
 def loaded(
     configs: Mapping[str, EngineConfig], log: Log | None, workload: Workload | None = None, failed: Failed | None = None
-) -> Iterator[Engines]:
+) -> Iterator[Mapping[str, InferenceEngine]]:
     """The engines of the configurations, on one copy of the weights. Each gets an equal share of the memory, or if all
     have kv_pages, what these take.
 

@@ -29,11 +29,19 @@ REFUSED = [
     ("eval gsm8k --simulate-accept-length 2", "No such option: --simulate-accept-length"),
     ("eval t --output {tmp}", "this folder is not empty"),
     ("eval t --thinking", "thinking=True: is a switch of the chat template; add --chat-template"),
-    ("eval gsm8k --ablation --prefill-graph piecewise", "prefill_graph='piecewise': v2 and v2+piecewise"),
+    ("eval t --configs v2,v2+piecewise --prefill-graph piecewise", "prefill_graph='piecewise': v2 and v2+piecewise"),
+    ("eval t --configs v1 --spec v2", "spec='v2': --configs runs several; leave it out"),
+    ("eval t --configs v1 --ablation", "configs='v1': --ablation is short for one; leave one of them out"),
+    ("eval t --configs v1,v2 --concurrency 8 --max-running 4", "max_running=4: v1 runs at concurrency 8; use that"),
+    ("eval t --concurrency 1,8", "concurrency='1,8': one number, or several with --configs"),
+    ("eval t --repeats 2", "repeats=2: goes with --configs; leave it out"),
     ("eval gsm8k --num-fewshot 0 --data {in}", "line 1 is not JSON", "[" * 100_000),
     ("eval gsm8k --num-fewshot 0 --data {in}", "line 1 has no text", '{"question": "\\ud800", "answer": "2"}'),
     ("eval one_digit_choices --spec v2", "algorithm='ngram': task one_digit_choices (multiple_choice) scores given"),
-    ("eval one_digit_choices --ablation", "ablation=True: task one_digit_choices (multiple_choice) scores"),
+    (
+        "eval one_digit_choices --ablation",
+        "configs='baseline, v1, v2': task one_digit_choices (multiple_choice) scores",
+    ),
     ("eval one_digit_choices --decode-graph whole", "decode_graph='whole': task one_digit_choices"),
     ("sweep --concurrency 0", "concurrency=0:"),
     ("sweep --concurrency 1,-4", "concurrency=-4:"),
@@ -141,6 +149,14 @@ def test_error_before_an_engine_is_built(run, engine, jsonl, tmp_path, case):
     assert message in line
     assert engine.built == []
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())  # no files are left
+
+
+def test_evaluation_of_several_models(run, engine, tmp_path):
+    (tmp_path / "grid.toml").write_text("[a]\nmodel = 'x/y'\n[b]\nmodel = 'x/z'\n")
+    result = run("eval", "one_digit_sums", "--configs", tmp_path / "grid.toml", "--output", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "has several models (y, z); evaluate each by itself, with --model" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow  # all tasks of lm-eval are read

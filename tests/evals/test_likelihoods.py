@@ -8,6 +8,7 @@ import json
 import sys
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ import transformers as hf
 from lm_eval.api.instance import Instance
 
 from specbatch import Engine, EngineConfig, Graphs, SpecbatchError, Speculation
-from specbatch.evals.ablation import run_ablation
 from specbatch.evals.gate.gate import run_gate
+from specbatch.evals.grid import GridOptions, run_grid
 from specbatch.evals.lm import SpecBatchLM
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, prepare, run_eval
@@ -333,7 +334,7 @@ def test_options_that_the_task_ignores_are_refused(
     assert str(refused.value).startswith(complaint)
 
 
-def test_speculation_and_ablations_are_refused(make_engine: Any, tasks: None, tmp_path: Path) -> None:
+def test_speculation_and_grids_are_refused(make_engine: Any, tasks: None, tmp_path: Path) -> None:
     """Before anything is loaded."""
     drafting = EngineConfig(speculation=Speculation("ngram"), graphs=Graphs(decode="whole"))
     with pytest.raises(SpecbatchError) as refused:
@@ -349,8 +350,10 @@ def test_speculation_and_ablations_are_refused(make_engine: Any, tasks: None, tm
     plain = replace(drafting, speculation=Speculation())
     assert prepare(EvalOptions("choice")).engine_config(plain).graphs == Graphs(decode="off")
     assert prepare(EvalOptions("one_digit_sums")).engine_config(drafting) == drafting
-    with pytest.raises(SpecbatchError, match=r"ablation=True: task choice \(multiple_choice\) scores given texts"):
-        run_ablation({"baseline": plain}, EvalOptions("choice"), tmp_path)
+    with pytest.raises(SpecbatchError, match=r"configs='baseline': task choice \(multiple_choice\) scores given texts"):
+        run_grid(
+            {"baseline": plain}, lambda: nullcontext({}), GridOptions(EvalOptions("choice"), (1,)), tmp_path, failed={}
+        )
 
 
 def test_runs_pair_by_question(make_engine: Any, tasks: None, tmp_path: Path, policy: Any) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from specbatch.cli.configs import configured
 from specbatch.cli.options import EngineOptions
-from specbatch.cli.sweep import _engines
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.configurations import named
@@ -53,7 +53,7 @@ def test_file_overrides_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "grid.toml"
     path.write_text(TOML)
     asked = EngineOptions(device="cpu", seed=7, draft_tokens="5", page_size=8)
-    found = _engines(asked, str(path), concurrency=3, prefix_cache=False)
+    found = configured(asked, str(path), concurrency=3, prefix_cache=False)
     assert found["baseline"].speculation.algorithm == "none"
     config = found["eagle draft-tokens=1 kv_dtype=fp8"]
     assert (config.speculation.draft_tokens, config.kv_dtype) == (1, "fp8")
@@ -90,7 +90,7 @@ def test_refused_files(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "grid.toml"
     path.write_text(text)
     with pytest.raises(SpecbatchError) as refused:
-        _engines(EngineOptions(device="cpu"), str(path))
+        configured(EngineOptions(device="cpu"), str(path))
     assert message in str(refused.value)
     assert f"{path}" in str(refused.value)
 
@@ -123,7 +123,7 @@ def test_each_model_of_a_list_has_its_baseline(tmp_path: Path) -> None:
     path = tmp_path / "grid.toml"
     both = 'model = ["toy", "x/other"]\nload-format = ["dummy", "auto"]'
     path.write_text(f'[baseline]\nspec = "off"\n{both}\n[v2]\n{both}\nspec = "v2"\ndraft-tokens = [1, 3]\n')
-    found = by_model(_engines(EngineOptions(device="cpu"), str(path)))
+    found = by_model(configured(EngineOptions(device="cpu"), str(path)))
     names = ["baseline", "v2 draft-tokens=1", "v2 draft-tokens=3"]
     assert [list(ours) for ours in found.values()] == [names] * 4
     assert {one.model for one in found["other-3"].values()} == {"x/other"}

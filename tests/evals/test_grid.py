@@ -1,0 +1,176 @@
+"""A task over configurations and concurrencies: its table, what is compared with what, failures and interruptions."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lm_eval.api.task import ConfigurableTask
+
+from specbatch.config import EngineConfig, Speculation
+from specbatch.errors import SpecbatchError
+from specbatch.evals.grid import Grid, GridOptions, bases_of, run_grid
+from specbatch.evals.run import EvalOptions, run_eval
+from specbatch.jobs.configurations import named
+from specbatch.records.runs import load_run
+from specbatch.sweeps.report.tables import load_records, table
+
+CONFIGS = named(EngineConfig(speculation=Speculation("ngram")), ("baseline", "v1", "v2"))
+Run = Callable[..., Grid]
+
+
+class Engines:
+    """Engines that give the same answers, except for v2's first question. broken: configurations that fail."""
+
+    def __init__(self, make: Any, reply: Any) -> None:
+        self.make, self.reply = make, reply
+        self.broken: tuple[str, ...] = ()
+        self.stop_after: dict[str, int] = {}
+        self.made: dict[str, Any] = {}
+        self.loads = 0
+
+    @contextmanager
+    def __call__(self) -> Iterator[dict[str, Any]]:
+        self.loads += 1
+        self.made = {name: self._engine(name, config) for name, config in CONFIGS.items()}
+        yield self.made
+
+    def _engine(self, name: str, config: EngineConfig) -> Any:
+        def reply(text: str) -> str:
+            if name in self.broken:
+                raise MemoryError("no room")
+            return ("? " if name == "v2" and "#100\n" in text.rsplit("Question", 1)[1] else "") + self.reply(text)
+
+        engine = self.make(reply)
+        engine.forgotten = []  # calls before prefixes were forgotten
+        engine.forget_prefixes = lambda: engine.forgotten.append(len(engine.calls))
+        plain, generate = engine.record, engine.generate
+        engine.record = lambda **known: replace(plain(**known), config=config.as_dict() | {"model": "fake"})
+
+        def measured(*args: Any, **how: Any) -> Any:
+            engine.stop_after = None if len(engine.calls) % 2 == 0 else self.stop_after.get(name)
+            return generate(*args, **how)
+
+        engine.generate = measured  # warm-ups and measurements alternate
+        return engine
+
+
+@pytest.fixture
+def engines(make_engine: Any, mixed_reply: Any) -> Engines:
+    return Engines(make_engine, mixed_reply)
+
+
+@pytest.fixture
+def evaluate_all(engines: Engines, scored_file: Path, shots_file: Path, tmp_path: Path) -> Run:
+    def run(concurrency: tuple[int, ...] = (2,), repeats: int = 1, **changes: Any) -> Grid:
+        task = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3, **changes)
+        options = GridOptions(task, concurrency, repeats)
+        return run_grid(CONFIGS, engines, options, tmp_path, failed={}, progress=lambda *at: seen.append(at))
+
+    seen: list[tuple[int, int]] = []
+    run.seen = seen  # type: ignore[attr-defined]
+    return run
+
+
+def test_table_has_accuracy_beside_speed(
+    evaluate_all: Run, engines: Engines, make_engine: Any, scored_file: Path, shots_file: Path, tmp_path: Path
+) -> None:
+    found = evaluate_all((1, 4))
+    rows = found.rows()
+    assert [(row["concurrency"], row["configuration"]) for row in rows] == [
+        (n, name) for n in (1, 4) for name in CONFIGS
+    ]
+    assert [row.get("same_answers") for row in rows[:3]] == [None, 8, 7]
+    assert [row["strict-match"] for row in rows] == [0.25] * 6
+    assert rows[0]["strict-match stderr"] == pytest.approx((0.25 * 0.75 / 7) ** 0.5)
+    assert (rows[2]["difference"], rows[2]["lost"], rows[2]["gained"], rows[2]["p"]) == (0.0, 0, 0, 1.0)
+    assert rows[2]["speedup"] == pytest.approx(rows[2]["output_throughput"] / rows[0]["output_throughput"])
+    assert evaluate_all.seen[-1] == (48, 48)  # type: ignore[attr-defined]
+    for engine in engines.made.values():
+        warm_up, measured = engine.calls[2:]
+        assert ({params.max_new_tokens for params in warm_up["params"]}, warm_up["concurrency"]) == ({16}, 4)
+        assert ({params.max_new_tokens for params in measured["params"]}, len(measured["prompts"])) == ({512}, 8)
+        assert engine.forgotten == [1, 3]  # between warm-up and measurement
+    main, details, notes = found.table().split("\n\n")
+    header, _, baseline, v1, _ = main.splitlines()[:5]
+    assert [cell.strip() for cell in header.split("|")[3:-1]] == [
+        *("speedup", "strict-match", "difference", "accept length", "TTFT", "TPOT", "output tok/s")
+    ]
+    assert [cell.strip() for cell in baseline.split("|")[3:7]] == ["-", "0.250 ± 0.164", "-", "-"]
+    assert [cell.strip() for cell in v1.split("|")[3:7]] == ["1.00", "0.250 ± 0.164", "+0.000 (p = 1)", "2.500"]
+    assert "75.0% unparsed" in details
+    assert "are of v1, v2 from baseline" in notes
+    assert [row["speedup"] for row in csv.DictReader((tmp_path / "summary.csv").open())][:2] == ["", "1.0"]
+    assert json.loads((tmp_path / "summary.json").read_text())["rows"] == rows
+    # Few-shot examples are drawn at random, and an earlier run has drawn some already.
+    alone = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3)
+    wanted = run_eval(make_engine(lambda text: "?"), alone).prompts_sha256
+    assert {one.prompts_sha256 for reports in found.reports.values() for one in reports} == {wanted}
+    # report and compare read the folder
+    assert list(table(load_records(tmp_path)).ratio.round(2)) == [1.0] * 6
+    points = load_run("run", tmp_path, lambda path: []).points
+    assert {(key.configuration, key.size) for key in points} == {(name, n) for name in CONFIGS for n in (1, 4)}
+
+
+@pytest.mark.slow
+def test_repeats_are_interleaved_and_give_an_interval(evaluate_all: Run) -> None:
+    rows = evaluate_all(repeats=2).rows()
+    assert [row["repeats"] for row in rows] == [2, 2, 2]
+    assert (rows[1]["speedup_low"], rows[1]["speedup_high"]) == (1.0, 1.0)
+
+
+def test_interrupted_grid_continues_with_the_missing_points(
+    evaluate_all: Run, engines: Engines, tmp_path: Path
+) -> None:
+    engines.stop_after = {"v1": 3}
+    with pytest.raises(
+        KeyboardInterrupt, match=r"^kept 1 of 3 points in .*; the same command with this --out continues"
+    ):
+        evaluate_all()
+    assert "baseline" in (tmp_path / "summary.md").read_text()
+    engines.stop_after = {}
+    rows = evaluate_all().rows()
+    assert [row.get("same_answers") for row in rows[:3]] == [None, 8, 7]
+    assert engines.made["baseline"].calls == []
+    assert all(row["output_throughput"] for row in rows)
+    with pytest.raises(SpecbatchError, match="is of an evaluation with another"):
+        evaluate_all(temperature=0.6)
+    loads = engines.loads
+    assert evaluate_all().rows() == rows
+    assert engines.loads == loads
+
+
+def test_failed_point_is_left_out_and_runs_again(evaluate_all: Run, engines: Engines) -> None:
+    engines.broken = ("v1",)
+    found = evaluate_all()
+    assert found.left_out == {"v1 at concurrency 2": "MemoryError: no room"}
+    assert [row["configuration"] for row in found.rows()] == ["baseline", "v2"]
+    assert "v1 at concurrency 2: left out, MemoryError: no room" in found.table()
+    engines.broken = ()
+    assert [row["configuration"] for row in evaluate_all().rows()] == list(CONFIGS)
+
+
+def test_task_with_different_prompts_in_each_run_is_refused(evaluate_all: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    text_of, number = ConfigurableTask.doc_to_text, count()
+    monkeypatch.setattr(ConfigurableTask, "doc_to_text", lambda *args: f"{next(number)} {text_of(*args)}")
+    with pytest.raises(SpecbatchError, match="task='gsm8k': builds different prompts in each run"):
+        evaluate_all()
+
+
+def test_ratio_compares_one_thing() -> None:
+    """With the same prefill graphs where both are there."""
+    base = EngineConfig(speculation=Speculation("ngram"))
+    names = ("v1", "baseline", "v2", "baseline+piecewise", "v2+piecewise")
+    assert bases_of(named(base, names)) == {
+        "v1": "baseline", "baseline": "baseline", "v2": "baseline", "baseline+piecewise": "baseline",
+        "v2+piecewise": "baseline+piecewise",
+    }  # fmt: skip
+    assert bases_of(named(base, ("baseline", "v2+piecewise")))["v2+piecewise"] == "baseline"
+    assert bases_of(named(base, ("v1", "v2"))) == {"v1": "v1", "v2": "v1"}
