@@ -23,11 +23,25 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Looks = dict[str, dict[str, Any]]  # colour, marker and label of each configuration, as matplotlib takes them
 INK = "#101418"  # replaced by the text colour of the page
+GREY = "#9a9a9a59"  # seen on white and on near black, and through it the lines above
+ROOM = 0.7  # share of a tick interval that its configurations use
 GRID = 0.25  # opacity
 BLUE, VERMILLION, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 WIDTH = 4.6  # inches, at 72 points each: 331
 DARK = "svg{color:#101418}@media (prefers-color-scheme:dark){svg{color:#e6e8ea}}"
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure. remark: what it lacks, or why there is none."""
+
+    name: str
+    title: str
+    caption: str
+    figure: Figure | None
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,11 @@ def panels(count: int, height: float) -> tuple[Figure, list[Axes]]:
 
     figure = Figure(figsize=(WIDTH, count * height))
     return figure, list(figure.subplots(count, 1, squeeze=False)[:, 0])
+
+
+def beside(place: int, count: int) -> float:
+    """Where the configuration at `place` of `count` stands beside the middle of its tick."""
+    return ROOM * ((place + 0.5) / count - 0.5)
 
 
 def legend(figure: Figure, *others: Artist) -> None:

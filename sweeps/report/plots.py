@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -12,29 +11,17 @@ import numpy as np
 from specbatch.core.request import INCOMPLETE
 from specbatch.records.markdown import sum_lists
 from specbatch.records.run_record import RunRecord
-from specbatch.sweeps.report.plot_style import INK, legend, marks, panels
-from specbatch.sweeps.report.tables import points_of
+from specbatch.sweeps.report.plot_style import GREY, INK, ROOM, Looks, Plot, beside, legend, marks, panels
+from specbatch.sweeps.report.speedup_plot import speedup_plot
+from specbatch.sweeps.report.tables import base_of, points_of, speedups_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Points = dict[tuple[Any, ...], list[RunRecord]]  # all repeats of each (concurrency, configuration)
-Looks = dict[str, dict[str, Any]]  # colour, marker and label of each configuration, as matplotlib takes them
 WIDE = 12  # axes are logarithmic from this ratio of largest to smallest value
-ROOM = 0.7  # share of a tick interval that its configurations use
 LOW, HIGH = 10, 90  # percentiles of requests that a bar spans
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A figure. remark: what it lacks, or why there is none."""
-
-    name: str
-    title: str
-    caption: str
-    figure: Figure | None
-    remark: str = ""
 
 
 def draw(records: list[RunRecord]) -> list[Plot]:
@@ -45,7 +32,9 @@ def draw(records: list[RunRecord]) -> list[Plot]:
         name: {"color": mark.colour, "marker": mark.marker, "label": label(name, first[name])}
         for name, mark in marks(first).items()
     }
+    base = base_of(name for _, name in points)
     return [
+        speedup_plot(speedups_of(records), own, base),
         _throughput(points, own),
         _latency(points, own, "ttft", "Time to first token"),
         _latency(points, own, "tpot", "Time per output token"),
@@ -78,7 +67,7 @@ def _throughput(points: Points, own: Looks) -> Plot:
     name, title = "throughput", "Throughput against speed per user"
     caption = (
         "A point is a concurrency (the number beside it), the median over repeats: up is more for all, right is "
-        "faster for one. No point lies above or to the right of the dashed Pareto line."
+        "faster for one. No point lies above and to the right of one on the wide grey Pareto line."
     )
     places: dict[tuple[int, str], tuple[float, float]] = {}
     for (concurrency, configuration), found in points.items():
@@ -88,13 +77,11 @@ def _throughput(points: Points, own: Looks) -> Plot:
     if not places:
         return Plot(name, title, caption, None, "The records have no throughput.")
     figure, (axes,) = panels(1, 3.2)
-    axes.plot(
-        *_columns(pareto(places.values())), color=INK, linestyle="--", linewidth=1, alpha=0.7, label="Pareto line"
-    )
+    axes.plot(*_columns(pareto(places.values())), color=GREY, linewidth=9, solid_capstyle="round", label="Pareto line")
     for configuration in own:
         line = [place for (_, which), place in places.items() if which == configuration]
         if line:
-            axes.plot(*_columns(line), **own[configuration])
+            axes.plot(*_columns(line), **own[configuration] | {"linewidth": 1.2})
     for concurrency in dict.fromkeys(concurrency for concurrency, _ in places):
         best = max(place for (which, _), place in places.items() if which == concurrency)
         axes.annotate(str(concurrency), best, xytext=(7, 4), textcoords="offset points")
@@ -125,7 +112,7 @@ def _latency(points: Points, own: Looks, which: str, what: str) -> Plot:
             values = [1000 * value for record in found for value in _of_requests(record, metric)]
             if not values:
                 continue
-            x = spot + _offset(place, len(own))
+            x = spot + beside(place, len(own))
             low, middle, high = np.percentile(values, (LOW, 50, HIGH)).tolist()
             axes.vlines(x, low, high, color=own[configuration]["color"], linewidth=4, alpha=0.4)
             if len(found) > 1:
@@ -133,8 +120,8 @@ def _latency(points: Points, own: Looks, which: str, what: str) -> Plot:
                 axes.plot([x] * len(each), each, ".", color=own[configuration]["color"], markersize=3)
             line.append((x, middle))
             drawn += [low, high]
-        if line:
-            axes.plot(*_columns(line), **own[configuration])
+        if line:  # not joined: a line from one concurrency to the next would hide what differs at each
+            axes.plot(*_columns(line), linestyle="none", **own[configuration])
     if not drawn:
         return Plot(which, title, caption, None, f"The records hold no {which.upper()} of requests (requests.jsonl).")
     _scale(axes, "y", drawn)
@@ -157,7 +144,7 @@ def _accept_lengths(points: Points, own: Looks) -> Plot:
     def panel(axes: Axes, place: int, count: int, counters: list[dict[str, Any]], look: dict[str, Any]) -> None:
         left = sum_lists(one["emitted_histogram"] for one in counters)
         shares = [100 * number / sum(left) for number in left[1:]]
-        spots = [length + _offset(place, count) for length in range(1, len(left))]
+        spots = [length + beside(place, count) for length in range(1, len(left))]
         axes.bar(spots, shares, width=ROOM / count, color=look["color"], alpha=0.45)
         axes.plot(spots, shares, linestyle="none", markersize=4, **_without(look, "markersize"))
         axes.set_ylabel("verifies (%)")
@@ -176,7 +163,7 @@ def _acceptance(points: Points, own: Looks) -> Plot:
         names = ("drafted", "tried", "accepted")
         drafted, tried, accepted = (sum_lists(one["acceptance"][name] for one in counters) for name in names)
         spots = [
-            draft + _offset(place, count) / 3 for draft in range(1, len(drafted) + 1)
+            draft + beside(place, count) / 3 for draft in range(1, len(drafted) + 1)
         ]  # equal lines show side by side
         axes.plot(spots, [_percent(*pair) for pair in zip(accepted, tried, strict=True)], **look)
         reached = [_percent(*pair) for pair in zip(accepted, drafted, strict=True)]
@@ -333,11 +320,6 @@ def _concurrencies(points: Iterable[tuple[Any, ...]]) -> list[int]:
 def _columns(places: Iterable[tuple[float, float]]) -> tuple[list[float], list[float]]:
     found = list(places)
     return [x for x, _ in found], [y for _, y in found]
-
-
-def _offset(place: int, count: int) -> float:
-    """Where the configuration at `place` of `count` stands beside the middle."""
-    return ROOM * ((place + 0.5) / count - 0.5)
 
 
 def _percent(part: int, whole: int) -> float:

@@ -28,8 +28,10 @@ from specbatch.records.metrics import ACCEPTANCE, glossary
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Point, unfinished
 from specbatch.sweeps.report import plot_style
+from specbatch.sweeps.report.headline import headline
+from specbatch.sweeps.report.how_made import how_made
 from specbatch.sweeps.report.notes import Note
-from specbatch.sweeps.report.plots import Plot, draw
+from specbatch.sweeps.report.plots import draw
 from specbatch.sweeps.report.serving import (
     Row,
     block,
@@ -56,6 +58,7 @@ from specbatch.sweeps.report.tables import (
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 PAGE = "report.html"
+_DECISION = ("ratio", "speculation")  # what the titles of these columns begin with
 Cells = tuple[list[str], list[list[str]]]  # titles, rows
 
 
@@ -63,7 +66,7 @@ Cells = tuple[list[str], list[list[str]]]  # titles, rows
 class Picture:
     """A plot as files and in the page."""
 
-    plot: Plot
+    plot: plot_style.Plot
     svg: str = ""
     png: bytes = b""
 
@@ -140,15 +143,17 @@ def page(
     from jinja2 import Environment, StrictUndefined
 
     rows = table(records)
-    what = about(records)
+    what, made = about(records), how_made(records)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=f"Sweep of {what['model']} on {what['device']}",
-        about=what | _made_from(records),
+        result=headline(records),
+        about={name: text for name, text in what.items() if name not in made.lines},
+        made=made,
         warnings=warnings_of(records, missing),
         notes=[note.text for note in notes(records, rows) if not note.warning],
         pictures=pictures,
-        comparison=_named(*shown(rows)),
+        comparison=_decision_first(*_named(*shown(rows))),
         summaries=summary_tables(serving),
         acceptance=_acceptance(records),
         categories=_named(list(CATEGORIES), body) if (body := category_rows(records)) else None,
@@ -180,11 +185,6 @@ def _low_acceptance(records: list[RunRecord]) -> Iterator[Note]:
         yield losses
 
 
-def _made_from(records: list[RunRecord]) -> dict[str, str]:
-    created = sorted(record.created for record in records)
-    return {"records": f"{len(records)}, made from {created[0]} to {created[-1]}"}
-
-
 def _acceptance(records: list[RunRecord]) -> Cells | None:
     """The acceptance table; None if nothing was drafted."""
     found = {place: acceptance_cells(one.counters for one in runs) for place, runs in points_of(records).items()}
@@ -195,6 +195,13 @@ def _acceptance(records: list[RunRecord]) -> Cells | None:
 def _named(titles: list[str], body: list[list[str]]) -> Cells:
     """Join concurrency and configuration into the first column, which stays visible when a table is scrolled."""
     return ["configuration, concurrency", *titles[2:]], [[f"{row[1]}, {row[0]}", *row[2:]] for row in body]
+
+
+def _decision_first(titles: list[str], body: list[list[str]]) -> Cells:
+    """Move the ratio and what speculation gains next to the first column, so that they show without scrolling."""
+    first = [place for start in _DECISION for place, title in enumerate(titles) if title.startswith(start)]
+    order = [0, *first, *(place for place in range(1, len(titles)) if place not in first)]
+    return [titles[place] for place in order], [[row[place] for place in order] for row in body]
 
 
 def _json(content: Any) -> str:

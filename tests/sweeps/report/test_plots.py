@@ -20,6 +20,7 @@ from swept import DRAFTS, swept
 
 from specbatch.sweeps.report import plot_style, plots
 from specbatch.sweeps.report.plot_style import BLUE, GREEN, INK, KNOWN, PURPLE, VERMILLION, marks
+from specbatch.sweeps.report.tables import speedups_of
 
 NAMES = ("baseline", "v1", "v2")
 SIZES = (1, 4)
@@ -51,12 +52,36 @@ def runs(name, concurrency):
 
 
 def test_every_plot_has_units_and_a_caption(drawn):
-    assert list(drawn) == ["throughput", "ttft", "tpot", "accept_length", "acceptance", "steps", "shares"]
+    assert list(drawn) == ["speedup", "throughput", "ttft", "tpot", "accept_length", "acceptance", "steps", "shares"]
     for plot in drawn.values():
         assert plot.caption.endswith(".")
         assert "(" in plot.figure.axes[-1].get_xlabel() + plot.figure.axes[-1].get_ylabel()
         assert plot.figure.axes[-1].get_xlabel()
         assert plot.figure.axes[-1].get_ylabel()
+
+
+def test_speedups_have_their_intervals_and_are_hollow_if_undecided(drawn):
+    (axes,) = drawn["speedup"].figure.axes
+    known = speedups_of(RECORDS)
+    shown = {line.get_ydata()[0]: line for line in axes.get_lines() if len(line.get_xdata()) == 1}
+    bars = {segment[0][0]: (segment[0][1], segment[1][1]) for bar in axes.collections for segment in bar.get_segments()}
+    for place, name in enumerate(NAMES[1:]):
+        for spot, concurrency in enumerate(SIZES):
+            speedup = known[concurrency, name]
+            line = shown[speedup.ratio]
+            x = line.get_xdata()[0]
+            assert x == pytest.approx(spot + (-0.175, 0.175)[place])
+            assert bars[x] == (speedup.low, speedup.high)
+            assert (line.get_markerfacecolor() == "none") == (speedup.verdict == "undecided")
+    assert len(shown) == len(bars) == 4
+    assert {speedup.verdict for speedup in known.values()} > {"undecided"}  # both faces are drawn
+    assert drawn["speedup"].figure.legends[0].get_texts()[0].get_text() == "the baseline"
+
+
+def test_speedup_of_one_repeat_has_no_interval():
+    (axes,) = draw([swept("one"), swept("two")])["speedup"].figure.axes
+    assert not axes.collections
+    assert [line.get_markerfacecolor() for line in axes.get_lines() if len(line.get_xdata()) == 1] == ["none"]
 
 
 def test_throughput_holds_the_medians_over_repeats(drawn):
@@ -172,7 +197,7 @@ def test_plots_without_data_have_a_remark():
     bare.counters, bare.requests = {}, []
     bare.metrics |= dict.fromkeys(("per_user_throughput", "step_time_s", "device_step_s"))
     found = draw([bare]).values()
-    assert [plot.figure for plot in found] == [None] * 7
+    assert [plot.figure for plot in found] == [None] * 8
     assert all(plot.remark for plot in found)
 
 
@@ -188,7 +213,7 @@ def test_legends_name_every_configuration_and_simulated_acceptance():
     expected = [*(name.strip() for name in names), "v1 (simulated)"]
     for plot in found:
         texts = [" ".join(text.get_text().split()) for text in plot.figure.legends[0].get_texts()]
-        drafting = plot.name in ("accept_length", "acceptance")
+        drafting = plot.name in ("speedup", "accept_length", "acceptance")
         assert [text for text in texts if text in expected] == expected[1 if drafting else 0 :]
         assert "v1" not in texts
 

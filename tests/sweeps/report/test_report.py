@@ -16,6 +16,7 @@ from swept import saved, swept
 
 from specbatch.atomic_file import UnwritableError
 from specbatch.errors import SpecbatchError
+from specbatch.sweeps.report.headline import headline
 from specbatch.sweeps.report.report import command_of, draw_all, page, warnings_of, write_report
 from specbatch.sweeps.report.serving import serving_rows
 from specbatch.sweeps.report.tables import about, load_records, write_summary
@@ -51,7 +52,7 @@ def test_report_is_complete_and_reproducible(folder, tmp_path):
     assert names >= {
         f"{table}.{kind}" for table in ("summary", "concurrency", "serving") for kind in ("md", "csv", "json")
     }
-    plots = ("throughput", "ttft", "tpot", "accept_length", "acceptance", "steps", "shares")
+    plots = ("speedup", "throughput", "ttft", "tpot", "accept_length", "acceptance", "steps", "shares")
     assert names >= {f"plots/{name}.{kind}" for name in plots for kind in ("svg", "png")}
     paths = write_report(folder, tmp_path / "deep" / "copy")
     assert paths[-1] == tmp_path / "deep/copy/report.html"
@@ -114,8 +115,7 @@ def test_page_describes_the_run(document):
 def test_page_has_every_table_plot_and_block(document):
     captions = [caption.text for caption in document.iter("caption")]
     assert captions == ["Medians over repeats", "Acceptance, greedy", *NAMES]
-    assert len(document.findall(".//figure")) == 7
-    assert [len(list(figure.iter("{*}svg", "svg"))) for figure in document.iter("figure")] == [1] * 7
+    assert [len(list(figure.iter("{*}svg", "svg"))) for figure in document.iter("figure")] == [1] * 8
     assert [summary.text for summary in document.iter("summary")][:6] == [
         f"{name} at concurrency {concurrency}" for concurrency in (1, 4) for name in NAMES
     ]
@@ -148,7 +148,7 @@ def test_ids_are_unique_and_html_is_valid(folder):
     assert [str(error) for error in errors.error_log if not error.message.startswith(unknown)] == []
     ids = [node.get("id") for node in parser.fromstring(text).iter() if node.get("id")]
     assert len(ids) == len(set(ids))
-    assert text.count("<svg") == text.count("</svg>") == 7
+    assert text.count("<svg") == text.count("</svg>") == 8
 
 
 def test_page_has_a_table_by_category():
@@ -160,16 +160,60 @@ def test_page_has_a_table_by_category():
     assert {row.findtext("td[1]") for row in found.iter("tr")} - {None} == {"coding", "math"}
 
 
-def test_warnings_come_first():
+def test_page_opens_with_the_result_and_its_plot(document):
+    first = document.find(".//section")
+    assert first.findtext("p[@class='result']") == headline(RECORDS)
+    assert [figure.get("id") for figure in first.iter("figure")] == ["speedup"]
+    assert not first.findall(".//a")  # no warnings to point to
+
+
+def test_decision_is_next_to_the_configuration(document):
+    (titles,) = (
+        [title.text_content() for title in table.iterfind("thead/tr/th")]
+        for table in document.iter("table")
+        if table.findtext("caption") == "Medians over repeats"
+    )
+    assert titles[:2] == ["configuration, concurrency", "ratio to baseline"]
+
+
+def test_page_shows_how_it_was_made():
+    records = [swept("baseline"), swept("v1")]
+    for record in records:
+        record.provenance = {
+            "command": ["specbatch", "sweep", "--model", "my model"],
+            "git": {"revision": "abc", "dirty": True},
+            "environment": {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO"},
+        }
+        record.hardware |= {"gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "cpu": "abacus"}
+    last = parser.fromstring(html_of(records)).findall(".//section")[-1]
+    assert [pre.text for pre in last.iter("pre")] == ["specbatch sweep --model 'my model'", "specbatch report x"]
+    lines = dict(zip((name.text for name in last.iter("dt")), (text.text for text in last.iter("dd")), strict=True))
+    assert lines.items() >= {
+        "git revision": "abc-dirty", "GPU": "NVIDIA H200", "driver": "580.1", "CUDA": "13.0",
+        "environment": "NCCL_DEBUG=INFO OMP_NUM_THREADS=1",
+    }.items()  # fmt: skip
+    assert lines["CPU"].startswith("abacus, ")
+    for record in records:
+        record.provenance = {}
+    last = parser.fromstring(html_of(records)).findall(".//section")[-1]
+    assert [pre.text for pre in last.iter("pre")] == ["specbatch report x"]
+    assert "do not have the command" in last.text_content()
+    assert "git revision" not in last.text_content()
+
+
+def test_warnings_follow_the_result():
     records = [swept("baseline"), swept("v1", simulate=2.4), swept("v2", output_sha256="other")]
     records[0].config["graphs"]["decode"] = "whole"
     records[2].metrics["requests"] = 3
     tree = parser.fromstring(html_of(records))
     sections = list(tree.iter("section"))
-    assert sections[0].get("class") == "warnings"
-    kinds = [node.text for node in sections[0].iter("strong")]
+    assert sections[1].get("class") == "warnings"
+    kinds = [node.text for node in sections[1].iter("strong")]
     assert kinds == ["SIMULATED", "NO REPLAYS", "INCOMPLETE", "TOKENS DIFFER"]
-    text = sections[0].text_content()
+    assert (
+        sections[0].findtext(".//a[@href='#warnings']") == "Warnings: SIMULATED, NO REPLAYS, INCOMPLETE, TOKENS DIFFER"
+    )
+    text = sections[1].text_content()
     assert "v1: acceptance was drawn at random (geometric, mean 2.4)" in text
     assert "v2 at concurrency 4, repeat 1: 3 of 8 prompts finished." in text
     notes = sections[-2].text_content()
@@ -179,15 +223,15 @@ def test_warnings_come_first():
 
 def test_no_box_without_warnings(document):
     assert warnings_of(RECORDS) == {}
-    assert document.find(".//section").get("class") is None
+    assert "warnings" not in {section.get("class") for section in document.iter("section")}
 
 
 def test_many_warnings_of_a_kind_are_collapsed():
     records = [swept("v1", concurrency, repeat, prompts=99) for concurrency in (1, 2) for repeat in (1, 2)]
-    (many,) = parser.fromstring(html_of(records)).find(".//section").iter("details")
+    (many,) = parser.fromstring(html_of(records)).get_element_by_id("warnings").iter("details")
     assert many.get("open") is None
     assert many.find("summary").text_content() == "INCOMPLETE (4)"
-    (few,) = parser.fromstring(html_of(records[:3])).find(".//section").iter("details")
+    (few,) = parser.fromstring(html_of(records[:3])).get_element_by_id("warnings").iter("details")
     assert few.get("open") is not None
 
 
@@ -214,7 +258,7 @@ def test_names_are_escaped_and_missing_plots_have_a_reason():
     made.config["model"] = nasty
     del made.counters["acceptance"]
     drawn = draw_all([made])
-    assert [item.plot.name for item in drawn if not item.svg] == ["accept_length", "acceptance"]
+    assert [item.plot.name for item in drawn if not item.svg] == ["speedup", "accept_length", "acceptance"]
     text = page([made], drawn, serving_rows([made]), f"specbatch report '{nasty}'")
     assert "<script" not in text
     assert html.escape(nasty, quote=False) in text.replace("&#34;", '"')
@@ -296,6 +340,6 @@ def test_nothing_overflows_in_a_browser(folder, tmp_path, width, columns):
     assert seen["tables"] == 5
     assert seen["scrolled"] >= (5 if width == 360 else 1)
     assert seen["blocks"] == (2 if width == 360 else 0)  # only blocks of a long name need scrolling
-    assert seen["names"] < 180  # the fixed column leaves room for the others
+    assert seen["names"] < 0.45 * width  # the fixed column leaves room for the others
     assert seen["text"] >= 9
     assert seen["columns"] == columns

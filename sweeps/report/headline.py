@@ -1,0 +1,67 @@
+"""The result of a sweep in one sentence: the largest speedup shown, and where the same configuration has none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specbatch.records.metrics import METRICS
+from specbatch.records.run_record import RunRecord
+from specbatch.records.verdicts import LOSES, ONE_REPEAT, PAYS, UNDECIDED, Speedup
+from specbatch.sweeps.report.tables import BASELINE, base_of, points_of, speedups_of
+
+_VERDICTS = {PAYS: "also pays", UNDECIDED: "is undecided", LOSES: "loses"}
+_SPEED = METRICS["output_throughput"]
+
+
+def headline(records: list[RunRecord]) -> str:
+    """One sentence, and another one if acceptance was simulated or the weights are random."""
+    speedups = speedups_of(records)
+    base = base_of(name for _, name in points_of(records))
+    sentence = _compared(speedups, "the baseline" if base == BASELINE else str(base)) if speedups else _fastest(records)
+    return " ".join(filter(None, (sentence, _caveat(records))))
+
+
+def _compared(speedups: Mapping[tuple[Any, ...], Speedup], base: str) -> str:
+    (concurrency, name), best = max(speedups.items(), key=lambda item: (item[1].verdict == PAYS, item[1].ratio))
+    amount = f"times {base}'s tokens per second at concurrency {concurrency}"
+    if best.verdict == ONE_REPEAT:
+        return f"{name} generates {best.ratio:.2f} {amount}, in one repeat, which does not show how much that varies."
+    rest = _elsewhere({size: one for (size, which), one in speedups.items() if which == name and size != concurrency})
+    if best.verdict == PAYS:
+        return f"{name} generates {best} {amount}{rest}."
+    none = f"No configuration is shown to generate more tokens per second than {base}"
+    return f"{none}; {name} comes closest, with {best} {amount}{rest}."
+
+
+def _elsewhere(others: Mapping[int, Speedup]) -> str:
+    """The verdicts at other concurrencies."""
+    parts = []
+    for verdict, words in _VERDICTS.items():
+        if sizes := [str(size) for size, one in others.items() if one.verdict == verdict]:
+            parts.append(f"{words} at {_listed(sizes)}")
+    return f"; it {_listed(parts)}" if parts else ""
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _fastest(records: list[RunRecord]) -> str:
+    measured = [(speed, record.workload) for record in records if (speed := _SPEED.read(record)) is not None]
+    if not measured:
+        return "Nothing was measured."
+    speed, work = max(measured, key=lambda item: item[0])
+    return (
+        f"{work['configuration']} generates {speed:,.0f} tokens per second at concurrency {work['concurrency']}; there "
+        "is no other configuration to compare it with."
+    )
+
+
+def _caveat(records: list[RunRecord]) -> str:
+    simulated = "acceptance was simulated" if any(record.simulated_acceptance for record in records) else ""
+    dummy = "weights are random" if any(record.config["load_format"] == "dummy" for record in records) else ""
+    found = " and ".join(filter(None, (simulated, dummy))).capitalize()
+    return (
+        f"{found}: this is the speed of the steps, not of a real draft." if simulated else f"{found}." if dummy else ""
+    )
