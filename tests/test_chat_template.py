@@ -19,9 +19,9 @@ from specbatch.errors import SpecbatchError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 QUICK = (
-    "nested loops", "macros that call each other", "power", "repeated string", "center", "slice", "doubling",
-    "class", "globals of a class", "change of the messages", "include", "raise_exception of a long message", "types",
-    "surrogate", "nested loops in the source", "long sum", "template of 50 MB",
+    "nested loops", "macros that call each other", "repeated string", "center", "doubling", "class",
+    "globals of a class", "change of the messages", "include", "types", "surrogate", "nested loops in the source",
+    "template of 50 MB",
 )  # fmt: skip
 
 
@@ -65,6 +65,7 @@ def test_values_that_cannot_be_sent_are_refused() -> None:
     assert template.render(messages=MESSAGES) == str(MESSAGES)
 
 
+@pytest.mark.slow
 def test_a_template_that_exceeds_the_time_for_one_row_renders_the_others(short: None) -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = ChatTemplate(
@@ -75,6 +76,7 @@ def test_a_template_that_exceeds_the_time_for_one_row_renders_the_others(short: 
     assert template.render(messages=MESSAGES) == "hi"
 
 
+@pytest.mark.slow
 def test_a_template_that_exceeds_limits_again_and_again_is_given_up() -> None:
     template = ChatTemplate("{{ 'a' * 10000000000 }}", "mine")
     for _ in range(chat_template.CHANCES):

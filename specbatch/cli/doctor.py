@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+from dataclasses import asdict
 from typing import Any
 
-from specbatch.algorithms import ALGORITHMS, NO_SPECULATION
 from specbatch.cli.options import Json
 from specbatch.cli.output import show
 from specbatch.extras import is_installed, missing
 from specbatch.records.environment import hardware, versions
+from specbatch.records.markdown import markdown_table
 
 HUB = ("huggingface.co", 443)
 
 
 def doctor(as_json: Json = False) -> None:
-    """Show the environment, the devices and which features run on this machine, with reasons."""
+    """Show the environment, the devices and which features run on this machine, with reasons.
+
+    The support matrix shows which drafts run with which family of targets, and which settings with which drafts. It is
+    made by the checks that refuse a configuration.
+    """
     found = examine()
     show(report(found), found, as_json=as_json)
 
@@ -25,10 +31,12 @@ def examine() -> dict[str, Any]:
     """Everything that `specbatch doctor` shows, as JSON values."""
     import torch
 
+    from specbatch.engine import support
     from specbatch.weights import known_models
     from specbatch.weights.cache import cache_folder
 
     models = known_models.rows()
+    families, settings = support.of_families(), support.of_settings()
     cuda = torch.cuda.is_available()
     return {
         "versions": versions(),
@@ -42,11 +50,6 @@ def examine() -> dict[str, Any]:
             _feature("bfloat16 on the GPU", _no_bfloat16(), "the default, if it is the checkpoint's type"),
             _feature("tensor parallelism", _no_peers(), "--tensor-parallel N"),
             _feature("CUDA graphs", None if cuda else _no_gpu(), "--decode-graph whole, --prefill-graph piecewise"),
-            *(
-                _feature(f"algorithm {name}", _no_module(algorithm.module), f"--algorithm {name}")
-                for name, algorithm in ALGORITHMS.items()
-                if name != NO_SPECULATION and algorithm.alias_of is None
-            ),
             *(
                 _feature(
                     f"model {row['name']}",
@@ -70,13 +73,14 @@ def examine() -> dict[str, Any]:
             _feature("Ray clusters", missing("ray"), "--distributed ray"),
             _feature("reasoning-gym tasks", missing("reasoning"), "installed"),
         ],
+        "families": [asdict(item) | {"runs": item.runs} for item in families],
+        "settings": [asdict(item) | {"runs": item.runs} for item in settings],
+        "conflicts": [list(pair) for pair in support.CONFLICTS],
     }
 
 
 def report(found: dict[str, Any]) -> str:
     """The same as Markdown: tables of the environment and of the features."""
-    from specbatch.records.markdown import markdown_table
-
     machine = found["hardware"]
     lines = {
         "versions": ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
@@ -87,7 +91,33 @@ def report(found: dict[str, Any]) -> str:
     }
     rows = [[row["feature"], "yes" if row["runs"] else "no", row["why"]] for row in found["features"]]
     tables = markdown_table(lines.items(), ["environment", "found"]), markdown_table(rows, ["feature", "runs", "why"])
-    return "\n\n".join(tables)
+    matrices, notes = _matrices(found)
+    conflicts = "; ".join(f"{one} with {other}" for one, other in found["conflicts"])
+    notes.append(f"Settings that run with a draft run together, except {conflicts}.")
+    return "\n\n".join([*tables, *matrices, "\n".join(f"* {note}" for note in notes)])
+
+
+def _matrices(found: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """The support matrix: two tables in which numbers stand for reasons, and the reasons."""
+    reasons: dict[str, str] = {}
+    tables = []
+    for name, heading in (("families", "target"), ("settings", "setting")):
+        cells: dict[str, dict[str, str]] = {}
+        for item in found[name]:
+            cells.setdefault(item["what"], {})[item["draft"]] = _cell(item["why"], reasons)
+        headings = next(iter(cells.values()))
+        tables.append(markdown_table([[what, *row.values()] for what, row in cells.items()], [heading, *headings]))
+    notes = [f"no ({number}): {text}" for number, text in enumerate(reasons.values(), start=1)]
+    return tables, notes
+
+
+def _cell(why: str, reasons: dict[str, str]) -> str:
+    """ "yes", or the number of the reason. Reasons that differ in numbers alone are one."""
+    if not why:
+        return "yes"
+    kind = re.sub(r"\d+", "#", why)
+    reasons.setdefault(kind, why)
+    return f"no ({list(reasons).index(kind) + 1})"
 
 
 def _feature(name: str, obstacle: str | None, how: str = "") -> dict[str, Any]:
@@ -134,10 +164,6 @@ def _no_peers() -> str | None:
         return f"needs two CUDA devices, and there {'is 1' if count == 1 else 'are none'}"
     far = [index for index in range(1, count) if not torch.cuda.can_device_access_peer(0, index)]
     return f"cuda:0 cannot access the memory of cuda:{far[0]}" if far else None
-
-
-def _no_module(name: str) -> str | None:
-    return None if is_installed(name) else f"module {name} is missing; reinstall specbatch"
 
 
 def _no_hub() -> str | None:

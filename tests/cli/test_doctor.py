@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+
+from specbatch.cli.doctor import report
+from specbatch.engine import support
 
 
 def test_doctor_gives_a_reason_for_everything(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(support, "FAMILIES", {"Llama": "llama-3.2-1b", "LFM2": "lfm2-1.2b"})
+    monkeypatch.setattr(support, "SETTINGS", dict(list(support.SETTINGS.items())[:3]))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path))
     found = json.loads(run("doctor", "--json").stdout)
@@ -13,9 +19,12 @@ def test_doctor_gives_a_reason_for_everything(run, monkeypatch, tmp_path):
     assert all(row["why"] for row in found["features"])
     why = {row["feature"]: row for row in found["features"]}
     assert why["engine on the CPU"]["runs"]
-    assert "algorithm mtp" in why
-    assert not {"algorithm none", "algorithm nextn"} & why.keys(), "the baseline and another name are no algorithms"
     assert not why["model smollm2-135m"]["runs"]
     assert "specbatch models pull smollm2-135m" in why["model smollm2-135m"]["why"]
     assert "HF_HUB_OFFLINE" in why["models and data of the hub"]["why"]
-    assert "| feature" in run("doctor").stdout
+    assert {(row["what"], row["draft"]) for row in found["families"] if not row["runs"]} == {("LFM2", "self:skip")}
+    text = report(found)
+    assert "| feature" in text
+    assert re.search(r"\| LFM2 +\| yes +\| yes +\| no \(1\) ", text)
+    assert re.search(r"\| tree \(--draft-topk\) .*\| no \(2\) +\|\n", text)
+    assert "* no (2): draft_topk=2: 'dflash' drafts chains only; use 1\n" in text

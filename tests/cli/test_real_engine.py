@@ -137,6 +137,7 @@ def expect_continuation(run: Callable[..., Result]) -> None:
     assert not Path("out.jsonl.partial").exists()
 
 
+@pytest.mark.slow
 def test_interrupted_generate_continues(run):
     def interrupt() -> None:
         wait_for(has_finished_rows)

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 import torch
 import transformers as hf
-from crossed import slow_but
+from crossed import first_quick
 from targets import Targets
 
 from specbatch import EmbeddedPrompt, Engine, EngineConfig, SamplingParams, SpecbatchError, Speculation
@@ -45,7 +45,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", first_quick(1, MODELS))
 def test_answers_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Also with cached prefixes of the same tokens and other embeddings."""
     torch.manual_seed(3)
@@ -97,7 +97,7 @@ def embedded(checkpoint: Any, tokens: list[int], parts: list[range]) -> Embedded
 
 @pytest.mark.parametrize(
     ("name", "algorithm"),
-    slow_but([("qwen3.5", "mtp"), ("qwen3-moe", "model-tree")], [
+    first_quick(1, [
         ("qwen3.5", "mtp"), ("qwen3-next", "eagle"), ("lfm2", "eagle3"), ("lfm2", "dflash"),
         ("qwen3-moe", "model-tree"),
     ]),

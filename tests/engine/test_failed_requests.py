@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import first_quick
 from lossless import settings_of
 from targets import Targets
 
@@ -45,18 +46,18 @@ def damage(engine: Engine, bad: int) -> None:
 
 @pytest.mark.parametrize(
     ("target", "drafter"),
-    [
-        ("llama", "none"),
-        ("llama", "ngram"),
+    first_quick(4, [
         ("llama", "model"),
         ("llama", "eagle3"),
-        ("llama", "eagle-tree"),
-        ("llama", "dflash"),
         ("qwen3.5", "mtp"),
         ("nemotron-h", "none"),
+        ("llama", "none"),
+        ("llama", "ngram"),
+        ("llama", "eagle-tree"),
+        ("llama", "dflash"),
         ("lfm2", "ngram-tree"),
-    ],
-)
+    ]),
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("schedule", "kv_pages"), [("v2", 40), *(pytest.param(*more, marks=SLOW) for more in [("v2", 200), ("v1", 40)])]
 )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from chi_square import p_value
+from crossed import slow_but
 from stand_ins import random_draft_lengths
 
 from specbatch import Engine, SamplingParams, Speculation
@@ -84,8 +85,9 @@ def run(
     return [item.token_ids for item in completions], record.metrics, record.counters["acceptance"]
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "temperature"), slow_but([("chain", 0.0), ("ngram", 0.0)], itertools.product(SHAPES, (0.0, 1.0)))
+)
 def test_positions_are_accepted_with_their_probability_under_both_schedules(
     toy: Any, toy_engine: Callable[..., Engine], name: str, temperature: float
 ) -> None:

@@ -253,6 +253,7 @@ def test_user_answer_files_are_not_overwritten(train, prompts_file, tmp_path):
         assert path.read_text() == text
 
 
+@pytest.mark.slow
 def test_interrupted_run_resumes_its_answers(train, prompts_file, checkpoint, tmp_path, monkeypatch):
     """Sampled, so that a seed assigned to the wrong prompt would be detected."""
     how = {"data": prompts_file, "steps": 1, "temperature": 1.0, "limit": 14, "held_out": 2}

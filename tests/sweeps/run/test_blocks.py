@@ -63,6 +63,7 @@ def actors_ended(actors: list[FakeActor]) -> bool:
     return all(actor.is_lost for actor in actors)
 
 
+@pytest.mark.slow
 def test_each_block_is_measured_on_one_worker_and_all_end(runs: Runs, tmp_path: Path) -> None:
     reported: list[tuple[int, int]] = []
     summary = run_sweep(
@@ -91,6 +92,7 @@ def test_a_block_of_a_lost_worker_runs_again_on_another(runs: Runs, tmp_path: Pa
     assert len(again) == 2  # all of its points again
 
 
+@pytest.mark.slow
 def test_a_block_that_ends_three_workers_is_named_and_the_same_command_runs_it(runs: Runs, tmp_path: Path) -> None:
     runs.lose = lambda worker, point: point == Point("v2", 1, 2, 1)
     named = "concurrency 2, repeat 1 ended 3 workers; the last: its node on 10.0.0.7 was lost; the same command"

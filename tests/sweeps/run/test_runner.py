@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from crossed import crossed, first_quick
 from thread_replicas import ThreadReplicas
 
 from specbatch import DataParallelEngine, Engine
@@ -13,8 +14,9 @@ from specbatch.sweeps.run.workloads import Workload
 EAGLE3 = Speculation("eagle3", draft="dummy", simulate_accept_length=2.0)
 
 
-@pytest.mark.parametrize("speculation", [Speculation(), EAGLE3])
-@pytest.mark.parametrize(("concurrency", "per_concurrency"), [(12, 1), (7, 2)])
+@pytest.mark.parametrize(
+    ("speculation", "concurrency", "per_concurrency"), crossed([Speculation(), EAGLE3], [(12, 1), (7, 2)])
+)
 def test_warm_up_on_a_gpu_runs_a_full_batch(speculation: Speculation, concurrency: int, per_concurrency: int) -> None:
     """Prompts are computed one after the other, and the first has not ended when the last begins."""
     config = EngineConfig(
@@ -31,7 +33,7 @@ def test_warm_up_on_a_gpu_runs_a_full_batch(speculation: Speculation, concurrenc
     assert counters["prefill_passes"] == concurrency + (per_concurrency > 1)
 
 
-@pytest.mark.parametrize(("concurrency", "share"), [(3, 2), (8, 4)])
+@pytest.mark.parametrize(("concurrency", "share"), first_quick(1, [(3, 2), (8, 4)]))
 def test_warm_up_gives_each_replica_a_full_batch(concurrency: int, share: int) -> None:
     config = EngineConfig(
         model="toy", load_format="dummy", device="cpu", prefill_chunk=10, memory_fraction=0.2, data_parallel=2
