@@ -215,7 +215,7 @@ def _cells(row: Row) -> list[str]:
 def _notes(point: Replicates, where: str) -> Iterator[str]:
     for record in point.records:
         yield from map(str, replay_notes(record, where))
-        wanted = record.workload.get("prompts", len(record.requests))
+        wanted = record.workload.get("requests") or record.workload.get("prompts", len(record.requests))
         if isinstance(wanted, int) and (done := record.metrics.get("requests") or 0) < wanted:
             yield f"INCOMPLETE: {where}: {done:g} of {wanted} prompts finished"
     if point.resumed:

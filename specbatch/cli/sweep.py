@@ -48,8 +48,8 @@ def sweep(
         str | None,
         Option(
             help="gsm8k, random, gsp (groups of random prompts with a shared prefix), lm-eval:TASK or FILE.jsonl. "
-            "Lines have the format of generate, or the turns of MT-Bench and SPEED-Bench, of which only the first is "
-            "used. Default: gsm8k; with --input-len random.",
+            "Lines have the format of generate, or the turns of MT-Bench and SPEED-Bench. Default: gsm8k; with "
+            "--input-len random.",
             rich_help_panel=_WORKLOAD,
         ),
     ] = None,
@@ -59,6 +59,14 @@ def sweep(
     category: Annotated[
         str | None,
         Option(help="FILE.jsonl: only the rows of this category. Default: all, in turn.", rich_help_panel=_WORKLOAD),
+    ] = None,
+    turns: Annotated[
+        int | None,
+        Option(
+            help="FILE.jsonl: ask at most this many turns of each conversation. Later turns follow the configuration's "
+            "own answers. Default: all.",
+            rich_help_panel=_WORKLOAD,
+        ),
     ] = None,
     input_len: Annotated[
         str | None,
@@ -286,6 +294,7 @@ def sweep(
         group_prompts=group_prompts,
         shared_len=length("shared_len", shared_len),
         category=category,
+        turns=turns,
         **sampling,
         slo=None if slo is None else Objectives.parse("slo", slo),
         request_rate=request_rate,

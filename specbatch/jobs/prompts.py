@@ -6,9 +6,9 @@
 {"messages": [{"role": "user", "content": "text"}]}  rendered with the model's chat template
 
 Other keys are allowed; "id" is copied to the output, and "sampling" is an object with sampling parameters of the
-prompt. Some readers allow a fifth form, MT-Bench's {"turns": ["text", ...]}: the first turn is asked as a message.
-Later turns would need the answer to the first. These readers read SPEED-Bench as well, as its own script prepares it:
-several messages, all of the user, are turns, and "category" is kept.
+prompt. Some readers allow a fifth form, MT-Bench's {"turns": ["text", ...]}: messages of the user, each after the
+answer to the one before. These readers read SPEED-Bench as well, as its own script prepares it: several messages, all
+of the user, are turns, and "category" is kept.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Prompt:
 
     sampling   the sampling parameters that the line sets
     category   of a benchmark with several
+    later      messages of the user that follow, each after the answer to the one before
     """
 
     line: int
@@ -50,6 +51,7 @@ class Prompt:
     id: str | int | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     category: str | None = None
+    later: tuple[str, ...] = ()
 
     def as_message(self) -> Prompt:
         """The same prompt as a user message. Raises SpecbatchError for token ids, whose text is not known."""
@@ -187,14 +189,15 @@ def _prompt(row: Any, forms: tuple[str, ...], number: int) -> Prompt:
         raise MalformedRowError(f"id={shown_json(own)}: use a string or a whole number")
     if isinstance(own, str) and not is_text(own):
         raise MalformedRowError(f"id={shown_json(own)} {HALF_PAIR}")
+    later: tuple[str, ...] = ()
     if form == TURNS:
-        form, value = "messages", [{"role": "user", "content": value[0]}]
+        form, value, later = "messages", [{"role": "user", "content": value[0]}], tuple(value[1:])
     elif form == "messages" and TURNS in forms and all(message["role"] == "user" for message in value):
-        value = value[:1]
+        value, later = value[:1], tuple(message["content"] for message in value[1:])
     category = row.get("category") if TURNS in forms else None
     if category is not None and (not isinstance(category, str) or not category.isprintable() or not category):
         raise MalformedRowError(f"category={shown_json(category)}: use a string")
-    return Prompt(number, form, value, own, _sampling(row.get(SAMPLING)), category)
+    return Prompt(number, form, value, own, _sampling(row.get(SAMPLING)), category, later)
 
 
 def _sampling(value: Any) -> dict[str, Any]:

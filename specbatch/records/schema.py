@@ -325,6 +325,7 @@ class RequestRow(_Table):
     e2e_s: Amount | None = None
     token_ids: list[int] | None = None
     category: str | None = None
+    turn: Positive | None = None
 
     @model_validator(mode="after")
     def _generated(self) -> Self:

@@ -49,6 +49,7 @@ REQUEST = {
     "finish_reason": "`stop`, `length`, `abort` or `error`",
     "error": "why the request failed, if it did",
     "category": "category of the prompt, if the data set has them",
+    "turn": "turn of a conversation, from 1, if prompts have several",
     "prompt_tokens": "tokens of the prompt",
     "embedded_tokens": "of them, tokens that were given as embeddings",
     "cached_tokens": "of them, tokens that came from the prefix cache",

@@ -108,8 +108,8 @@ def _few_requests(points: Mapping[tuple[Any, ...], list[RunRecord]], shown: Coll
 
 def _of_record(record: RunRecord) -> Iterator[Note]:
     work, where = record.workload, _where(record)
-    if record.metrics["requests"] != work["prompts"]:
-        finished = f"{record.metrics['requests']} of {work['prompts']} prompts finished"
+    if record.metrics["requests"] != work.get("requests", work["prompts"]):
+        finished = f"{record.metrics['requests']} of {work.get('requests', work['prompts'])} prompts finished"
         yield Note(f"{where}: {finished}.", "INCOMPLETE")
     if record.metrics.get("retractions"):
         yield Note(f"{where}: {record.metrics['retractions']} requests waited for KV pages.", "RETRACTED")

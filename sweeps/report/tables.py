@@ -9,9 +9,10 @@ same repeat. A `View` chooses the numbers; columns in which nothing was measured
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from specbatch.atomic_file import write_atomic
@@ -47,7 +48,9 @@ _OF_ARRIVALS = "mean_queue_s"  # in a closed loop it is part of the load that wa
 _BREAK_EVEN, _RATIO = RELATIVE["break_even"], RELATIVE["ratio"]
 _POINT = ["concurrency", "configuration"]
 _VERIFIED = ("emitted", "verify_steps", "accepted", "drafted")  # counts of a request
-CATEGORIES = (*_POINT, "category", "requests", "output tokens", "accept length", "accept rate")
+_LATENCY = ("mean_ttft_s", "mean_tpot_s")
+_OF_LATENCY = tuple(METRICS[key].heading for key in _LATENCY)
+CATEGORIES = (*_POINT, "category", "requests", "output tokens", "accept length", "accept rate", *_OF_LATENCY)
 BASELINE = "baseline"
 
 
@@ -215,7 +218,7 @@ def markdown(records: list[RunRecord], rows: pd.DataFrame, missing: Sequence[Poi
 
 
 def categories(records: list[RunRecord]) -> str:
-    """The table of categories of prompts; empty where they have none."""
+    """The table of categories of prompts and of turns of conversations; empty where there are none."""
     body = category_rows(records)
     return f"{markdown_table(body, CATEGORIES)}\n" if body else ""
 
@@ -224,13 +227,20 @@ def category_rows(records: list[RunRecord]) -> list[list[str]]:
     """The cells of that table, over the requests of all repeats."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for point, repeats in points_of(records).items():
-        for row in (row for record in repeats for row in record.requests if "category" in row):
-            found.setdefault((*point, row["category"]), []).append(row)
+        for name, label in (("category", "{}"), ("turn", "turn {}")):
+            for row in (row for record in repeats for row in record.requests if name in row):
+                found.setdefault((*point, label.format(row[name])), []).append(row)
     body = []
     for key, rows in found.items():
         output, *verified = (sum(row.get(name) or 0 for row in rows) for name in ("output_tokens", *_VERIFIED))
-        body.append([*map(str, key), str(len(rows)), str(output), *_accepted(*verified)])
+        body.append([*map(str, key), str(len(rows)), str(output), *_accepted(*verified), *_latency(rows)])
     return body
+
+
+def _latency(rows: list[dict[str, Any]]) -> Iterator[str]:
+    for key in _LATENCY:
+        values = [value for row in rows if (value := row.get(key.removeprefix("mean_"))) is not None]
+        yield METRICS[key].text(fmean(values) if values else None)
 
 
 def _accepted(emitted: int, verifies: int, accepted: int, drafted: int) -> tuple[str, str]:

@@ -91,7 +91,7 @@ def run_blocks(
     if not left:
         log("all points are finished")
         return
-    total, done = sum(options.workload.count(point.concurrency) for block in left for point in block), 0
+    total, done = sum(options.workload.requests(point.concurrency) for block in left for point in block), 0
     shown_before: set[str] = set()
     some = next(iter(configs.values()))
     with connected(cluster, some):
@@ -106,7 +106,7 @@ def run_blocks(
                     shown_before.add(line)
                 for point, record in found:
                     save(folder, plan, point, record)
-                    done += options.workload.count(point.concurrency)
+                    done += options.workload.requests(point.concurrency)
                     if report is not None:
                         report(done, total)
         finally:

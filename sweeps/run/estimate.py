@@ -43,7 +43,7 @@ def dry_run(configs: Mapping[str, EngineConfig], options: SweepOptions, folder: 
     left = [point for point in points(configs, options) if folder is None or not point.is_finished(folder)]
     rows, total = [], 0.0
     for point in left:
-        prompts = options.workload.count(point.concurrency)
+        prompts = options.workload.requests(point.concurrency)
         tokens = sum(wanted.max_new_tokens for wanted in options.workload.params(prompts))
         steps = -(-prompts // point.concurrency) * tokens / prompts
         plan = plans[point.configuration]

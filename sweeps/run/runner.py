@@ -27,6 +27,7 @@ from specbatch.records.store import load_record
 from specbatch.records.sweep_plan import Described, Point, check_plan, plan_of, points, round_of, rounds_at, save
 from specbatch.sweeps.report.notes import failures
 from specbatch.sweeps.report.tables import load_records, losses_of, precision_of, write_summary
+from specbatch.sweeps.run.conversations import ask, label, longest
 from specbatch.sweeps.run.sanity_checks import warnings
 from specbatch.sweeps.run.workloads import Workload, sha256_of, shown
 
@@ -217,10 +218,11 @@ def measured_points(
     workload, most, shown_before = options.workload, max(options.concurrency), set[str]()
     every = workload.prompts(next(iter(engines.values())).tokenizer, workload.count(most))
     params = workload.params(len(every))
+    lengths = list(longest(workload, next(iter(engines.values())).tokenizer, every, params))
     held: dict[str, str] | None = None if failed is None else {}
     for name, engine in engines.items():
         with noted(held, name):
-            _check_concurrency(name, engine, most, every, params)
+            _check_concurrency(name, engine, most, lengths)
     if held and len(held) == len(engines) and not options.section:  # a bench records the points that fit
         raise SpecbatchError(next(iter(held.values())))
     for concurrency, ours in groupby(left, key=lambda point: point.concurrency):
@@ -229,7 +231,7 @@ def measured_points(
         errors = None if failed is None else dict(failed)  # of this concurrency
         for name in dict.fromkeys(point.configuration for point in now if point.configuration in engines):
             with noted(errors, name):
-                _check_concurrency(name, engines[name], concurrency, prompts, wanted)
+                _check_concurrency(name, engines[name], concurrency, lengths[: len(prompts)])
                 _warm_up(engines[name], prompts, wanted, concurrency)
         for point in now:
             name, record = point.configuration, None
@@ -361,19 +363,12 @@ def check(configs: Mapping[str, EngineConfig], options: SweepOptions) -> None:
         prepare(config, lambda line: None)
 
 
-def _check_concurrency(
-    name: str,
-    engine: InferenceEngine | HttpEngine,
-    most: int,
-    prompts: list[list[int]],
-    params: list[SamplingParams],
-) -> None:
-    """Refuse requests that would wait for a slot or for pages: the numbers would be of another concurrency. Each
-    replica must hold its share, of the longest ones. A server does not report its pages."""
+def _check_concurrency(name: str, engine: InferenceEngine | HttpEngine, most: int, lengths: list[int]) -> None:
+    """Refuse requests of these lengths that would wait for a slot or for pages: the numbers would be of another
+    concurrency. Each replica must hold its share, of the longest ones. A server does not report its pages."""
     caps = engine.caps
     if "kv_pages" not in caps:
         return
-    lengths = [len(prompt) + wanted.max_new_tokens for prompt, wanted in zip(prompts, params, strict=True)]
     limit = held_at_once(caps, lengths) * _replicas(engine)
     if most > limit:
         raise refuse(
@@ -419,18 +414,10 @@ def _measure(
     if engine.config.prefix_cache:
         engine.forget_prefixes()
     engine.reset_record()
-    completions = []
-    calls = [slice(index, index + 1) for index in range(len(prompts))] if workload.sequential else [slice(None)]
-    for part in calls:
-        completions += engine.generate(
-            prompts[part],
-            params[part],
-            concurrency=concurrency,
-            arrivals=workload.arrivals(len(prompts)),
-            on_completion=on_completion,
-        )
+    asked = list(ask(engine, workload, prompts, params, concurrency, on_completion))
+    completions = [completion for call in asked for completion in call.completions]
     record = engine.record(concurrency=concurrency, workload=workload.describe(prompts))
-    workload.name_categories(record.requests)
+    label(workload, asked, record.requests, len(prompts))
     if workload.slo is not None:
         record.metrics |= workload.slo.metrics(record.requests, record.metrics["duration_s"])
     record.workload["output_sha256"] = sha256_of([item.token_ids or item.text for item in completions])
@@ -448,7 +435,7 @@ def _measure(
 
 def _counter(options: SweepOptions, left: list[Point], report: Report | None) -> Callable[[Completion], None]:
     """Report progress in requests over all points that are left."""
-    total = sum(options.workload.count(point.concurrency) for point in left)
+    total = sum(options.workload.requests(point.concurrency) for point in left)
     done = 0
 
     def count(completion: Completion) -> None:

@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -45,11 +45,12 @@ class Workload:
                 "lm-eval:TASK": what that task asks, worked examples included, with the texts that end its answers, in
                 its own order; `data` as for `specbatch eval`;
                 or the path of a JSONL file as in `specbatch.jobs.prompts`, whose lines may also hold the `turns` of
-                MT-Bench and SPEED-Bench: the first of them is asked. Rows with categories are taken in turn from each,
+                MT-Bench and SPEED-Bench (`sweeps.run.conversations`). Rows with categories are taken in turn from each,
                 so that the prompts of every point have all of them
     temperature, top_p, top_k, min_p   how answers are sampled; greedy by default, so that every configuration must
                 produce the same tokens
     category    asks only the rows of this category
+    turns       asks at most this many turns of a conversation; None: all
     input_len   tokens per random prompt; with "gsp" its own
     output_len  tokens per answer; for text the most, as an end token ends it
     prompts_per_concurrency  a point runs this many prompts per running request, and never fewer than four; with "gsp"
@@ -80,6 +81,7 @@ class Workload:
     chat_template: bool | None = None
     thinking: bool | None = None
     category: str | None = None
+    turns: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -116,7 +118,7 @@ class Workload:
                 "goes with --dataset gsm8k and lm-eval:TASK; name other files as --dataset FILE.jsonl",
             )
         if self.is_random:
-            for name in ("chat_template", "thinking", "category"):
+            for name in ("chat_template", "thinking", "category", "turns"):
                 if getattr(self, name) is not None:
                     raise refuse(name, getattr(self, name), f"{self.dataset} prompts are not text; leave it out")
             return
@@ -125,7 +127,7 @@ class Workload:
                 "output_len", shown(self.output_len), "answers of text end by themselves; give one number, the maximum"
             )
         rows, stop = self._read()
-        rows = _of_categories(rows, self.category)
+        rows = self._of_turns(_of_categories(rows, self.category))
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "rows", tuple(row.as_message() if self.chat_template else row for row in rows))
         if self.thinking is not None and not self.is_rendered:
@@ -144,6 +146,11 @@ class Workload:
     def is_open(self) -> bool:
         """Whether prompts arrive by a clock."""
         return self.request_rate < math.inf or self.burst == 0
+
+    @property
+    def most_turns(self) -> int:
+        """Turns of the longest conversation; 1 without conversations."""
+        return 1 + max((len(row.later) for row in self.rows), default=0)
 
     @property
     def is_rendered(self) -> bool:
@@ -190,6 +197,13 @@ class Workload:
         if self.is_grouped:
             return self.groups * self.group_prompts
         return max(self.prompts_per_concurrency * concurrency, LEAST_PROMPTS)
+
+    def requests(self, concurrency: int) -> int:
+        """Requests of a point: a prompt has one for each of its turns."""
+        return self._requests(self.count(concurrency))
+
+    def _requests(self, count: int) -> int:
+        return count + sum(len(self.rows[index % len(self.rows)].later) for index in range(count if self.rows else 0))
 
     def arrivals(self, count: int) -> list[float] | None:
         """Seconds at which the first `count` prompts arrive; None in a closed loop."""
@@ -247,6 +261,7 @@ class Workload:
             "prompts": len(prompts),
             "distinct_prompts": len({tuple(prompt) for prompt in prompts}),
             "category": self.category,
+            **({"turns": self.most_turns, "requests": self._requests(len(prompts))} if self.most_turns > 1 else {}),
             "sampling": sampling_of(self.params(1)[0]),
             "seed": self.seed,
             "shared": {name: getattr(self, name) for name in ("groups", "group_prompts", "shared_len")}
@@ -259,16 +274,23 @@ class Workload:
             **({"slo": self.slo.as_dict()} if self.slo else {}),
         }
 
-    def name_categories(self, requests: list[dict[str, Any]]) -> None:
-        """Add its category to the row of each request of a point, if the prompts have categories."""
-        if any(row.category for row in self.rows):
-            for place, request in enumerate(requests):
-                index = place if self.sequential else request["index"]
-                request["category"] = self.rows[index % len(self.rows)].category or ""
-
     def _draw_length(self, what: str, index: int, length: Length) -> int:
         least, most = _bounds(length)
         return least if least == most else random.Random(f"{self.seed}/{what} length {index}").randint(least, most)
+
+    def _of_turns(self, rows: list[Prompt]) -> list[Prompt]:
+        """The rows with as many turns as are asked."""
+        if self.turns is not None:
+            at_least("turns", self.turns, 1)
+            if not any(row.later for row in rows):
+                raise refuse("turns", self.turns, "the prompts have a single turn; leave it out")
+            rows = [replace(row, later=row.later[: self.turns - 1]) for row in rows]
+        if self.is_open and any(row.later for row in rows):
+            works = "later turns wait for answers and cannot arrive by a clock; add --turns 1"
+            if self.burst == 0:
+                raise refuse("burst", "all", works)
+            raise refuse("request_rate", self.request_rate, works)
+        return rows
 
     def _read(self) -> tuple[list[Prompt], tuple[str, ...]]:
         """The rows of a dataset of text, and what ends its answers."""
@@ -309,6 +331,8 @@ def lines_of(work: dict[str, Any]) -> dict[str, str]:
         thinking = work.get("thinking")
         switch = "" if thinking is None else f", thinking {'on' if thinking else 'off'}"
         text += f" by the chat template{switch}"
+    if turns := work.get("turns"):
+        text += f", conversations of up to {turns} turns with the configuration's own answers"
     output = f"{'exactly' if work['ignore_eos'] else 'at most'} {_text(work.get('output_range') or work['output_len'])}"
     of = f" ({category})" if (category := work.get("category")) else ""
     sampled = f"{sampling_text(work.get('sampling'))}, seed {work['seed']}"

@@ -416,9 +416,11 @@ def test_categories_have_their_own_table_over_all_repeats():
     counts = {"emitted": 9, "verify_steps": 4, "accepted": 5, "drafted": 20}
     for made, category in zip(records, ("math", "math", "coding"), strict=True):
         made.requests = [{"output_tokens": 10, "category": category, **(counts if category == "math" else {})}]
-    assert [line.split() for line in categories(records).splitlines()[2:]] == [
-        ["|", "4", "|", "v1", "|", "math", "|", "2", "|", "20", "|", "2.250", "|", "0.250", "|"],
-        ["|", "4", "|", "baseline", "|", "coding", "|", "1", "|", "10", "|", "-", "|", "-", "|"],
+    records[0].requests[0] |= {"turn": 2, "ttft_s": 0.25, "tpot_s": 0.01, "finish_reason": "stop"}
+    assert ["".join(line.split()) for line in categories(records).splitlines()[2:]] == [
+        "|4|v1|math|2|20|2.250|0.250|250.0|10.00|",
+        "|4|v1|turn2|1|10|2.250|0.250|250.0|10.00|",
+        "|4|baseline|coding|1|10|-|-|-|-|",
     ]
     assert categories(records) in text_of(records)
     for made in records:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import types
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from specbatch.errors import SpecbatchError
 from specbatch.evals.prompts import task_prompts
 from specbatch.jobs.prompts import read_prompts
+from specbatch.sweeps.run.conversations import Call, label
 from specbatch.sweeps.run.runner import SweepOptions
 from specbatch.sweeps.run.workloads import Workload, lines_of, sha256_of
 
@@ -208,17 +210,38 @@ def test_thinking_needs_a_prompt_that_is_rendered(tmp_path):
         Workload(source, output_len=(3, 4))
 
 
-def test_only_the_first_turn_is_used(tmp_path):
-    source = written(tmp_path, {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]})
+def test_turns_of_a_conversation(tmp_path):
+    source = written(
+        tmp_path, {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]}, {"prompt": "x"}
+    )
     workload = Workload(source)
     assert texts(workload, 1) == ["[user]Write."]
-    assert workload.rows[0].id == 81
+    assert (workload.rows[0].id, workload.rows[0].later, workload.rows[1].later) == (81, ("Rewrite.",), ())
+    assert (workload.most_turns, workload.requests(1)) == (2, 6), "two rows twice"
+    assert "conversations of up to 2 turns" in lines_of(workload.describe([[1]]))["workload"]
+    assert Workload(source, turns=1).most_turns == 1
     assert texts(Workload(source, chat_template=False), 1) == ["<s>Write."]
     for turns in (["a", 7], "text", [""]):
         with pytest.raises(SpecbatchError, match="turns must be a list of strings"):
             Workload(written(tmp_path, {"turns": turns}))
     with pytest.raises(SpecbatchError, match=r"one of the keys prompt, prompt_token_ids, question, messages$"):
         read_prompts(Path(written(tmp_path, {"turns": ["a"]})))  # generate would not answer the other turns
+
+
+def test_turns_are_refused_where_there_are_none_and_with_a_clock(tmp_path):
+    source = written(tmp_path, {"turns": ["Write.", "Rewrite."]})
+    for how, message in (
+        ({"request_rate": 2.0}, "request_rate=2.0: later turns wait for answers .* add --turns 1"),
+        ({"burst": 0}, "burst='all': later turns wait"),
+        ({"turns": 0}, "turns=0: use a whole number of at least 1"),
+    ):
+        with pytest.raises(SpecbatchError, match=message):
+            Workload(source, **how)
+    assert Workload(source, turns=1, request_rate=2.0).is_open
+    with pytest.raises(SpecbatchError, match="turns=2: the prompts have a single turn"):
+        Workload(written(tmp_path, {"turns": ["Write."]}), turns=2)
+    with pytest.raises(SpecbatchError, match="turns=2: random prompts are not text"):
+        Workload(turns=2)
 
 
 def test_task_has_examples_and_stop_texts():
@@ -259,9 +282,9 @@ def test_categories_are_asked_in_turn_or_alone(tmp_path):
     assert [row.value for row in found.rows] == [
         [{"role": "user", "content": text}] for text in ("coding 0 0", "math 0 0", "coding 1 0", "coding 2 0")
     ], "the first turn of each"
-    requests = [{"index": index} for index in (5, 1, 0)]
-    found.name_categories(requests)
-    assert [request["category"] for request in requests] == ["math", "math", "coding"]
+    requests = [{"index": index} for index in (5, 1, 0, 4, 3, 2)]
+    label(replace(found, turns=1), [Call(1, list(range(6)), [])], requests, 6)
+    assert [request["category"] for request in requests[:3]] == ["math", "math", "coding"]
     math = Workload(path, output_len=5, category="math")
     assert [row.category for row in math.rows] == ["math"]
     described = math.describe([[1]])
@@ -276,10 +299,10 @@ def test_categories_are_asked_in_turn_or_alone(tmp_path):
             Workload(dataset, output_len=5, category=category)
 
 
-def test_requests_without_categories_are_left_as_they_are():
+def test_requests_without_categories_and_turns_are_left_as_they_are():
     requests = [{"index": 0}]
     for workload in (Workload(), Workload("gsm8k", output_len=5)):
-        workload.name_categories(requests)
+        label(workload, [Call(1, [0], [])], requests, 1)
     assert requests == [{"index": 0}]
 
 
