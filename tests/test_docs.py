@@ -94,7 +94,7 @@ def test_numbers_in_the_readme_are_in_results() -> None:
     text = (ROOT / "README.md").read_text()
     claims = text[text.index("## Why") : text.index("## Install")]
     claims += text[text.index("## Results") : text.index("## What is supported")]
-    tables = [*(ROOT / "results").glob("*/*.md"), *(ROOT / "results").glob("*/*.csv")]
+    tables = [path for kind in ("md", "csv") for path in (ROOT / "results").glob(f"*/**/*.{kind}")]
     measured = [float(value) for path in tables for value in re.findall(r"\d+(?:\.\d+)?", path.read_text())]
     for number in numbers(claims):
         digits = len(number.partition(".")[2])

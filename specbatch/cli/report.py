@@ -14,9 +14,20 @@ from specbatch.extras import needs
 
 
 def report(
-    folder: Annotated[Path, Argument(help="Folder of a sweep, with CONFIGURATION/cN/rN/record.json.")],
+    folder: Annotated[
+        Path,
+        Argument(help="Folder of a sweep, with CONFIGURATION/cN/rN/record.json, or a .tar.xz that --records wrote."),
+    ],
     output: Annotated[
         Path | None, Option("--output", "--out", help="Folder for the report. Default: the folder of the sweep.")
+    ] = None,
+    records: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE.tar.xz",
+            help="Also pack the records into this file, to keep them with published tables. Times between tokens "
+            "(itl_s) are left out.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -26,14 +37,21 @@ def report(
 
     specbatch report out/sweep-20260102-030405 --output out/report
 
+    specbatch report out/sweep-20260102-030405 --records results/records.tar.xz
+
+    specbatch report results/records.tar.xz --output out/report
+
     report.html is a single file that needs no network. Files of an earlier report are replaced; records are only read.
     """
     needs("report")
+    from specbatch.records.archive import pack
     from specbatch.records.sweep_plan import PLAN
     from specbatch.sweeps.bench.sections import KINDS, kind_of
     from specbatch.sweeps.bench.tables import write_tables
     from specbatch.sweeps.report.report import write_report
 
+    if records is not None:
+        pack(folder, records)
     sections = sorted(path.parent for path in folder.glob(f"*/{PLAN}"))
     if sections and all(kind_of(section.name) in KINDS for section in sections):  # of a bench
         if output is not None:

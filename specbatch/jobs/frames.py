@@ -24,7 +24,8 @@ POINT = ("section", "configuration", "concurrency", "repeat")
 class RunFrames(NamedTuple):
     """A run in three frames, which share the columns `path` and `POINT`. Times are in seconds, shares from 0 to 1.
 
-    points    a row per record: settings, and every metric under its name in the record
+    points    a row per record: settings, how it was started (`command`, `revision`, `driver`, `cuda`), and every metric
+              under its name in the record
     requests  a row per request: the fields of requests.jsonl
     drafts    a row per record and draft position, from 1: verifies that drafted it (`drafted`), that also accepted all
               drafts before it (`tried`), and that accepted it (`accepted`)
@@ -36,7 +37,7 @@ class RunFrames(NamedTuple):
 
 
 def load_run(path: str | Path) -> RunFrames:
-    """Load a folder of `sweep`, `bench`, `eval` or `check`, a part of one, or an output of `generate`.
+    """Load a folder of `sweep`, `bench`, `eval` or `check`, a part of one, an output of `generate`, or packed records.
 
     Raises SpecbatchError for a path without a record, or with one that is damaged.
     """

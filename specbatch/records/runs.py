@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from specbatch.errors import SpecbatchError, refuse
+from specbatch.records.archive import unpacked
 from specbatch.records.differences import conflicts, flatten, shortened
 from specbatch.records.run_record import CAPS, RunRecord
 from specbatch.records.store import EARLIER, ReadRows, find_records, load_output, output_of
@@ -121,11 +122,15 @@ def load_run(setting: str, path: Path, read_rows: ReadRows) -> Run:
 
 
 def read_records(setting: str, path: Path, read_rows: ReadRows) -> list[tuple[Path, RunRecord]]:
-    """The records of the run at `path`, each with its folder or output, in the order of its points."""
+    """The records of the run at `path`, each with its folder or output, in the order of its points.
+
+    path: as for `load_run`, or an archive of records (`specbatch.records.archive`).
+    """
     if (output := output_of(path)) is not None:
         found = [(output, load_output(setting, output, read_rows))]
     else:
-        found = find_records(setting, path)
+        with unpacked(setting, path) as folder:
+            found = [(path / place.relative_to(folder), record) for place, record in find_records(setting, folder)]
     if not found:
         works = "holds no record.json" if path.exists() else "no such file or folder"
         raise refuse(setting, str(path), f"{works}; name what eval, sweep, bench, check or generate wrote")

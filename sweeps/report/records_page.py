@@ -83,9 +83,11 @@ def page() -> str:
         "## Files",
         _table(FILES, "command", "files"),
         "## In Python",
-        "`specbatch.load_run(path)` reads a folder of any command, a part of one, or an output of `generate` into "
-        "three pandas frames: `points` (a row per record, with every metric below), `requests` (a row per request) and "
-        f"`drafts` (acceptance by draft position). They share the columns {', '.join(map('`{}`'.format, shared))}.",
+        "`specbatch.load_run(path)` reads a folder of any command, a part of one, an output of `generate`, or records "
+        "that `specbatch report --records` packed into a `.tar.xz`, into three pandas frames: `points` (a row per "
+        "record, with its settings, `command`, `revision`, `driver`, `cuda` and every metric below), `requests` (a "
+        "row per request) and `drafts` (acceptance by draft position). They share the columns "
+        f"{', '.join(map('`{}`'.format, shared))}.",
         '```py\nimport specbatch\n\nrun = specbatch.load_run("out/sweep-20260102-030405")\n'
         'run.points.pivot_table("output_throughput", "concurrency", "configuration")\n'
         'run.requests.groupby("configuration").ttft_s.describe()\n```',

@@ -3,6 +3,7 @@
     summary.{md,csv,json}      the table of the sweep, its heading and notes
     concurrency.{md,csv,json}  one summary by concurrency for each configuration
     serving.{md,csv,json}      each point as serving benchmarks print it
+    acceptance.{md,csv,json}   acceptance of each point, which does not depend on the speed of the machine
     plots/*.svg, plots/*.png   the plots
     report.html                all of that as one file that needs no network
 
@@ -22,12 +23,15 @@ from typing import Any
 
 from specbatch.atomic_file import write_atomic, writing
 from specbatch.core.sampling_params import sampling_text
+from specbatch.errors import refuse
+from specbatch.records.archive import unpacked
 from specbatch.records.low_acceptance import is_low
 from specbatch.records.markdown import acceptance_cells
 from specbatch.records.metrics import ACCEPTANCE, glossary
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Point, unfinished
 from specbatch.sweeps.report import plot_style
+from specbatch.sweeps.report.acceptance import acceptance_markdown, acceptance_rows
 from specbatch.sweeps.report.headline import headline
 from specbatch.sweeps.report.how_made import how_made
 from specbatch.sweeps.report.notes import Note
@@ -78,13 +82,17 @@ class Picture:
 def write_report(folder: Path, output: Path | None = None) -> list[Path]:
     """Write all files from the records in `folder` to `output` (default: `folder`); return their paths, the page last.
 
-    Refused: a folder without records of a sweep. Raises UnwritableError.
+    folder: of a sweep, or an archive of its records (`specbatch.records.archive`). Refused: one without records of a
+    sweep, and an archive without `output`. Raises UnwritableError.
     """
-    records = load_records(folder)
+    if output is None and folder.is_file():
+        raise refuse("output", "", "an archive is only read: name a folder for the report")
     target = output or folder
+    with unpacked("folder", folder) as place:
+        records, missing = load_records(place), unfinished(place)
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)  # fail before the work
-    files = _files(records, unfinished(folder), command_of(folder, output))
+    files = _files(records, missing, command_of(folder, output))
     for name, content in files.items():
         path = target / name
         with writing(path):
@@ -98,16 +106,13 @@ def command_of(folder: Path, output: Path | None) -> str:
     return shlex.join(["specbatch", "report", str(folder), *(["--output", str(output)] if output else [])])
 
 
-def _files(records: list[RunRecord], missing: list[Point], command: str) -> dict[str, str | bytes]:
-    """Content by path below the folder."""
-    rows, serving, pictures = table(records), serving_rows(records), draw_all(records)
-    summary = {
-        "about": about(records),
-        "rows": as_json(rows),
-        "notes": [str(note) for note in notes(records, rows, missing)],
-    }
+def table_files(records: list[RunRecord], missing: list[Point]) -> dict[str, str]:
+    """The tables of a report: content by name. missing: points of the sweep without a record."""
+    rows, serving, accepted = table(records), serving_rows(records), acceptance_rows(records)
+    remarks = notes(records, rows, missing)
+    summary = {"about": about(records), "rows": as_json(rows), "notes": list(map(str, remarks))}
     by_concurrency = summary_rows(serving)
-    files: dict[str, str | bytes] = {
+    return {
         "summary.md": markdown(records, rows, missing),
         "summary.csv": rows.to_csv(index=False),
         "summary.json": _json(summary),
@@ -117,12 +122,21 @@ def _files(records: list[RunRecord], missing: list[Point], command: str) -> dict
         "serving.md": blocks_markdown(serving),
         "serving.csv": _csv(serving),
         "serving.json": _json(serving),
+        "acceptance.md": acceptance_markdown(records, accepted, remarks),
+        "acceptance.csv": _csv(accepted),
+        "acceptance.json": _json(accepted),
     }
+
+
+def _files(records: list[RunRecord], missing: list[Point], command: str) -> dict[str, str | bytes]:
+    """Content by path below the folder."""
+    files: dict[str, str | bytes] = dict(table_files(records, missing))
+    pictures = draw_all(records)
     for picture in pictures:
         if picture.plot.figure is not None:
             files[f"plots/{picture.plot.name}.svg"] = picture.svg
             files[f"plots/{picture.plot.name}.png"] = picture.png
-    return files | {PAGE: page(records, pictures, serving, command, missing)}
+    return files | {PAGE: page(records, pictures, serving_rows(records), command, missing)}
 
 
 def draw_all(records: list[RunRecord]) -> list[Picture]:
@@ -210,7 +224,7 @@ def _json(content: Any) -> str:
 
 def _csv(rows: list[Row]) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import ChainMap
 
 from specbatch.records.run_record import CAPS, RunRecord
+from specbatch.weights.known_models import KNOWN_MODELS
 
 
 def run_on(records: list[RunRecord]) -> dict[str, str]:
@@ -15,6 +16,8 @@ def run_on(records: list[RunRecord]) -> dict[str, str]:
         device = f"unknown; client on {device}"
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
     origin = "" if config["load_format"] == "auto" else f" ({config['load_format']})"
+    if not origin and "server" not in config and (known := KNOWN_MODELS.get(config["model"])):
+        origin = f" ({known.format})"  # Q4_1 says that its scores are not those of the original weights
     return {
         "model": f"{config['model']}{origin}",
         "device": f"{_resolved('device', records)} ({device})",

@@ -24,10 +24,16 @@ def saved(record: RunRecord, folder: Path) -> None:
 
 def test_a_sweep_in_three_frames(tmp_path: Path) -> None:
     for place, (name, concurrency) in enumerate((("baseline", 1), ("v2", 1), ("v2", 4))):
-        saved(swept(name, concurrency), tmp_path / str(place))
+        record = swept(name, concurrency)
+        record.provenance = {"command": ["specbatch", "sweep", "a b"], "git": {"revision": "abc", "dirty": False}}
+        record.hardware["driver"] = "580.1"
+        saved(record, tmp_path / str(place))
     run = specbatch.load_run(tmp_path)
     assert run.points[["configuration", "concurrency"]].to_numpy().tolist() == [["baseline", 1], ["v2", 1], ["v2", 4]]
     assert set(METRICS) <= set(run.points)
+    assert set(zip(run.points.command, run.points.revision, run.points.driver, strict=True)) == {
+        ("specbatch sweep 'a b'", "abc", "580.1")
+    }
     assert run.points.output_throughput.tolist() == [
         swept(name, concurrency).metrics["output_throughput"]
         for name, concurrency in (("baseline", 1), ("v2", 1), ("v2", 4))

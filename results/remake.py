@@ -1,0 +1,55 @@
+"""Makes published tables again from the records that are kept beside them, in `records.tar.xz`.
+
+    python results/remake.py            # replace tables that differ, in all folders here
+    python results/remake.py --check    # only name them, and exit with status 1
+
+A folder keeps those files of `specbatch report` that were published; the records make all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from specbatch.records.archive import unpacked
+from specbatch.records.sweep_plan import PLAN, unfinished
+from specbatch.sweeps.bench.tables import write_tables
+from specbatch.sweeps.report.report import table_files
+from specbatch.sweeps.report.tables import load_records
+
+RESULTS = Path(__file__).parent
+ARCHIVE = "records.tar.xz"
+
+
+def tables_of(archive: Path) -> dict[str, str]:
+    """All tables that the records of a sweep or bench make: content by name."""
+    with unpacked("records", archive) as folder:
+        if (folder / PLAN).exists():
+            return table_files(load_records(folder), unfinished(folder))
+        return {"summary.md": write_tables(folder), "summary.csv": (folder / "summary.csv").read_text()}
+
+
+def remade(archive: Path) -> Iterator[tuple[Path, str]]:
+    """The tables beside `archive` and what its records make of them."""
+    for name, text in tables_of(archive).items():
+        if (table := archive.with_name(name)).exists():
+            yield table, text
+
+
+def main() -> int:
+    """The exit status."""
+    check = "--check" in sys.argv[1:]
+    differ = 0
+    for archive in sorted(RESULTS.rglob(ARCHIVE)):
+        for table, text in remade(archive):
+            if table.read_text(encoding="utf-8") != text:
+                differ += 1
+                print(f"{table.relative_to(RESULTS)} {'differs' if check else 'is made again'}")
+                if not check:
+                    table.write_text(text, encoding="utf-8")
+    return int(check and differ > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Acceptance of a sweep as a table of its own: no column depends on the speed of the machine.
+
+A number is over the requests of all repeats. The interval of the accept length is a bootstrap over prompts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from specbatch.core.sampling_params import sampling_text
+from specbatch.records.intervals import CONFIDENCE, Interval, Sample, over_prompts, sample
+from specbatch.records.markdown import acceptance_cells, markdown_table
+from specbatch.records.metrics import ACCEPTANCE
+from specbatch.records.run_record import RunRecord
+from specbatch.sweeps.report.notes import Note
+from specbatch.sweeps.report.summaries import heading
+from specbatch.sweeps.report.tables import about, points_of
+
+COUNTS = ("output_tokens", "verify_steps", "emitted", "drafted", "accepted")
+_LISTS = tuple(ACCEPTANCE)[1:]  # by draft position, number of tokens or context; the first is verify_steps
+HEADINGS = (
+    *("concurrency", "configuration", "requests", "output tokens"),
+    *(f"accept length ({CONFIDENCE:.0%} interval)", "accept rate", *ACCEPTANCE),
+)
+# Warnings that say whether acceptance can be believed; others are about times.
+WARNINGS = ("SIMULATED", "CHECK OUTPUTS", "REPEATED", "TOKENS DIFFER", "INCOMPLETE", "FAILED", "UNFINISHED")
+Row = dict[str, Any]
+
+
+def acceptance_rows(records: list[RunRecord]) -> list[Row]:
+    """One row per concurrency and configuration that drafted: its counts and rates."""
+    rows = []
+    for (concurrency, name), repeats in points_of(records).items():
+        cells = acceptance_cells(record.counters for record in repeats)
+        if cells is None:
+            continue
+        requests = [row for record in repeats for row in record.requests]
+        counts = {key: sum(row.get(key) or 0 for row in requests) for key in COUNTS}
+        spread = _interval(repeats)
+        rows.append(
+            {
+                "concurrency": concurrency,
+                "configuration": name,
+                "simulated_acceptance": repeats[0].simulated_acceptance,
+                "repeats": len(repeats),
+                "requests": len(requests),
+                **counts,
+                "accept_length": counts["emitted"] / counts["verify_steps"] if counts["verify_steps"] else None,
+                "accept_length_low": spread.low,
+                "accept_length_high": spread.high,
+                "accept_rate": counts["accepted"] / counts["drafted"] if counts["drafted"] else None,
+                **dict(zip(_LISTS, cells[1:], strict=True)),
+            }
+        )
+    return rows
+
+
+def acceptance_markdown(records: list[RunRecord], rows: list[Row], notes: list[Note]) -> str:
+    """Heading, table and the warnings among `notes` that bear on acceptance."""
+    if not rows:
+        return f"{heading(about(records))}\nNothing was drafted.\n"
+    body = [
+        [*(str(row[key]) for key in ("concurrency", "configuration", "requests", "output_tokens")), *_cells(row)]
+        for row in rows
+    ]
+    lines = "".join(f"* {note}\n" for note in notes if note.warning in WARNINGS)
+    sampling = sampling_text(records[0].workload.get("sampling"))
+    parts = (
+        heading(about(records)),
+        f"Acceptance, {sampling}; intervals are a bootstrap over prompts:\n",
+        f"{markdown_table(body, HEADINGS)}\n",
+        lines,
+    )
+    return "\n".join(filter(None, parts))
+
+
+def _cells(row: Row) -> list[str]:
+    length, low, high, rate = (row[key] for key in ("accept_length", "accept_length_low", "accept_length_high",
+                                                    "accept_rate"))  # fmt: skip
+    text = "-" if length is None else f"{length:.3f}" if low is None else f"{length:.3f} ({low:.2f}-{high:.2f})"
+    return [
+        text,
+        "-" if rate is None else f"{rate:.3f}",
+        str(row["verify_steps"]),
+        *(row[key] for key in _LISTS),
+    ]
+
+
+def _interval(repeats: list[RunRecord]) -> Interval:
+    """Of the accept length: that of its difference to zero."""
+    found = sample(("emitted", "verify_steps"), repeats)
+    if found is None:
+        return Interval(None, None, "no rows")
+    return over_prompts(Sample(np.zeros_like(found.top), np.ones_like(found.bottom), found.indices), found)

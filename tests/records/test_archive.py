@@ -1,0 +1,91 @@
+"""Records in one compressed file: what is kept, the same bytes each time, and archives that are refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+from swept import saved, swept
+
+import specbatch
+from specbatch.errors import SpecbatchError
+from specbatch.records import archive as module
+from specbatch.records.archive import pack, unpacked
+from specbatch.sweeps.report.report import write_report
+
+RECORDS = [swept(name, 4) for name in ("baseline", "v1")]
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    folder = saved(tmp_path / "sweep", *RECORDS)
+    (folder / "sweep.json").write_text(
+        '{"configurations": {"baseline": {}, "v1": {}}, "concurrency": [4], "repeats": 2}'
+    )
+    (folder / "summary.md").write_text("made from records")
+    pack(folder, tmp_path / "records.tar.xz")
+    return tmp_path / "records.tar.xz"
+
+
+def test_records_are_kept_without_times_between_tokens(archive, tmp_path) -> None:
+    with unpacked("folder", archive) as found:
+        names = {path.relative_to(found).as_posix() for path in found.rglob("*") if path.is_file()}
+        point = found / "v1/c4/r1"
+        assert (point / "record.json").read_bytes() == (tmp_path / "sweep/v1/c4/r1/record.json").read_bytes()
+        rows = [json.loads(line) for line in (point / "requests.jsonl").read_text().splitlines()]
+    assert names == {"sweep.json"} | {
+        f"{name}/c4/r1/{file}" for name in ("baseline", "v1") for file in ("record.json", "requests.jsonl")
+    }
+    assert rows == [{key: value for key, value in row.items() if key != "itl_s"} for row in RECORDS[1].requests]
+    assert not found.exists()
+    pack(tmp_path / "sweep", tmp_path / "again.tar.xz")
+    assert (tmp_path / "again.tar.xz").read_bytes() == archive.read_bytes()
+
+
+def test_a_folder_is_itself(tmp_path) -> None:
+    with unpacked("folder", tmp_path) as found:
+        assert found == tmp_path
+
+
+def test_report_and_frames_read_an_archive(archive, tmp_path) -> None:
+    write_report(tmp_path / "sweep")
+    write_report(archive, tmp_path / "out")
+    same = ("summary.md", "summary.csv", "acceptance.md", "acceptance.json", "concurrency.csv")
+    for name in same:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "sweep" / name).read_bytes()
+    assert "2 points (1 of baseline at concurrency 4, 1 of v1" in (tmp_path / "out/summary.md").read_text()
+    assert f"specbatch report {archive} --output" in (tmp_path / "out/report.html").read_text()
+    run = specbatch.load_run(archive)
+    assert run.points.path.tolist() == [f"{archive}/{name}/c4/r1" for name in ("baseline", "v1")]
+    with pytest.raises(SpecbatchError, match=r"output='': an archive is only read: name a folder"):
+        write_report(archive)
+
+
+def test_name_of_an_archive(tmp_path) -> None:
+    with pytest.raises(SpecbatchError, match=r"records='.*zip': name a file that ends with \.tar\.xz"):
+        pack(tmp_path, tmp_path / "records.zip")
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "link"])
+def test_members_outside_are_refused(tmp_path, name) -> None:
+    path = tmp_path / "a.tar.xz"
+    with tarfile.open(path, "w:xz") as file:
+        member = tarfile.TarInfo(name)
+        if name == "link":
+            member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        file.addfile(member, io.BytesIO())
+    with pytest.raises(SpecbatchError, match=rf"its member {name} is no plain file below it"), unpacked("folder", path):
+        pass
+
+
+def test_damaged_and_too_large_archives_are_refused(archive, tmp_path, monkeypatch) -> None:
+    for content in (b"", b"no archive", archive.read_bytes()[:200]):
+        (tmp_path / "b.tar.xz").write_bytes(content)
+        with pytest.raises(SpecbatchError, match=r"is no readable \.tar\.xz"), unpacked("x", tmp_path / "b.tar.xz"):
+            pass
+    monkeypatch.setattr(module, "_MOST_BYTES", 99)
+    with pytest.raises(SpecbatchError, match="holds more than 1 GiB"), unpacked("x", archive):
+        pass
