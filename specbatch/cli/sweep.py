@@ -176,8 +176,9 @@ def sweep(
     send: Annotated[
         str,
         Option(
-            metavar="ids|text",
-            help="Send prompts as token ids, so that the server cannot tokenize them differently, or as text.",
+            metavar="ids|text|chat",
+            help="Send prompts as token ids, so that the server cannot tokenize them differently, as text, or as "
+            "messages to /v1/chat/completions.",
             rich_help_panel=_SERVER,
         ),
     ] = "ids",

@@ -285,6 +285,29 @@ _ALL = (
         is_time=False,
     ),
     Metric(
+        "untrimmed_accept_length",
+        "accept length where drafted, untrimmed",
+        "",
+        "Of a server of another engine: tokens per verify that had drafts, before tokens after a stop or the limit are "
+        "trimmed. Verifies without drafts are left out. This is what vLLM calls mean acceptance length; it is at least "
+        "as high as the accept length.",
+        "1 + accepted drafts / verifies with drafts",
+        better="higher",
+        decimals=3,
+        is_time=False,
+    ),
+    Metric(
+        "untrimmed_accept_rate",
+        "accept rate, untrimmed",
+        "",
+        "Of a server of another engine: share of drafted tokens that were accepted, drafts after a stop or the limit "
+        "included.",
+        "accepted drafts / drafted tokens",
+        better="higher",
+        decimals=3,
+        is_time=False,
+    ),
+    Metric(
         "first_draft_accept_rate",
         "first-draft accept rate",
         "",

@@ -122,6 +122,11 @@ class _GraphCounts(_Table):
     replays: Count
 
 
+class _ServerAcceptance(_Table):
+    verifies: Positive
+    accepted: list[Count]
+
+
 class _States(_Table):
     kept: Count
     loaded: Count
@@ -137,6 +142,8 @@ class Counters(_Table):
     errors: dict[str, Count] = {}
     states: _States | None = None
     no_accept_length: str = ""
+    server_acceptance: _ServerAcceptance | None = None
+    client_cpu_share: Amount | None = None
     iterations: Count = 0
     iteration_s: Amount = 0
     device_steps: Count = 0

@@ -17,6 +17,7 @@ from specbatch.sweeps.report.gain import Gain
 from specbatch.sweeps.report.notes import Note, failures, replay_notes
 from specbatch.sweeps.run.workloads import RANDOM
 
+BUSY_CLIENT = 0.6  # of a core
 MEDIANS = (
     "Medians over repeats (smallest-largest), percentiles over the requests of all repeats, ratios within a repeat; "
     "accept length counts the bonus token."
@@ -113,7 +114,7 @@ def _of_record(record: RunRecord) -> Iterator[Note]:
         yield Note(f"{where}: {finished}.", "INCOMPLETE")
     if record.metrics.get("retractions"):
         yield Note(f"{where}: {record.metrics['retractions']} requests waited for KV pages.", "RETRACTED")
-    if record.drafts and not record.metrics.get("drafted_tokens"):
+    if record.drafts and _drafted_nothing(record):
         yield Note(f"{where}: nothing was drafted, so this row does not show speculation.", "NO DRAFTS")
     yield from replay_notes(record, where)
     for error, count in failures(record):
@@ -124,6 +125,12 @@ def _of_record(record: RunRecord) -> Iterator[Note]:
         states = kept.format(**found) if (found := record.counters.get("states")) else ""
         share = f"{cached} input tokens ({100 * cached / inputs:.1f}%)"
         yield Note(f"CACHED: {where}: {share} came from the prefix cache{states}.")
+
+
+def _drafted_nothing(record: RunRecord) -> bool:
+    if "server" in record.config:  # it may not say
+        return "show no drafts" in record.counters.get("no_accept_length", "")
+    return not record.metrics.get("drafted_tokens")
 
 
 def _shared(records: list[RunRecord]) -> Iterator[Note]:
@@ -148,6 +155,17 @@ def _remarks(record: RunRecord) -> Iterator[Note]:
         yield Note(line, "CHECK OUTPUTS")
     if reason := record.counters.get("no_accept_length"):
         yield Note(f"No accept length: {reason}")
+    if "server" in record.config:
+        yield from _of_server(record)
+
+
+def _of_server(record: RunRecord) -> Iterator[Note]:
+    cache = str(record.config["prefix_cache"])
+    if "NOT EMPTIED" in cache:
+        yield Note(f"the server may have answered from earlier rounds ({cache})", "PREFIX CACHE")
+    if record.counters.get("client_cpu_share", 0.0) > BUSY_CLIENT:
+        text = f"this client used more than {BUSY_CLIENT:.0%} of a CPU core, which can hold up the server's times"
+        yield Note(text, "BUSY CLIENT", "start the server with a larger --stream-interval")
 
 
 def _simulated(records: list[RunRecord]) -> Iterator[Note]:

@@ -4,26 +4,50 @@ right."""
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from specbatch.core.request import Completion, RequestMetrics
 from specbatch.sweeps.run.http_client import Failed, message_of, one_line
 
 SPECIAL_TOKENS = 8  # that a server may add to a prompt
+MOST_DRAFTS = 1_024  # positions of a histogram that are read
+TEMPLATE_TOKENS = 2_048  # that a server's chat template may add, such as a system prompt
 _BASE_BYTES, _TOKEN_BYTES = 2**20, 2**13  # of a stream, with the JSON around its tokens
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """The verifies of an answer, as SGLang counts them (`return_spec_tokens_details`): all with drafts, before tokens
+    after a stop are trimmed.
+
+    accepted_histogram   verifies that accepted 0, 1, 2, ... drafts
+    """
+
+    verifies: int
+    accepted: int
+    proposed: int
+    accepted_histogram: tuple[int, ...]
 
 
 class Answer:
     """A request in flight, and what has arrived of it."""
 
     def __init__(
-        self, index: int, prompt: list[int], submitted: float, max_tokens: int, text: str | None = None
+        self,
+        index: int,
+        prompt: list[int],
+        submitted: float,
+        max_tokens: int,
+        text: str | None = None,
+        *,
+        templated: bool = False,
     ) -> None:
-        """text: the prompt, if it is sent as text."""
+        """text: the prompt, if it is sent as text. templated: whether the server renders it with a chat template."""
         self.index, self.prompt, self.max_tokens = index, prompt, max_tokens
         # A server that drops part of a prompt measures something else. A token has at least one byte.
         least, most = (len(prompt),) * 2 if text is None else (bool(text), len(text.encode("utf-8", "replace")))
-        self.prompt_range = (least, most + SPECIAL_TOKENS)
+        self.prompt_range = (1, 2 * most + TEMPLATE_TOKENS) if templated else (least, most + SPECIAL_TOKENS)
         self.submitted = self.sent = submitted
         self.first: float | None = None
         self.last = submitted
@@ -37,6 +61,7 @@ class Answer:
         self.is_counted = True  # does every chunk have usage?
         self.gaps: list[float] = []
         self.finished = submitted  # when the finish reason arrived
+        self.drafting: Drafting | None = None  # by SGLang
 
     @property
     def most_bytes(self) -> int:
@@ -50,12 +75,14 @@ class Answer:
         usage, choices = chunk.get("usage"), chunk.get("choices")
         if usage is not None:
             self._take_usage(usage)
+        if extension := chunk.get("sglext"):
+            self.drafting = _drafting_of(extension) or self.drafting
         if not choices:  # a last chunk, only of usage
             return 0
         if not isinstance(choices, list) or not isinstance(choices[0], dict):
             raise Failed("the stream has a chunk that is not of a completion")
-        text, reason = choices[0].get("text") or "", choices[0].get("finish_reason")
-        if not isinstance(text, str) or not isinstance(reason, str | None):
+        text, reason = _text_of(choices[0]), choices[0].get("finish_reason")
+        if not isinstance(reason, str | None):
             raise Failed("the stream has a text or finish_reason that is not a string")
         if text:
             self._take_text(text)
@@ -119,6 +146,7 @@ class Answer:
 
     def completion(self) -> Completion:
         tokens = self.completion_tokens or 0
+        verifies = 0 if self.drafting is None else self.drafting.verifies
         metrics = RequestMetrics(
             prompt_tokens=len(self.prompt) if self.prompt_tokens is None else self.prompt_tokens,
             cached_tokens=self.cached_tokens,
@@ -127,6 +155,9 @@ class Answer:
             ttft_s=None if self.first is None else self.first - self.submitted,
             tpot_s=(self.last - self.first) / (tokens - 1) if self.first is not None and tokens > 1 else None,
             e2e_s=self.last - self.submitted,
+            verify_steps=verifies,
+            emitted=tokens - 1 if verifies else 0,
+            accept_length=(tokens - 1) / verifies if verifies else None,
             itl_s=self.gaps if self.is_counted else [],
         )
         # Surrogates that JSON escapes: pairs are joined, others are replaced.
@@ -150,11 +181,38 @@ class Answer:
         self.last = now
 
 
-def _count_of(table: dict[str, Any], name: str) -> int | None:
+def _text_of(choice: dict[str, Any]) -> str:
+    """The text of a chunk, of /v1/completions or of /v1/chat/completions, where reasoning has a field of its own: that
+    of vLLM is `reasoning`, that of SGLang `reasoning_content`."""
+    delta = choice.get("delta")
+    if isinstance(delta, dict):
+        parts = [delta.get(name) or "" for name in ("reasoning", "reasoning_content", "content")]
+    else:
+        parts = [choice.get("text") or ""]
+    if not all(isinstance(part, str) for part in parts):
+        raise Failed("the stream has a text or finish_reason that is not a string")
+    return "".join(parts)
+
+
+def _drafting_of(extension: Any) -> Drafting | None:
+    """What SGLang counted of its verifies; None without any."""
+    details = extension.get("spec_tokens_details") if isinstance(extension, dict) else None
+    if not isinstance(details, dict):
+        return None
+    names = ("spec_verify_ct", "spec_num_correct_drafts", "spec_num_proposed_drafts")
+    verifies, accepted, proposed = (_count_of(details, name, "sglext") or 0 for name in names)
+    histogram = details.get("spec_correct_drafts_histogram") or []
+    if not isinstance(histogram, list):
+        raise Failed("sglext has spec_correct_drafts_histogram that is not a list")
+    counts = tuple(_count_of({"an item": count}, "an item", "sglext") or 0 for count in histogram[:MOST_DRAFTS])
+    return Drafting(verifies, accepted, proposed, counts) if verifies else None
+
+
+def _count_of(table: dict[str, Any], name: str, of: str = "usage") -> int | None:
     """A count of the server, None without one. Raises Failed unless it is a whole number of at least 0."""
     value = table.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-        raise Failed(f"usage has {name}={one_line(repr(value), 40)}, which is not a count")
+        raise Failed(f"{of} has {name}={one_line(repr(value), 40)}, which is not a count")
     return value

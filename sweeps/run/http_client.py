@@ -27,6 +27,14 @@ class Failed(Exception):
     """A request that failed; the message has the reason, in one line."""
 
 
+class StatusError(Failed):
+    """An answer with a status other than 200."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(f"HTTP {status}: {reason}")
+        self.status = status
+
+
 # What aiohttp raises for a server that breaks the protocol, the connection or a limit.
 ERRORS = (aiohttp.ClientError, HttpProcessingError, OSError, TimeoutError, ValueError, Failed)
 
@@ -53,10 +61,10 @@ async def read_text(url: str, headers: dict[str, str], *, method: str = "GET") -
 async def check_status(response: aiohttp.ClientResponse) -> None:
     """Raise Failed for a status other than 200, with the server's reason, and for a compressed body."""
     if 300 <= response.status < 400:
-        raise Failed(f"HTTP {response.status}: redirects are not followed")
+        raise StatusError(response.status, "redirects are not followed")
     if response.status != 200:
         body = await _body(response, ERROR_BYTES, cut=True)
-        raise Failed(f"HTTP {response.status}: {message_of(body.decode('utf-8', 'replace'))}")
+        raise StatusError(response.status, message_of(body.decode("utf-8", "replace")))
     if (coding := response.headers.get("Content-Encoding", "identity")) != "identity":
         raise Failed(f"the server sent Content-Encoding {one_line(coding, 40)}, which was not accepted")
 

@@ -7,6 +7,7 @@ Times are measured on this machine and include HTTP: a request is submitted when
 arrives), and its first token arrives with the first chunk of the stream that has one. `queue_s` is the time that
 `concurrency` made it wait here; the server does not report its own queue. The server counts the tokens (`usage`); if it
 counts in every chunk (`continuous_usage_stats`: vLLM, SGLang), inter-token latencies and the peak second are known.
+`client_cpu_share` in the counters is the CPU time of this client over the window: near 1 the client itself is slow.
 """
 
 from __future__ import annotations
@@ -19,28 +20,34 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from specbatch.config import Graphs, Speculation
+from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import error_counts, summarize
 from specbatch.sweeps.run import http_client
-from specbatch.sweeps.run.http_answer import Answer
-from specbatch.sweeps.run.http_client import CONNECT_S, ERRORS, Failed, describe, events, parsed
+from specbatch.sweeps.run.http_answer import Answer, Drafting
+from specbatch.sweeps.run.http_client import CONNECT_S, ERRORS, Failed, StatusError, describe, events, parsed
 from specbatch.sweeps.run.server_counters import accepted, counters_of
 
 if TYPE_CHECKING:
     from specbatch.tokenizer import Tokenizer
 
-SENDS = ("ids", "text")
+SENDS = ("ids", "text", "chat")
 NAME_LENGTH = 200  # of a model, which becomes the name of a folder
-EMPTYING = ("/flush_cache", "/reset_prefix_cache")  # SGLang, vLLM (where its development endpoints are open)
+EMPTYING = ("/flush_cache", "/reset_prefix_cache")  # SGLang, vLLM
+NOT_EMPTIED = "NOT EMPTIED"
+RETRY_S = 0.1
+EMPTYING_S = 5.0  # for which a server that is not idle yet is asked again
+NO_ENDPOINT = "the server has no endpoint for that (vLLM: start it with VLLM_SERVER_DEV_MODE=1)"
+SGLANG = "sglang"  # owned_by of its models
+Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -50,10 +57,14 @@ class Server:
     base_url     with or without /v1 at the end
     model        one of its models; None: the only one
     tokenizer    known name, folder or hub id; None: that of the model that the server reports
-    send         "ids": prompts as token ids; "text": as text, which the server tokenizes
+    send         "ids": prompts as token ids; "text": as text, which the server tokenizes; "chat": the messages of the
+                 prompts, to /v1/chat/completions, which renders them with the server's chat template
     api_key_env  environment variable that holds the server's key
     idle_timeout     seconds without an event of the stream after which its request has failed
     request_timeout  seconds from sending a request to the end of its answer
+    speculation  what the server was started with, for its records; it is not sent
+    thinking     "chat": `enable_thinking` of the template; None leaves it to the template
+    alongside    an engine of the same sweep: its records and the server's name the same model
     """
 
     base_url: str
@@ -63,6 +74,9 @@ class Server:
     api_key_env: str | None = None
     idle_timeout: float = 300.0
     request_timeout: float = 3600.0
+    speculation: Speculation = field(default_factory=Speculation)
+    thinking: bool | None = None
+    alongside: EngineConfig | None = field(default=None, repr=False)
     prefix_cache: ClassVar[bool] = True  # the server may have one
 
     def __post_init__(self) -> None:
@@ -85,7 +99,8 @@ class Server:
 
     def as_dict(self) -> dict[str, Any]:
         """What its records are of. Timeouts can change when a sweep continues."""
-        return {name: value for name, value in asdict(self).items() if not name.endswith("_timeout")}
+        left_out = "idle_timeout", "request_timeout", "alongside"
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -108,8 +123,10 @@ class HttpEngine:
         longest = found.get("max_model_len")
         if isinstance(longest, int) and not isinstance(longest, bool) and 0 < longest < 2**31:
             self.caps["max_model_len"] = longest
-        self._emptied: str | None = None
+        self._emptied = "not emptied yet"
+        self._messages: dict[tuple[int, ...], Messages] = {}
         kind = found.get("owned_by")
+        self._is_sglang = kind == SGLANG
         owner = f" ({http_client.one_line(kind, NAME_LENGTH)})" if isinstance(kind, str) else ""
         self._name = f"server{owner} at {server.base_url}, prompts as {server.send}"
         self._log(f"{self._name}, model {self.model}")
@@ -128,11 +145,24 @@ class HttpEngine:
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
         """As `Engine.generate`; the completions hold text and no token ids."""
-        return asyncio.run(self._work(prompts, params, concurrency, arrivals, on_completion))
+        cpu = time.thread_time()
+        try:
+            return asyncio.run(self._work(prompts, params, concurrency, arrivals, on_completion))
+        finally:
+            self._cpu_s += time.thread_time() - cpu
+
+    def know_messages(self, prompts: Sequence[list[int]], messages: Sequence[Messages | None]) -> None:
+        """The messages that the chat template rendered as these prompts, for `send` "chat"; None: another kind."""
+        if self.server.send != "chat":
+            return
+        if not all(messages):
+            works = "needs prompts that are messages: use a data set of messages, or --chat-template"
+            raise refuse("send", "chat", works)
+        self._messages = {tuple(ids): found for ids, found in zip(prompts, messages, strict=True) if found}
 
     def forget_prefixes(self) -> None:
         """Empty the server's prefix cache, if it has an endpoint for that."""
-        self._emptied = next((path for path in EMPTYING if self._post(path)), None)
+        self._emptied = self._empty()
 
     def reset_record(self) -> None:
         """Start a new measured window."""
@@ -144,24 +174,26 @@ class HttpEngine:
         window = self._closed - self._opened if self._opened is not None else 0.0
         metrics = summarize(self._completions, window, concurrency)
         metrics["peak_output_throughput"] = float(max(self._per_second.values(), default=0)) or None
-        found, source = accepted(self._before, counters_of(self._get_text("/metrics")), self._completions)
-        metrics |= found
-        counters: dict[str, Any] = {"errors": error_counts(self._completions)}
-        counters |= {"accept_length_source": source} if found else {"no_accept_length": source}
-        emptied = f"emptied by {self._emptied}" if self._emptied else "NOT EMPTIED: no endpoint was found"
+        found = accepted(self._before, counters_of(self._get_text("/metrics")), self._completions, self._drafting)
+        metrics |= found.metrics
+        counters = {"errors": error_counts(self._completions)} | found.counters
+        if window > 0:
+            counters["client_cpu_share"] = self._cpu_s / window
         return RunRecord(
             config={
                 "model": self.model,
                 "server": self._name,
+                "served_model": self.model,
                 "tokenizer": self.tokenizer.name,
                 "device": self.caps["device"],
                 "dtype": self.caps["dtype"],
                 "load_format": "auto",
-                "speculation": asdict(Speculation()),  # the server does not report it
+                "speculation": asdict(self.server.speculation),
                 "graphs": asdict(Graphs()),
-                "prefix_cache": f"the server's own, {emptied}",
+                "prefix_cache": f"the server's own, {self._emptied}",
                 "idle_timeout_s": self.server.idle_timeout,
                 "request_timeout_s": self.server.request_timeout,
+                **self._of_sweep(),
             },
             caps=dict(self.caps),
             metrics=metrics,
@@ -172,8 +204,15 @@ class HttpEngine:
 
     # -- inside -----------------------------------------------------------------------------------------------
 
+    def _of_sweep(self) -> dict[str, Any]:
+        """The settings that say which model the numbers are of, as the engines of the same sweep have them."""
+        names = ("model", "load_format", "tokenizer", "seed")
+        return {name: getattr(engine, name) for name in names} if (engine := self.server.alongside) else {}
+
     def _start_window(self) -> None:
         self._completions: list[Completion] = []
+        self._drafting: list[Drafting] = []
+        self._cpu_s = 0.0
         self._per_second: Counter[int] = Counter()
         self._opened: float | None = None
         self._closed = 0.0
@@ -199,13 +238,16 @@ class HttpEngine:
                 arrived = time.perf_counter() if arrivals is None else start + arrivals[index]
                 await asyncio.sleep(max(0.0, arrived - time.perf_counter()))
                 text = self._text(prompts[index]) if self.server.send == "text" else None
-                answer = Answer(index, prompts[index], arrived, params[index].max_new_tokens, text)
+                most, templated = params[index].max_new_tokens, self.server.send == "chat"
+                answer = Answer(index, prompts[index], arrived, most, text, templated=templated)
                 try:
                     await self._ask(session, answer, params[index], text)
                 except Exception as error:  # whatever an answer leads to fails its request and not the sweep
                     answer.finish_reason, answer.error = "error", describe(error)
                 self._closed = max(self._closed, time.perf_counter())
                 done[index] = completion = answer.completion()
+                if answer.drafting is not None and completion.is_complete:
+                    self._drafting.append(answer.drafting)
                 self._completions.append(completion)
                 if on_completion is not None:
                     on_completion(completion)
@@ -219,9 +261,10 @@ class HttpEngine:
         self, session: aiohttp.ClientSession, answer: Answer, params: SamplingParams, text: str | None
     ) -> None:
         """Send a request and read its stream to the end. Raises what went wrong, one of ERRORS."""
+        asked, path = self._question(answer.prompt, text)
         body: dict[str, Any] = {
             "model": self.model,
-            "prompt": answer.prompt if text is None else text,
+            **asked,
             "max_tokens": params.max_new_tokens,
             "temperature": params.temperature,
             "ignore_eos": params.ignore_eos,
@@ -232,8 +275,10 @@ class HttpEngine:
         }
         if params.stop:
             body["stop"] = list(params.stop)
+        if self._is_sglang:
+            body["return_spec_tokens_details"] = True
         answer.sent = time.perf_counter()
-        url, loop = f"{self.server.base_url}/v1/completions", asyncio.get_running_loop()
+        url, loop = f"{self.server.base_url}{path}", asyncio.get_running_loop()
         idle = asyncio.timeout(self.server.idle_timeout)  # aiohttp's own does not see a broken chunk encoding
         try:
             async with idle, session.post(url, json=body, allow_redirects=False) as response:
@@ -250,6 +295,15 @@ class HttpEngine:
                 raise Failed(f"no data for {self.server.idle_timeout:g} s (--idle-timeout)") from None
             raise Failed(f"not finished after {self.server.request_timeout:g} s (--request-timeout)") from None
         answer.check()
+
+    def _question(self, prompt: list[int], text: str | None) -> tuple[dict[str, Any], str]:
+        """The fields of a request that hold its prompt, and its path."""
+        if self.server.send != "chat":
+            return {"prompt": prompt if text is None else text}, "/v1/completions"
+        fields: dict[str, Any] = {"messages": self._messages[tuple(prompt)]}
+        if self.server.thinking is not None:
+            fields["chat_template_kwargs"] = {"enable_thinking": self.server.thinking}
+        return fields, "/v1/chat/completions"
 
     def _text(self, prompt: list[int]) -> str:
         """A prompt as text, without the first token, which the server adds."""
@@ -288,11 +342,26 @@ class HttpEngine:
             works = f"that of the server's model {name} is not available here; give the same one as a folder ({error})"
             raise refuse("tokenizer", None, works) from None
 
-    def _post(self, path: str) -> bool:
-        with suppress(*ERRORS):
-            self._ask_text(path, method="POST")
-            return True
-        return False
+    def _empty(self) -> str:
+        """How the prefix cache was emptied, or why it was not. A server refuses while it still ends a request: SGLang
+        with status 400, vLLM with {"success": false}."""
+        for path in EMPTYING:
+            end = time.monotonic() + EMPTYING_S
+            while True:
+                try:
+                    if _is_success(self._ask_text(path, method="POST")):
+                        return f"emptied by {path}"
+                    problem = "success=false"
+                except StatusError as error:
+                    if error.status in (404, 405):
+                        break
+                    problem = str(error)
+                except ERRORS as error:
+                    return f"{NOT_EMPTIED}: {path}: {describe(error)}"
+                if time.monotonic() > end:
+                    return f"{NOT_EMPTIED}: {path} answered {problem}"
+                time.sleep(RETRY_S)
+        return f"{NOT_EMPTIED}: {NO_ENDPOINT}"
 
     def _get_text(self, path: str) -> str:
         """The text at `path`; "" without an answer."""
@@ -307,6 +376,15 @@ class HttpEngine:
 def _is_name(model: object) -> TypeGuard[str]:
     """Whether a model can be named in messages, tables and folders."""
     return isinstance(model, str) and model.isprintable() and 0 < len(model) <= NAME_LENGTH
+
+
+def _is_success(answer: str) -> bool:
+    """Whether an answer with status 200 to a request to empty the cache means that it is empty."""
+    try:
+        found = json.loads(answer)
+    except (ValueError, RecursionError):
+        return True  # SGLang's is a sentence, that of earlier versions of vLLM is empty
+    return not isinstance(found, dict) or found.get("success") is not False
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:

@@ -125,17 +125,6 @@ def test_same_command_continues_after_a_server_failed(run, tmp_path, tokenizer):
     assert len(script.bodies) == 1 + 4 + 4 + 1 + 4 + 4
 
 
-def test_draft_counters_of_a_server_are_in_the_table(sweep, tmp_path):
-    def metrics(script: Script) -> str:
-        names = {"drafts": 2, "draft_tokens": 6, "accepted_tokens": 3}
-        return "\n".join(f"vllm:spec_decode_num_{name}_total {n * len(script.bodies)}" for name, n in names.items())
-
-    result = sweep(Script(metrics=metrics), "--concurrency", 1, "--json", *TINY_SWEEP)
-    (row,) = json.loads(result.stdout)["rows"]
-    assert (row["accept_length"], row["accept_rate"]) == (2.5, 0.5)
-    assert "No accept length" not in (tmp_path / "out/summary.md").read_text()
-
-
 def test_other_points_run_after_one_failed(sweep, tmp_path):
     script = Script(fails=lambda number: {"status": 502, "message": "gone"} if number < 5 else None)
     result = sweep(script, "--concurrency", "1,2", *TINY_SWEEP)

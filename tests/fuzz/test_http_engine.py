@@ -45,6 +45,11 @@ METRICS = b"""# HELP vllm:spec_decode_num_drafts_total Number of drafts.
 vllm:spec_decode_num_drafts_total{engine="0",model_name="a"} 10.0
 vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="a"} 30.0
 vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="a"} 12.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 8.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 4.0
+vllm:generation_tokens_total{engine="0"} 30.0
+vllm:time_to_first_token_seconds_count{engine="0"} 4.0
+vllm:inter_token_latency_seconds_count{engine="0"} 11.0
 sglang:spec_verify_calls_total{m="x"} 7.0
 """
 HEADERS = (
@@ -111,12 +116,14 @@ def test_chunks_of_an_answer(fuzz: Fuzz) -> None:
 def test_counters(fuzz: Fuzz) -> None:
     for random in fuzz.rounds(quick=400):
         before, after = (counters_of(mutate_bytes(random, METRICS).decode("utf-8", "replace")) for _ in range(2))
-        found, reason = accepted(before, after, [])
-        assert reason
-        length, rate = found.get("accept_length"), found.get("accept_rate")
-        assert length is None or (math.isfinite(length) and length >= 1)
+        found = accepted(before, after, [])
+        assert found.source
+        for name in ("accept_length", "untrimmed_accept_length"):
+            length = found.metrics.get(name)
+            assert length is None or (math.isfinite(length) and length >= 1)
+        rate = found.metrics.get("untrimmed_accept_rate")
         assert rate is None or 0 <= rate <= 1
-        fuzz.outcome("an accept length" if found else "none")
+        fuzz.outcome("an accept length" if found.metrics else "none")
 
 
 def _check(fuzz: Fuzz, found, record, count: int) -> None:

@@ -209,7 +209,7 @@ def test_connection_errors_are_counted(serve):
     assert record.metrics["requests"] == 0
 
 
-def test_accept_length_of_vllm_covers_only_the_window(serve):
+def test_counters_cover_only_the_window(serve):
     def metrics(script: Script) -> str:
         runs = 100 + len(script.bodies)
         rows = {"drafts_total": 10 * runs, "draft_tokens_total": 30 * runs, "accepted_tokens_total": 12 * runs}
@@ -218,20 +218,8 @@ def test_accept_length_of_vllm_covers_only_the_window(serve):
         return head + "\n".join([*shown, 'vllm:spec_decode_num_drafts_created{engine="0"} 1.7e9', ""])
 
     _, record = run(serve(Script(metrics=metrics)), [[5], [6]])
-    assert record.metrics["accept_length"] == pytest.approx(2.2)
-    assert record.metrics["accept_rate"] == pytest.approx(0.4)
-    assert (record.metrics["verify_steps"], record.metrics["drafted_tokens"]) == (40, 120)  # of two engines
-    assert record.counters["accept_length_source"] == "vLLM's counters"
-
-
-def test_accept_length_of_sglang_excludes_first_tokens(serve):
-    def metrics(script: Script) -> str:
-        verifies = 1000 + script.answered // 3
-        return f'sglang:spec_accept_length{{m="x"}} 9.9\nsglang:spec_verify_calls_total{{m="x"}} {verifies}.0\n'
-
-    _, record = run(serve(Script(metrics=metrics)), [[5], [6]], 9)
-    assert record.metrics["accept_length"] == pytest.approx(16 / 6)
-    assert record.counters["accept_length_source"].startswith("SGLang")
+    assert record.metrics["untrimmed_accept_length"] == pytest.approx(2.2)
+    assert record.metrics["untrimmed_accept_rate"] == pytest.approx(0.4)
 
 
 def test_without_counters_the_reason_is_kept(serve):
@@ -241,7 +229,7 @@ def test_without_counters_the_reason_is_kept(serve):
     _, record = run(serve(Script(metrics=lambda script: "vllm:spec_decode_num_drafts_total 7\n")))
     assert record.metrics["accept_length"] is None
     assert "show no drafts" in record.counters["no_accept_length"]
-    assert accepted({}, counters_of("vllm:spec_decode_num_drafts 0\n"), [])[0] == {}
+    assert accepted({}, counters_of("vllm:spec_decode_num_drafts 0\n"), []).metrics == {}
 
 
 def test_prefix_cache_is_flushed_if_there_is_an_endpoint(serve):
@@ -276,7 +264,7 @@ def test_invalid_addresses_and_servers_are_refused():
         with pytest.raises(SpecbatchError, match=r"base_url='.*': give the server's address"):
             Server(url)
     assert Server("http://h:1/v1/").base_url == Server("http://h:1").base_url == "http://h:1"
-    with pytest.raises(SpecbatchError, match="send='words': use one of ids, text"):
+    with pytest.raises(SpecbatchError, match="send='words': use one of ids, text, chat"):
         Server("http://h:1", send="words")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
