@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,16 @@ def configured(engine: EngineOptions, configs: str, **settings: Any) -> dict[str
     settings["compares"] = True
     if not configs.endswith(SUFFIXES):
         return named(engine.having(spec="v2").config(**settings), names(configs))
-    found = {}
-    for name, changes in read_grid(Path(configs)).items():
-        where = f"{configs}: {name}"
-        options = engine.updated(changes, where)
-        try:
-            found[name] = options.config(**settings)
-        except SpecbatchError as error:
-            raise refuse("configs", where, str(error)) from error
-    return found
+    tables = read_grid(Path(configs))
+    return {
+        name: engine_of_table(engine, changes, f"{configs}: {name}", **settings) for name, changes in tables.items()
+    }
+
+
+def engine_of_table(engine: EngineOptions, changes: Mapping[str, Any], where: str, **settings: Any) -> EngineConfig:
+    """The configuration of a table of a file. where: it was read, for errors."""
+    options = engine.updated(changes, where)
+    try:
+        return options.config(**settings)
+    except SpecbatchError as error:
+        raise refuse("configs", where, str(error)) from error

@@ -204,7 +204,7 @@ def _compare(
     as_json: bool,
 ) -> None:
     from specbatch.evals.grid import GridOptions, run_grid
-    from specbatch.sweeps.run.runner import loaded
+    from specbatch.sweeps.run.loading import loaded
 
     failed = dict(left_out)
     with progress(f"eval {options.task}") as report:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,21 +10,20 @@ import typer
 from typer import Option
 
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
-from specbatch.cli.configs import configured
-from specbatch.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, EngineOptions, Json, takes_engine
+from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, takes_engine
 from specbatch.cli.output import fresh_folder, say, show
+from specbatch.cli.servers import configured_with_servers, only_server
 from specbatch.cli.values import is_given, length, share, whole_number, whole_numbers
 from specbatch.errors import refuse
 from specbatch.extras import needs
 from specbatch.progress import progress
 
 if TYPE_CHECKING:
-    from specbatch.sweeps.run.http_engine import HttpEngine
+    from specbatch.config import EngineConfig
+    from specbatch.sweeps.run.server import Server
 
 _WORKLOAD, _TEMPLATE, _LOAD, _SERVER = "Workload", "Chat template", "Load", "HTTP server"  # boxes of --help
-_ENGINE_OPTIONS_OF_SERVERS = ("model", "tokenizer", "seed")
 _LEAST_ROUNDS = 3  # with --until-precise
-_SERVER_OPTIONS = ("base_url", "send", "api_key_env", "idle_timeout", "request_timeout")
 
 
 @takes_engine(without=("spec",), sampling=SAMPLING_OPTIONS, cluster=CLUSTER_OPTIONS)
@@ -248,6 +246,9 @@ def sweep(
     Speedups are relative to the configuration named baseline, else to the first one. Different models (model = ...) run
     one after the other, each in its own process and folder.
 
+    A table with engine = "http" and base-url = "http://localhost:8000" is a server of another engine, measured in the
+    same rounds and with the same prompts (docs/head-to-head.md).
+
     specbatch sweep --engine http --base-url http://localhost:8000 --tokenizer Qwen/Qwen3-8B
 
     With --engine http the same prompts go to a server at the same times (streamed /v1/completions), and all times are
@@ -271,8 +272,9 @@ def sweep(
     from specbatch.runtime.device import device_type
     from specbatch.sweeps.run.defaults import CPU, GPU, default_dataset, resolved
     from specbatch.sweeps.run.grid import by_model
+    from specbatch.sweeps.run.loading import check, engines_of, fitted
     from specbatch.sweeps.run.process import run_in_process
-    from specbatch.sweeps.run.runner import SweepOptions, check, fitted, run_server, run_sweep
+    from specbatch.sweeps.run.runner import SweepOptions, run_server, run_sweep
     from specbatch.sweeps.run.workloads import RANDOM, Workload
 
     steps = whole_numbers("concurrency", concurrency)
@@ -312,12 +314,16 @@ def sweep(
         raise refuse("until_precise", until_precise, f"does not apply to {where}; use --repeats")
     rounds = repeats if precise is None or is_given(context, "repeats") else _LEAST_ROUNDS
     options = SweepOptions(steps, rounds, workload, until_precise=precise, most_repeats=most_repeats)
-    server = _server(engine, context.params, lambda name: is_given(context, name))
-    engines = {}
+    server = only_server(engine, context.params, lambda name: is_given(context, name))
+    engines: dict[str, EngineConfig | Server] = {}
     if server is None:
         grouped, elsewhere = workload.is_grouped, workers is not None
-        engines = configured(engine, configs, concurrency=max(steps), prefix_cache=grouped, elsewhere=elsewhere)
-    if dry_run and server is not None:
+        own = {"concurrency": max(steps), "prefix_cache": grouped, "elsewhere": elsewhere}
+        engines = configured_with_servers(engine, configs, thinking, **own)
+    has_servers = server is not None or len(engines_of(engines)) < len(engines)
+    if has_servers and workers is not None:
+        raise refuse("distributed", cluster["distributed"], "does not apply to a server; leave it out")
+    if dry_run and has_servers:
         raise refuse("dry_run", True, "the speed of a server cannot be estimated; leave it out")
     settings = resolved(
         options,
@@ -327,7 +333,7 @@ def sweep(
     if dry_run:
         from specbatch.sweeps.run.estimate import dry_run as planned
 
-        text = planned(engines, options, output)
+        text = planned(engines_of(engines), options, output)
         say(settings)
         show(text, {"configurations": list(engines)}, as_json=as_json)
         return
@@ -358,7 +364,7 @@ def sweep(
             if len(statuses) == len(models):
                 raise typer.Exit(2 if set(statuses) == {2} else 1)
     show(f"{summary}\nresults: {folder}", {"output": str(folder), "rows": rows}, as_json=as_json)
-    if statuses or any(row.get("failed") for row in rows) or (server is not None and _failed(folder)):
+    if statuses or any(row.get("failed") for row in rows) or (has_servers and _failed(folder)):
         raise typer.Exit(1)
 
 
@@ -374,28 +380,3 @@ def _failed(folder: Path) -> bool:
     from specbatch.sweeps.report.tables import load_records
 
     return any(record.counters.get("errors") for record in load_records(folder))
-
-
-def _server(engine: EngineOptions, values: Mapping[str, Any], given: Callable[[str], bool]) -> HttpEngine | None:
-    """The server of --engine http, None for this engine. Raises SpecbatchError for options of the other kind of engine.
-
-    values   of the command's options
-    given    whether the user gave an option
-    """
-    kind = values["engine_kind"]
-    if kind not in ("specbatch", "http"):
-        raise refuse("engine", kind, "use specbatch, or http with --base-url")
-    if kind == "specbatch":
-        for name in filter(given, _SERVER_OPTIONS):
-            raise refuse(name, values[name], "applies to servers only; add --engine http")
-        return None
-    needs("http")
-    from specbatch.sweeps.run.http_engine import HttpEngine, Server
-
-    for name in filter(given, ("configs", *ENGINE_OPTIONS)):
-        if name not in _ENGINE_OPTIONS_OF_SERVERS:
-            works = "does not apply to a server, which has its own engine settings; leave it out"
-            raise refuse(name, values[name], works)
-    model = engine.model if given("model") else None
-    url, others = values["base_url"] or "", {name: values[name] for name in _SERVER_OPTIONS if name != "base_url"}
-    return HttpEngine(Server(url, model, engine.tokenizer, **others), log=say)

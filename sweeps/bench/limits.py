@@ -12,7 +12,7 @@ from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Point
 from specbatch.sweeps.bench.traffic import step_bytes, without_gemms
 from specbatch.sweeps.machine.limits import data_sheet_bandwidth, gemm_seconds
-from specbatch.sweeps.run.runner import noted
+from specbatch.sweeps.run.loading import noted
 
 if TYPE_CHECKING:
     from specbatch.engine.engine import Engine

@@ -22,7 +22,8 @@ from specbatch.jobs.configurations import CONFIGURATIONS
 from specbatch.memory.page_pool import pages_for, reach_of
 from specbatch.records.summarize import MIN_FULL_STEPS
 from specbatch.sweeps.report.tables import BASELINE, View
-from specbatch.sweeps.run.runner import Log, SweepOptions
+from specbatch.sweeps.run.loading import Log
+from specbatch.sweeps.run.runner import SweepOptions
 from specbatch.sweeps.run.workloads import Workload
 
 if TYPE_CHECKING:

@@ -34,7 +34,8 @@ from specbatch.replicas.ray_cluster import (
     requirements,
     waiting_line,
 )
-from specbatch.sweeps.run.runner import Failed, Log, SweepOptions, is_measured, loaded, measured_points
+from specbatch.sweeps.run.loading import Failed, Log, loaded
+from specbatch.sweeps.run.runner import SweepOptions, is_measured, measured_points
 
 Block = tuple[Point, ...]
 Measured = tuple[list[tuple[Point, RunRecord]], list[str]]  # and the lines of the log

@@ -14,7 +14,8 @@ from specbatch.memory.planner import MemoryPlan, MemoryShare, size_text
 from specbatch.records.sweep_plan import points
 from specbatch.replicas.engine import config_of_one
 from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
-from specbatch.sweeps.run.runner import SweepOptions, fitted, of_lengths
+from specbatch.sweeps.run.loading import engines_of, fitted, of_lengths
+from specbatch.sweeps.run.runner import SweepOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +31,7 @@ def dry_run(configs: Mapping[str, EngineConfig], options: SweepOptions, folder: 
     answers are as long as allowed: drafts that are accepted and answers that end early make a sweep faster. Refused:
     engines that do not fit.
     """
-    fit = fitted(configs, options)
+    fit = engines_of(fitted(configs, options))
     prepared = {name: prepare(config_of_one(config), lambda line: None) for name, config in fit.items()}
     plans: dict[str, MemoryPlan] = {}
     for name, one in prepared.items():

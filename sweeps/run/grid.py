@@ -11,6 +11,10 @@ the command line. A list makes one configuration for each of its values, and sev
     draft = "heads/eagle3"
     draft-tokens = [1, 3, 7]      # eagle draft-tokens=1, eagle draft-tokens=3, ...
     spec = "v2"
+
+    [vllm]                        # a server of another engine, with the options of --engine http
+    engine = "http"
+    base-url = "http://localhost:8000"
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ from typing import Any
 from specbatch.config import EngineConfig
 from specbatch.errors import refuse
 from specbatch.records.sweep_plan import folder_name
+from specbatch.sweeps.run.loading import Configs, engines_of
+from specbatch.sweeps.run.server import Server
 from specbatch.text_files import read_toml, read_yaml
 
 Settings = dict[str, str | int | float | bool]
@@ -31,10 +37,16 @@ OF_WEIGHTS = ("model", "load_format", "tokenizer", "seed", "dtype", "device")
 NAME_BYTES = 255  # that a folder's name may have
 
 
-def by_model(configs: Mapping[str, EngineConfig]) -> dict[str, dict[str, EngineConfig]]:
+def by_model(configs: Configs) -> dict[str, dict[str, EngineConfig | Server]]:
     """Configurations that can share weights, by a name for their model. Settings of the weights are removed from their
-    names, so that each model has its baseline."""
-    found: dict[tuple[object, ...], dict[str, EngineConfig]] = {}
+    names, so that each model has its baseline. Servers are compared with the engines of one model."""
+    if any(isinstance(config, Server) for config in configs.values()):
+        models = {tuple(getattr(config, key) for key in OF_WEIGHTS) for config in engines_of(configs).values()}
+        if len(models) > 1:
+            works = "configurations next to a server must have its model; write a file for each model"
+            raise refuse("model", ", ".join(sorted(str(model[0]) for model in models)), works)
+        return {"servers": dict(configs)}
+    found: dict[tuple[object, ...], dict[str, EngineConfig | Server]] = {}
     for name, config in configs.items():
         weights = tuple(getattr(config, key) for key in OF_WEIGHTS)
         for key, value in zip(OF_WEIGHTS, weights, strict=True):

@@ -14,19 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import aiohttp
 
-from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.run_record import RunRecord
@@ -34,12 +29,12 @@ from specbatch.records.summarize import error_counts, summarize
 from specbatch.sweeps.run import http_client
 from specbatch.sweeps.run.http_answer import Answer, Drafting
 from specbatch.sweeps.run.http_client import CONNECT_S, ERRORS, Failed, StatusError, describe, events, parsed
+from specbatch.sweeps.run.server import Server
 from specbatch.sweeps.run.server_counters import accepted, counters_of
 
 if TYPE_CHECKING:
     from specbatch.tokenizer import Tokenizer
 
-SENDS = ("ids", "text", "chat")
 NAME_LENGTH = 200  # of a model, which becomes the name of a folder
 EMPTYING = ("/flush_cache", "/reset_prefix_cache")  # SGLang, vLLM
 NOT_EMPTIED = "NOT EMPTIED"
@@ -50,74 +45,20 @@ SGLANG = "sglang"  # owned_by of its models
 Messages = list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Server:
-    """A server and how requests are sent to it.
-
-    base_url     with or without /v1 at the end
-    model        one of its models; None: the only one
-    tokenizer    known name, folder or hub id; None: that of the model that the server reports
-    send         "ids": prompts as token ids; "text": as text, which the server tokenizes; "chat": the messages of the
-                 prompts, to /v1/chat/completions, which renders them with the server's chat template
-    api_key_env  environment variable that holds the server's key
-    idle_timeout     seconds without an event of the stream after which its request has failed
-    request_timeout  seconds from sending a request to the end of its answer
-    speculation  what the server was started with, for its records; it is not sent
-    thinking     "chat": `enable_thinking` of the template; None leaves it to the template
-    alongside    an engine of the same sweep: its records and the server's name the same model
-    """
-
-    base_url: str
-    model: str | None = None
-    tokenizer: str | None = None
-    send: str = "ids"
-    api_key_env: str | None = None
-    idle_timeout: float = 300.0
-    request_timeout: float = 3600.0
-    speculation: Speculation = field(default_factory=Speculation)
-    thinking: bool | None = None
-    alongside: EngineConfig | None = field(default=None, repr=False)
-    prefix_cache: ClassVar[bool] = True  # the server may have one
-
-    def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.base_url)
-            is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            is_one = False
-        if not is_one:
-            raise refuse("base_url", self.base_url, "give the server's address, such as http://localhost:8000")
-        if self.send not in SENDS:
-            raise refuse("send", self.send, f"use one of {', '.join(SENDS)}")
-        if self.api_key_env is not None and not os.environ.get(self.api_key_env):
-            raise refuse("api_key_env", self.api_key_env, "no such environment variable; set it to the server's key")
-        for name in ("idle_timeout", "request_timeout"):
-            seconds = getattr(self, name)
-            if not 0 < seconds < math.inf:
-                raise refuse(name, seconds, "use a positive number of seconds")
-        object.__setattr__(self, "base_url", self.base_url.rstrip("/").removesuffix("/v1"))
-
-    def as_dict(self) -> dict[str, Any]:
-        """What its records are of. Timeouts can change when a sweep continues."""
-        left_out = "idle_timeout", "request_timeout", "alongside"
-        return {name: value for name, value in asdict(self).items() if name not in left_out}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
-
-
 class HttpEngine:
     """The part of `Engine` that a sweep needs. Raises SpecbatchError if the server, its model or a tokenizer is not
     available; a request that fails later is a completion with finish_reason "error", counted by its
     `error` in the record."""
+
+    tokenizer: Tokenizer  # next to an engine, that of the engine, set by whoever loads it
 
     def __init__(self, server: Server, *, log: Callable[[str], None] | None = None) -> None:
         self.server = server
         self._log = log or (lambda line: None)
         found = self._model()
         self.model: str = found["id"]
-        self.tokenizer = self._open_tokenizer(found)
+        if server.alongside is None:
+            self.tokenizer = self._open_tokenizer(found)
         self.config = server
         self.caps: dict[str, Any] = {"device": server.base_url, "dtype": "the server's own"}
         longest = found.get("max_model_len")
@@ -180,21 +121,7 @@ class HttpEngine:
         if window > 0:
             counters["client_cpu_share"] = self._cpu_s / window
         return RunRecord(
-            config={
-                "model": self.model,
-                "server": self._name,
-                "served_model": self.model,
-                "tokenizer": self.tokenizer.name,
-                "device": self.caps["device"],
-                "dtype": self.caps["dtype"],
-                "load_format": "auto",
-                "speculation": asdict(self.server.speculation),
-                "graphs": asdict(Graphs()),
-                "prefix_cache": f"the server's own, {self._emptied}",
-                "idle_timeout_s": self.server.idle_timeout,
-                "request_timeout_s": self.server.request_timeout,
-                **self._of_sweep(),
-            },
+            config=self._config(),
             caps=dict(self.caps),
             metrics=metrics,
             counters=counters,
@@ -204,10 +131,16 @@ class HttpEngine:
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _of_sweep(self) -> dict[str, Any]:
-        """The settings that say which model the numbers are of, as the engines of the same sweep have them."""
-        names = ("model", "load_format", "tokenizer", "seed")
-        return {name: getattr(engine, name) for name in names} if (engine := self.server.alongside) else {}
+    def _config(self) -> dict[str, Any]:
+        found = self.server.as_dict() | {
+            "server": self._name,
+            "served_model": self.model,
+            "tokenizer": self.tokenizer.name,
+            "prefix_cache": f"the server's own, {self._emptied}",
+            "idle_timeout_s": self.server.idle_timeout,
+            "request_timeout_s": self.server.request_timeout,
+        }
+        return found | ({"model": self.model} if self.server.alongside is None else {})
 
     def _start_window(self) -> None:
         self._completions: list[Completion] = []

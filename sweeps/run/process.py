@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError
 from specbatch.progress import progress
 
 if TYPE_CHECKING:
     from specbatch.replicas.cluster import Cluster
+    from specbatch.sweeps.run.loading import Configs
     from specbatch.sweeps.run.runner import SweepOptions
 
 Log = Callable[[str], None]
 
 
 def run_in_process(
-    engines: Mapping[str, EngineConfig],
+    engines: Configs,
     options: SweepOptions,
     folder: Path,
     *,
@@ -49,9 +49,7 @@ def run_in_process(
     return process.exitcode
 
 
-def _run(
-    engines: dict[str, EngineConfig], options: SweepOptions, folder: Path, log: Log, cluster: Cluster | None
-) -> None:
+def _run(engines: Configs, options: SweepOptions, folder: Path, log: Log, cluster: Cluster | None) -> None:
     # Ctrl-C in a terminal signals both processes, `kill` only the parent: this process obeys the parent alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

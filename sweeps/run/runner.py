@@ -7,41 +7,36 @@ that slows down affects all of them. Each configuration is warmed up at each con
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.algorithms import NO_SPECULATION
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config import EngineConfig
 from specbatch.core.request import Completion, SamplingParams
-from specbatch.errors import SpecbatchError, at_least, each_once, one_line, refuse, reporting
-from specbatch.jobs.configurations import check_draft, load_engine
+from specbatch.errors import SpecbatchError, at_least, each_once, refuse, reporting
 from specbatch.memory.page_pool import held_at_once
-from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.progress import Report
 from specbatch.records.run_record import RunRecord
 from specbatch.records.store import load_record
 from specbatch.records.sweep_plan import Described, Point, check_plan, plan_of, points, round_of, rounds_at, save
 from specbatch.sweeps.report.notes import failures
 from specbatch.sweeps.report.tables import load_records, losses_of, precision_of, write_summary
-from specbatch.sweeps.run.conversations import ask, label, longest
+from specbatch.sweeps.run.conversations import Call, ask, label, longest
+from specbatch.sweeps.run.loading import Configs, Engines, Failed, Log, clients_of, connected, engines_of, fitted, noted
 from specbatch.sweeps.run.sanity_checks import warnings
-from specbatch.sweeps.run.workloads import Workload, sha256_of, shown
+from specbatch.sweeps.run.workloads import Workload, sha256_of
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
     from specbatch.replicas.cluster import Cluster
     from specbatch.sweeps.run.http_engine import HttpEngine
 
-
-Log = Callable[[str], None]
-Engines = Mapping[str, "InferenceEngine | HttpEngine"]
 Load = Callable[[], AbstractContextManager[Engines]]
-Failed = dict[str, str]  # by configuration: why its engine could not be built
 
+DIGEST = 16  # hexadecimal digits
 WARM_UP_TOKENS = 16
 CPU_WARM_UP = 4  # requests and tokens: a CPU has nothing to compile, and a whole batch takes as long as a point
 
@@ -77,7 +72,7 @@ class SweepOptions:
 
 
 def run_sweep(
-    configs: Mapping[str, EngineConfig],
+    configs: Configs,
     options: SweepOptions,
     folder: Path,
     *,
@@ -96,12 +91,12 @@ def run_sweep(
     """
     fit, failed = fitted(configs, options), Failed()
     if cluster is None:
-        load = partial(loaded, fit, log, options.workload, failed)
+        load = partial(connected, fit, log, options.workload, failed)
         run = partial(run_points, fit, load, options, folder, log=log, report=report, failed=failed)
     else:
         from specbatch.sweeps.run.blocks import run_blocks
 
-        run = partial(run_blocks, cluster, fit, options, folder, log=log, report=report)
+        run = partial(run_blocks, cluster, engines_of(fit), options, folder, log=log, report=report)
     return _summarized(fit, run, options, folder, log)
 
 
@@ -219,6 +214,8 @@ def measured_points(
     every = workload.prompts(next(iter(engines.values())).tokenizer, workload.count(most))
     params = workload.params(len(every))
     lengths = list(longest(workload, next(iter(engines.values())).tokenizer, every, params))
+    for client in clients_of(engines):
+        client.know_messages(every, workload.messages(len(every)))
     held: dict[str, str] | None = None if failed is None else {}
     for name, engine in engines.items():
         with noted(held, name):
@@ -265,102 +262,6 @@ def _log_warnings(point: Point, record: RunRecord, log: Log, shown_before: set[s
 
 def _where(point: Point) -> str:
     return f"{point.configuration} at concurrency {point.concurrency}, repeat {point.repeat}"
-
-
-@contextmanager
-def loaded(
-    configs: Mapping[str, EngineConfig], log: Log | None, workload: Workload | None = None, failed: Failed | None = None
-) -> Iterator[Mapping[str, InferenceEngine]]:
-    """The engines of the configurations, on one copy of the weights. Each gets an equal share of the memory, or if all
-    have kv_pages, what these take.
-
-    workload: a max_model_len that is refused is reported in terms of its lengths. failed: gets the reasons why engines
-    cannot be built; refused if none can. None: the first reason is raised.
-    """
-    with ExitStack() as stack:
-        engines: dict[str, InferenceEngine] = {}
-        _check_drafts(configs, log, failed)
-        are_sized = all(config.kv_pages for config in configs.values())
-        for index, (name, config) in enumerate(configs.items()):
-            first = next(iter(engines.values()), None)
-            side = EXCLUSIVE if are_sized else MemoryShare(index, len(configs))
-            if failed is None or name not in failed:
-                with noted(failed, name), of_lengths(config, workload):
-                    engines[name] = stack.enter_context(load_engine(name, config, log, weights_of=first, share=side))
-            if failed and name in failed and log is not None:
-                log(f"{name}: {failed[name]}")
-        if not engines and failed:
-            raise SpecbatchError(next(iter(failed.values())))
-        yield engines
-
-
-def _check_drafts(configs: Mapping[str, EngineConfig], log: Log | None, failed: Failed | None) -> None:
-    """Check each draft before any weights are loaded. One that does not fit fails its configurations; it is refused if
-    all configurations with speculation have it, or without `failed`."""
-    speculating = {name for name, config in configs.items() if config.speculation.algorithm != NO_SPECULATION}
-    drafts: dict[Speculation, list[str]] = {}
-    for name, config in configs.items():
-        if config.speculation.entry.loads_draft:
-            drafts.setdefault(replace(config.speculation, schedule="v1"), []).append(name)
-    for names in drafts.values():
-        errors = None if failed is None or speculating <= {*names} else dict[str, str]()
-        with noted(errors, names[0]):
-            check_draft([configs[names[0]]], log)
-        if errors and failed is not None:
-            failed |= dict.fromkeys(names, errors[names[0]])
-    if drafts and failed and speculating <= failed.keys():
-        raise SpecbatchError(next(iter(failed.values())))
-
-
-@contextmanager
-def noted(errors: dict[str, str] | None, name: str) -> Iterator[None]:
-    """Keep the first line of an exception as the error of `name`; None: let it through."""
-    try:
-        yield
-    except Exception as error:
-        if errors is None:
-            raise
-        errors[name] = one_line(error)
-
-
-def fitted(configs: Mapping[str, EngineConfig], options: SweepOptions) -> dict[str, EngineConfig]:
-    """Engines as long as the workload's prompts and answers, unless they were asked to be longer."""
-    most, counts = max(options.concurrency), {config.data_parallel for config in configs.values()}
-    if len(counts) > 1:
-        works = "the configurations of a sweep run on the same replicas; use one number, and compare two sweeps"
-        raise refuse("data_parallel", ", ".join(map(str, sorted(counts))), works)
-    if options.until_precise is not None and len(configs) < 2:
-        works = "a ratio needs a configuration to compare with; use at least two, or --repeats"
-        raise refuse("until_precise", f"{100 * options.until_precise:g}%", works)
-    for config in configs.values():
-        if config.max_running < (share := -(-most // config.data_parallel)):
-            on = f" on {config.data_parallel} replicas" if config.data_parallel > 1 else ""
-            raise refuse("max_running", config.max_running, f"concurrency {most}{on} needs at least {share}")
-    length = options.workload.max_model_len
-    return {name: replace(config, max_model_len=config.max_model_len or length) for name, config in configs.items()}
-
-
-@contextmanager
-def of_lengths(config: EngineConfig, workload: Workload | None) -> Iterator[None]:
-    """Report a max_model_len that is refused in terms of the workload's lengths, if it follows from them."""
-    try:
-        yield
-    except SpecbatchError as error:
-        of_workload = workload is not None and config.max_model_len == workload.max_model_len
-        if error.setting != "max_model_len" or workload is None or not of_workload:
-            raise
-        lengths = {name: shown(getattr(workload, name)) for name in ("shared_len", "input_len", "output_len")}
-        name, *others = lengths if workload.is_grouped else ("input_len", "output_len")
-        works = f"with {' and '.join(f'{other}={lengths[other]}' for other in others)} that is {error}"
-        raise refuse(name, lengths[name], works) from None
-
-
-def check(configs: Mapping[str, EngineConfig], options: SweepOptions) -> None:
-    """Refuse engines that cannot run, with nothing loaded."""
-    from specbatch.engine.builder import prepare
-
-    for config in fitted(configs, options).values():
-        prepare(config, lambda line: None)
 
 
 def _check_concurrency(name: str, engine: InferenceEngine | HttpEngine, most: int, lengths: list[int]) -> None:
@@ -418,6 +319,7 @@ def _measure(
     completions = [completion for call in asked for completion in call.completions]
     record = engine.record(concurrency=concurrency, workload=workload.describe(prompts))
     label(workload, asked, record.requests, len(prompts))
+    _add_digests(record.requests, asked, len(prompts))
     if workload.slo is not None:
         record.metrics |= workload.slo.metrics(record.requests, record.metrics["duration_s"])
     record.workload["output_sha256"] = sha256_of([item.token_ids or item.text for item in completions])
@@ -431,6 +333,17 @@ def _measure(
         reasons = "; ".join(f"{error} ({number})" for error, number in errors)
         record.workload["error"] = f"every request failed: {reasons}"
     return record
+
+
+def _add_digests(rows: list[dict[str, Any]], asked: list[Call], count: int) -> None:
+    """Add to each row, labelled by `label`, what its answer was, so that answers can be compared. A server reports no
+    tokens."""
+    answers = {(call.turn - 1) * count + call.places[one.index]: one for call in asked for one in call.completions}
+    for row in rows:
+        if (answer := answers.get(row["index"])) is not None and answer.is_complete:
+            row["text_digest"] = sha256_of([answer.text])[:DIGEST]
+            if answer.token_ids:
+                row["token_digest"] = sha256_of([answer.token_ids])[:DIGEST]
 
 
 def _counter(options: SweepOptions, left: list[Point], report: Report | None) -> Callable[[Completion], None]:

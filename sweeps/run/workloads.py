@@ -242,6 +242,11 @@ class Workload:
         random.Random(f"{self.seed}/order").shuffle(order)
         return [shared[group] + own(index) for index, group in enumerate(order[:count])]
 
+    def messages(self, count: int) -> list[list[dict[str, Any]] | None]:
+        """What the chat template renders as the first `count` prompts; None for those of another kind."""
+        rows = [row.value if row.form == "messages" and self.chat_template is not False else None for row in self.rows]
+        return [rows[index % len(rows)] for index in range(count)] if rows else [None] * count
+
     def describe(self, prompts: list[list[int]]) -> dict[str, Any]:
         """Describe a point's prompts for its record. output_len is the maximum, input_len is None if prompts differ;
         input_range and output_range hold the smallest and the largest of random lengths."""

@@ -154,7 +154,7 @@ def test_unknown_draft_fails_its_configuration_unless_all_have_it(sweep, monkeyp
             if config.speculation.draft == "/nope/m":
                 raise SpecbatchError("draft='/nope/m': no such folder")
 
-    monkeypatch.setattr("specbatch.sweeps.run.runner.check_draft", check)
+    monkeypatch.setattr("specbatch.sweeps.run.loading.check_draft", check)
     (grid := tmp_path / "grid.toml").write_text("[baseline]\n[ng]\nalgorithm = 'ngram'\n" + unknown)
     result = sweep(f"--concurrency 1 --configs {grid} --json")
     assert result.exit_code == 1, result.output

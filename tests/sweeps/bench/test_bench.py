@@ -18,7 +18,7 @@ from specbatch.records.runs import load_run
 from specbatch.sweeps.bench import limits
 from specbatch.sweeps.bench.tables import load_sections, write_tables
 from specbatch.sweeps.report.report import write_report
-from specbatch.sweeps.run import runner
+from specbatch.sweeps.run import loading, runner
 from specbatch.weights.dummy import SHAPES
 
 SMALL = {
@@ -202,14 +202,14 @@ def test_a_point_that_fails_is_in_the_table_and_runs_again(
 def test_an_engine_that_cannot_be_built_fails_its_points_only(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = runner.load_engine
+    load = loading.load_engine
 
     def fail(name: str, *rest: Any, **more: Any) -> Any:
         if name == "v2":
             raise torch.OutOfMemoryError("graphs")
         return load(name, *rest, **more)
 
-    monkeypatch.setattr(runner, "load_engine", fail)
+    monkeypatch.setattr(loading, "load_engine", fail)
     assert run(sections="decode,verify", batch="1").exit_code == 1
     failed = {(section, name): row["failed"] for (section, _, name), row in rows_of().items()}
     assert failed["decode", "v2"] == failed["verify", "v2"] == "OutOfMemoryError: graphs"

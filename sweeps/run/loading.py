@@ -1,0 +1,169 @@
+"""Loads the engines of a sweep on one copy of the weights, and connects to its servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from specbatch.algorithms import NO_SPECULATION
+from specbatch.config import EngineConfig, Speculation
+from specbatch.errors import SpecbatchError, one_line, refuse
+from specbatch.jobs.configurations import check_draft, load_engine
+from specbatch.memory.planner import EXCLUSIVE, MemoryShare
+from specbatch.sweeps.run.server import Server
+from specbatch.sweeps.run.workloads import Workload, shown
+
+if TYPE_CHECKING:
+    from specbatch.engine.interface import InferenceEngine
+    from specbatch.sweeps.run.http_engine import HttpEngine
+    from specbatch.sweeps.run.runner import SweepOptions
+
+Log = Callable[[str], None]
+Configs = Mapping[str, EngineConfig | Server]
+Engines = Mapping[str, "InferenceEngine | HttpEngine"]
+Failed = dict[str, str]  # by configuration: why its engine could not be built
+
+
+@contextmanager
+def connected(
+    configs: Configs, log: Log | None, workload: Workload | None = None, failed: Failed | None = None
+) -> Iterator[Engines]:
+    """As `loaded`, with clients of the servers, which are connected to first. The prompts of servers next to an engine
+    are made with its tokenizer, so that none can be measured if no engine can be built."""
+    own, clients = engines_of(configs), _clients(configs, log, failed)
+    if failed and not own and not clients:
+        raise SpecbatchError(next(iter(failed.values())))
+    with loaded(own, log, workload, failed) if own else nullcontext({}) as engines:
+        for client in clients.values() if engines else ():
+            client.tokenizer = next(iter(engines.values())).tokenizer
+        every: dict[str, Any] = {**engines, **clients}
+        yield {name: every[name] for name in configs if name in every}
+
+
+@contextmanager
+def loaded(
+    configs: Mapping[str, EngineConfig], log: Log | None, workload: Workload | None = None, failed: Failed | None = None
+) -> Iterator[Mapping[str, InferenceEngine]]:
+    """The engines of the configurations, on one copy of the weights. Each gets an equal share of the memory, or if all
+    have kv_pages, what these take.
+
+    workload: a max_model_len that is refused is reported in terms of its lengths. failed: gets the reasons why engines
+    cannot be built; refused if none can. None: the first reason is raised.
+    """
+    with ExitStack() as stack:
+        engines: dict[str, InferenceEngine] = {}
+        _check_drafts(configs, log, failed)
+        are_sized = all(config.kv_pages for config in configs.values())
+        for index, (name, config) in enumerate(configs.items()):
+            first = next(iter(engines.values()), None)
+            side = EXCLUSIVE if are_sized else MemoryShare(index, len(configs))
+            if failed is None or name not in failed:
+                with noted(failed, name), of_lengths(config, workload):
+                    engines[name] = stack.enter_context(load_engine(name, config, log, weights_of=first, share=side))
+            if failed and name in failed and log is not None:
+                log(f"{name}: {failed[name]}")
+        if not engines and failed:
+            raise SpecbatchError(next(iter(failed.values())))
+        yield engines
+
+
+def engines_of(configs: Configs) -> dict[str, EngineConfig]:
+    """Those that are not servers."""
+    return {name: config for name, config in configs.items() if isinstance(config, EngineConfig)}
+
+
+def clients_of(engines: Engines) -> list[HttpEngine]:
+    """Those of servers."""
+    return [engine for engine in engines.values() if isinstance(engine.config, Server)]
+
+
+def _clients(configs: Configs, log: Log | None, failed: Failed | None) -> dict[str, HttpEngine]:
+    """Clients of the servers."""
+    clients: dict[str, HttpEngine] = {}
+    for name, server in configs.items():
+        if isinstance(server, Server):
+            from specbatch.sweeps.run.http_engine import HttpEngine
+
+            with noted(failed, name):
+                clients[name] = HttpEngine(server, log=_prefixed(log, name))
+            if failed and name in failed and log is not None:
+                log(f"{name}: {failed[name]}")
+    return clients
+
+
+def _prefixed(log: Log | None, name: str) -> Log | None:
+    return None if log is None else lambda line: log(f"{name}: {line}")
+
+
+def _check_drafts(configs: Mapping[str, EngineConfig], log: Log | None, failed: Failed | None) -> None:
+    """Check each draft before any weights are loaded. One that does not fit fails its configurations; it is refused if
+    all configurations with speculation have it, or without `failed`."""
+    speculating = {name for name, config in configs.items() if config.speculation.algorithm != NO_SPECULATION}
+    drafts: dict[Speculation, list[str]] = {}
+    for name, config in configs.items():
+        if config.speculation.entry.loads_draft:
+            drafts.setdefault(replace(config.speculation, schedule="v1"), []).append(name)
+    for names in drafts.values():
+        errors = None if failed is None or speculating <= {*names} else dict[str, str]()
+        with noted(errors, names[0]):
+            check_draft([configs[names[0]]], log)
+        if errors and failed is not None:
+            failed |= dict.fromkeys(names, errors[names[0]])
+    if drafts and failed and speculating <= failed.keys():
+        raise SpecbatchError(next(iter(failed.values())))
+
+
+@contextmanager
+def noted(errors: dict[str, str] | None, name: str) -> Iterator[None]:
+    """Keep the first line of an exception as the error of `name`; None: let it through."""
+    try:
+        yield
+    except Exception as error:
+        if errors is None:
+            raise
+        errors[name] = one_line(error)
+
+
+def fitted(configs: Configs, options: SweepOptions) -> dict[str, EngineConfig | Server]:
+    """Engines as long as the workload's prompts and answers, unless they were asked to be longer. Servers are as they
+    are."""
+    own = engines_of(configs)
+    most, counts = max(options.concurrency), {config.data_parallel for config in own.values()}
+    if len(counts) > 1:
+        works = "the configurations of a sweep run on the same replicas; use one number, and compare two sweeps"
+        raise refuse("data_parallel", ", ".join(map(str, sorted(counts))), works)
+    if options.until_precise is not None and len(configs) < 2:
+        works = "a ratio needs a configuration to compare with; use at least two, or --repeats"
+        raise refuse("until_precise", f"{100 * options.until_precise:g}%", works)
+    for config in own.values():
+        if config.max_running < (share := -(-most // config.data_parallel)):
+            on = f" on {config.data_parallel} replicas" if config.data_parallel > 1 else ""
+            raise refuse("max_running", config.max_running, f"concurrency {most}{on} needs at least {share}")
+    length = options.workload.max_model_len
+    longer = {name: replace(config, max_model_len=config.max_model_len or length) for name, config in own.items()}
+    return {name: longer.get(name, config) for name, config in configs.items()}
+
+
+@contextmanager
+def of_lengths(config: EngineConfig, workload: Workload | None) -> Iterator[None]:
+    """Report a max_model_len that is refused in terms of the workload's lengths, if it follows from them."""
+    try:
+        yield
+    except SpecbatchError as error:
+        of_workload = workload is not None and config.max_model_len == workload.max_model_len
+        if error.setting != "max_model_len" or workload is None or not of_workload:
+            raise
+        lengths = {name: shown(getattr(workload, name)) for name in ("shared_len", "input_len", "output_len")}
+        name, *others = lengths if workload.is_grouped else ("input_len", "output_len")
+        works = f"with {' and '.join(f'{other}={lengths[other]}' for other in others)} that is {error}"
+        raise refuse(name, lengths[name], works) from None
+
+
+def check(configs: Configs, options: SweepOptions) -> None:
+    """Refuse engines that cannot run, with nothing loaded."""
+    from specbatch.engine.builder import prepare
+
+    for config in engines_of(fitted(configs, options)).values():
+        prepare(config, lambda line: None)
