@@ -286,7 +286,7 @@ _ALL = (
     ),
     Metric(
         "untrimmed_accept_length",
-        "accept length where drafted, untrimmed",
+        "untrimmed accept length",
         "",
         "Of a server of another engine: tokens per verify that had drafts, before tokens after a stop or the limit are "
         "trimmed. Verifies without drafts are left out. This is what vLLM calls mean acceptance length; it is at least "
@@ -298,7 +298,7 @@ _ALL = (
     ),
     Metric(
         "untrimmed_accept_rate",
-        "accept rate, untrimmed",
+        "untrimmed accept rate",
         "",
         "Of a server of another engine: share of drafted tokens that were accepted, drafts after a stop or the limit "
         "included.",

@@ -9,7 +9,10 @@ from specbatch.weights.known_models import KNOWN_MODELS
 
 
 def run_on(records: list[RunRecord]) -> dict[str, str]:
-    """Model, device, number of replicas if there are several, dtype and versions, by the name of their line."""
+    """Model, device, number of replicas if there are several, dtype and versions, by the name of their line; of this
+    engine, if some of the records are of servers."""
+    own = [record for record in records if "server" not in record.config]
+    records = own or records
     first = records[0]
     config, device = first.config, first.processor
     if "server" in config:

@@ -153,13 +153,21 @@ def _remarks(record: RunRecord) -> Iterator[Note]:
         yield Note("Random prompts: their answers repeat themselves, so acceptance is higher than on real text")
     for line in record.workload.get("warnings", ()):
         yield Note(line, "CHECK OUTPUTS")
-    if reason := record.counters.get("no_accept_length"):
+    if (reason := record.counters.get("no_accept_length")) and (record.drafts or not _is_known(record)):
         yield Note(f"No accept length: {reason}")
     if "server" in record.config:
         yield from _of_server(record)
 
 
+def _is_known(record: RunRecord) -> bool:
+    """Whether the user said which speculation the server has."""
+    return bool(record.config.get("speculation_known"))
+
+
 def _of_server(record: RunRecord) -> Iterator[Note]:
+    if _is_known(record) and not record.drafts and record.counters.get("server_acceptance"):
+        name = record.workload["configuration"]
+        yield Note(f"the server of {name} drafts, though its configuration names no algorithm", "SPECULATES")
     cache = str(record.config["prefix_cache"])
     if "NOT EMPTIED" in cache:
         yield Note(f"the server may have answered from earlier rounds ({cache})", "PREFIX CACHE")
@@ -179,19 +187,41 @@ def _simulated(records: list[RunRecord]) -> Iterator[Note]:
 
 
 def _tokens(records: list[RunRecord]) -> Iterator[Note]:
-    """Whether all configurations generated the same tokens, simulated acceptance left out."""
-    hashes: dict[tuple[int, int], dict[str, str]] = {}
+    """Whether all configurations generated the same answers, simulated acceptance left out, and if not, which not."""
+    rounds: dict[tuple[int, int], dict[str, RunRecord]] = {}
     for record in records:
         work = record.workload
         if record.simulated_accept_length is None:
-            hashes.setdefault((work["concurrency"], work["repeat"]), {})[work["configuration"]] = work["output_sha256"]
-    differing = [place for place, row in hashes.items() if len(set(row.values())) > 1]
+            rounds.setdefault((work["concurrency"], work["repeat"]), {})[work["configuration"]] = record
+    differing: dict[int, dict[str, str]] = {}  # by concurrency and configuration, in the first round that shows it
+    for (concurrency, _), ours in rounds.items():
+        base, *others = ours.values()
+        for record in others:
+            if (text := _difference(base, record)) is not None:
+                differing.setdefault(concurrency, {}).setdefault(record.workload["configuration"], text)
     if differing and any(record.workload.get("sampling") for record in records):
         text = "Configurations generated different tokens from the same seeds, with the same distribution"
         yield Note(f"{text}: drafts of a model or head that are sampled, and rounding, change them.")
     elif differing:
-        places = ", ".join(str(number) for number in dict.fromkeys(concurrency for concurrency, _ in differing))
-        text = f"configurations generated different output tokens at concurrency {places}"
-        yield Note(f"{text} (expected only below FP32).", "TOKENS DIFFER")
-    elif any(len(row) > 1 for row in hashes.values()):
+        first = next(iter(next(iter(rounds.values()))))
+        places = "; ".join(
+            f"at concurrency {concurrency} {', '.join(f'{name} ({text})' for name, text in found.items())}"
+            for concurrency, found in differing.items()
+        )
+        text = f"configurations generated other answers than {first} to the same greedy prompts: {places}"
+        yield Note(f"{text} (expected only below FP32, and of other engines).", "TOKENS DIFFER")
+    elif any(len(row) > 1 for row in rounds.values()):
         yield Note("All configurations produced the same output tokens at every point.")
+
+
+def _difference(base: RunRecord, other: RunRecord) -> str | None:
+    """How many answers of `other` are not those of `base`; None if all are the same. Tokens are compared, or texts
+    where one of them is a server, which reports no tokens."""
+    kind = "text_digest" if "server" in base.config or "server" in other.config else "token_digest"
+    rows = [[row for row in record.requests if kind in row] for record in (base, other)]
+    before, after = ({row["index"]: row[kind] for row in own} for own in rows)
+    both = before.keys() & after.keys()
+    if both and len(after) == len(rows[1]):
+        count = sum(before[index] != after[index] for index in both)
+        return f"{count} of {len(both)}" if count else None
+    return None if base.workload["output_sha256"] == other.workload["output_sha256"] else "some"

@@ -31,6 +31,7 @@ from specbatch.records.verdicts import Speedup, speedup_of
 from specbatch.sweeps.report.conclusion import conclusion, precision_sentences
 from specbatch.sweeps.report.gain import BREAK_EVEN, Gain, gain_of, losses
 from specbatch.sweeps.report.notes import Note
+from specbatch.sweeps.report.server_acceptance import server_acceptance
 from specbatch.sweeps.report.summaries import caps_text, heading, run_on, with_spread
 from specbatch.sweeps.report.sweep_notes import disagreement, sweep_notes
 from specbatch.sweeps.run.workloads import lines_of
@@ -42,6 +43,7 @@ _SHOWN = (
     *("output_throughput", "input_throughput", "goodput", "slo_share"),
     *("mean_ttft_s", "median_ttft_s", "p99_ttft_s", "mean_queue_s"),
     *("mean_tpot_s", "median_tpot_s", "p99_tpot_s", "accept_length", "accept_rate", "per_user_throughput"),
+    *("untrimmed_accept_length", "untrimmed_accept_rate"),
     *("launch_lead_s", "host_waits_per_step", "device_idle_share", "graph_coverage"),
 )
 _OF_ARRIVALS = "mean_queue_s"  # in a closed loop it is part of the load that was chosen
@@ -207,7 +209,8 @@ def markdown(records: list[RunRecord], rows: pd.DataFrame, missing: Sequence[Poi
     """Heading, table, acceptance, notes and a conclusion. missing: points of the sweep without a record."""
     headings, body = shown(rows)
     lines = "".join(f"* {note}\n" for note in notes(records, rows, missing))
-    tables = (f"{markdown_table(body, headings)}\n", acceptance(records), categories(records))
+    servers = server_acceptance(points_of(records), _POINT)
+    tables = (f"{markdown_table(body, headings)}\n", acceptance(records), servers, categories(records))
     parts = [heading(about(records)), *tables, lines]
     sentences = conclusion(speedups_of(records), base_of(rows.configuration))
     wanted = max((record.workload.get("until_precise") or 0.0 for record in records), default=0.0)
@@ -352,8 +355,11 @@ def _by_name(texts: dict[str, str]) -> str:
 
 
 def described(record: RunRecord) -> str:
-    """Speculation and graphs of a configuration, or the server."""
-    return str(record.config.get("server") or f"{record.speculation}, {Graphs(**record.config['graphs'])}")
+    """Speculation and graphs of a configuration, or the server and the speculation that it is said to have."""
+    if server := record.config.get("server"):
+        asked = str(record.speculation).replace(f", schedule {record.speculation.schedule}", "")
+        return f"{server}; {asked}" if record.config.get("speculation_known") else str(server)
+    return f"{record.speculation}, {Graphs(**record.config['graphs'])}"
 
 
 def _prefix_cache(record: RunRecord) -> str:
@@ -363,6 +369,7 @@ def _prefix_cache(record: RunRecord) -> str:
 
 def _fp8(configurations: dict[str, RunRecord]) -> dict[str, str]:
     """Whether activations were quantized to FP8; no line where they never were and all configurations agree."""
-    found = {name: record.caps.get("fp8_activations", "off") for name, record in configurations.items()}
-    requested = {record.config.get("fp8_activations") for record in configurations.values()}
+    own = {name: record for name, record in configurations.items() if "server" not in record.config}
+    found = {name: record.caps.get("fp8_activations", "off") for name, record in own.items()}
+    requested = {record.config.get("fp8_activations") for record in own.values()}
     return {"FP8 activations": _by_name(found)} if "on" in found.values() or len(requested) > 1 else {}

@@ -135,12 +135,12 @@ class HttpEngine:
         found = self.server.as_dict() | {
             "server": self._name,
             "served_model": self.model,
-            "tokenizer": self.tokenizer.name,
             "prefix_cache": f"the server's own, {self._emptied}",
             "idle_timeout_s": self.server.idle_timeout,
             "request_timeout_s": self.server.request_timeout,
         }
-        return found | ({"model": self.model} if self.server.alongside is None else {})
+        alone = {"model": self.model, "tokenizer": self.tokenizer.name}
+        return found | (alone if self.server.alongside is None else {})
 
     def _start_window(self) -> None:
         self._completions: list[Completion] = []

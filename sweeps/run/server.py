@@ -27,7 +27,7 @@ class Server:
     api_key_env  environment variable that holds the server's key
     idle_timeout     seconds without an event of the stream after which its request has failed
     request_timeout  seconds from sending a request to the end of its answer
-    speculation  what the server was started with, for its records; it is not sent
+    speculation  what the server was started with, for its records; it is not sent. None: not said
     thinking     "chat": `enable_thinking` of the template; None leaves it to the template
     alongside    an engine of the same sweep, which must have the same model: the server's records name it, and the
                  prompts are made with its tokenizer
@@ -40,7 +40,7 @@ class Server:
     api_key_env: str | None = None
     idle_timeout: float = 300.0
     request_timeout: float = 3600.0
-    speculation: Speculation = field(default_factory=Speculation)
+    speculation: Speculation | None = None
     thinking: bool | None = None
     alongside: EngineConfig | None = field(default=None, repr=False)
     prefix_cache: ClassVar[bool] = True  # the server may have one
@@ -76,7 +76,8 @@ class Server:
             "send": self.send,
             "thinking": self.thinking,
             "api_key_env": self.api_key_env,
-            "speculation": asdict(self.speculation),
+            "speculation": asdict(self.speculation or Speculation()),
+            "speculation_known": self.speculation is not None,
             "graphs": asdict(Graphs()),
             "prefix_cache": "the server's own",
             **({name: getattr(self.alongside, name) for name in _OF_MODEL} if self.alongside is not None else {}),

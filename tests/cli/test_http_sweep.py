@@ -10,6 +10,7 @@ import pytest
 from crossed import slow_but
 from misbehaving_server import Misbehaviour, chunk, event, good_stream, head, misbehaving
 from openai_server import Script, serving
+from rival_servers import Rival, rival
 
 from specbatch.sweeps.run.http_engine import HttpEngine
 
@@ -197,3 +198,78 @@ def test_server_that_fails_every_request_ends_with_status_1(sweep, run, tmp_path
     for command in ("report", "compare"):
         folders = [tmp_path / "out"] * (2 if command == "compare" else 1)
         assert run(command, *folders).exit_code in (0, 2)
+
+
+GRID = """
+[ours]
+spec = "off"
+
+[sglang]
+engine = "http"
+base-url = "{sglang}"
+algorithm = "eagle3"
+draft = "org/head"
+draft-tokens = 3
+
+[vllm]
+engine = "http"
+base-url = "{vllm}"
+"""
+
+
+def test_servers_and_engines_in_the_same_rounds(run, tmp_path):
+    """One table over this engine and two servers, whose prompts are made with this engine's tokenizer."""
+    with rival(Rival("sglang", ((3, 2), (3, 0)))) as sglang, rival(Rival("vllm")) as vllm:
+        (tmp_path / "grid.toml").write_text(GRID.format(sglang=sglang, vllm=vllm))
+        words = ("--configs", tmp_path / "grid.toml", "--concurrency", "1,2", "--repeats", 2, *TINY_SWEEP)
+        result = run("sweep", *words, "--output", tmp_path / "out", "--device", "cpu")
+        assert result.exit_code == 0, result.output
+        again = run("sweep", *words, "--output", tmp_path / "out", "--device", "cpu")
+    assert "all 12 points are finished" in again.stderr
+    found = records(tmp_path / "out")
+    assert list(found) == [f"{name}/c{c}/r{r}" for name in ("ours", "sglang", "vllm") for c in (1, 2) for r in (1, 2)]
+    of_round = [found[f"{name}/c2/r2"] for name in ("ours", "sglang", "vllm")]
+    assert len({record["workload"]["prompts_sha256"] for record in of_round}) == 1
+    assert len({record["config"]["model"] for record in of_round}) == 1, "records of servers name the sweep's model"
+    assert [record["config"].get("served_model") for record in of_round] == [None, "org/toy", "org/toy"]
+    assert of_round[1]["config"]["speculation"]["algorithm"] == "eagle3"
+    table = list(csv.DictReader((tmp_path / "out/summary.csv").open()))
+    assert [row["configuration"] for row in table] == ["ours", "sglang", "vllm"] * 2
+    assert all(float(row["ratio"]) > 0 for row in table)
+    assert {float(row["accept_length"]) for row in table if row["configuration"] == "sglang"} == {2.0}
+    summary = (tmp_path / "out/summary.md").read_text()
+    assert "device: cpu (" in summary
+    assert "prompts as ids; eagle3 org/head, 3 drafted" in summary
+    assert "Acceptance by the servers' own counts" in summary
+    assert "TOKENS DIFFER: configurations generated other answers than ours to the same greedy prompts" in summary
+    assert not any(text in summary for text in ("NO DRAFTS", "SPECULATES", "No accept length", "FP8 activations"))
+    both = run("compare", tmp_path / "out/ours", tmp_path / "out/vllm")
+    assert both.exit_code == 0, both.output
+
+
+def test_server_that_is_down_fails_its_points_only(run, tmp_path):
+    with rival(Rival("vllm")) as vllm:
+        (tmp_path / "grid.toml").write_text(GRID.format(sglang="http://127.0.0.1:9", vllm=vllm))
+        words = ("--configs", tmp_path / "grid.toml", "--concurrency", 1, "--output", tmp_path / "out", *TINY_SWEEP)
+        result = run("sweep", *words, "--device", "cpu")
+    assert result.exit_code == 1
+    errors = {place: record["workload"].get("error") for place, record in records(tmp_path / "out").items()}
+    assert errors["ours/c1/r1"] is errors["vllm/c1/r1"] is None
+    assert "is the server up?" in errors["sglang/c1/r1"]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ('engine = "https"', 'engine="https": use one of specbatch, http'),
+        ('engine = "http"', "base_url='': give the server's address"),
+        ('base-url = "http://h:1"', 'base_url: applies to servers only; add engine = "http"'),
+        ('engine = "http"\nbase-url = "http://h:1"\npage-size = 8', "page_size: is no option of a server"),
+        ('engine = "http"\nbase-url = 8', "base_url=8: this is not a value of that option"),
+    ],
+)
+def test_tables_of_servers_that_are_refused(run, tmp_path, table, message):
+    (tmp_path / "grid.toml").write_text(f"[server]\n{table}\n")
+    result = run("sweep", "--configs", tmp_path / "grid.toml", "--output", tmp_path / "out", *TINY_SWEEP)
+    assert result.exit_code == 2
+    assert message.replace("'", "") in " ".join(result.stderr.split()).replace("'", "")

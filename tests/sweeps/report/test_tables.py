@@ -169,7 +169,7 @@ def test_settings_that_differ_are_shown_by_configuration():
 @pytest.mark.parametrize(
     ("change", "note"),
     [
-        ({"output_sha256": "other"}, "TOKENS DIFFER: configurations generated different output tokens"),
+        ({"output_sha256": "other"}, "TOKENS DIFFER: configurations generated other answers than"),
         ({"prompts": 3}, "INCOMPLETE: v1 at concurrency 4, repeat 1: 2 of 3 prompts finished"),
         ({}, "same output tokens at every point"),
     ],
@@ -177,6 +177,25 @@ def test_settings_that_differ_are_shown_by_configuration():
 def test_notes(change, note):
     records = pair(**change)
     assert note in text_of(records)
+
+
+def test_answers_that_differ_are_counted_for_each_configuration():
+    """Tokens of engines of any algorithm, and texts where one side is a server."""
+    records = [record(name, repeat, 10.0) for repeat in (1, 2) for name in ("baseline", "eagle3", "vllm", "same")]
+    answers = {"baseline": "abc", "eagle3": "abX", "vllm": "aYX", "same": "abc"}
+    for one in records:
+        name = one.workload["configuration"]
+        one.config |= {"server": "s"} if name == "vllm" else {}
+        kinds = ("text_digest",) if name == "vllm" else ("text_digest", "token_digest")
+        one.requests = [
+            {"index": place, "finish_reason": "stop", **dict.fromkeys(kinds, answer)}
+            for place, answer in enumerate(answers[name])
+        ]
+        one.workload["output_sha256"] = answers[name] + str("server" in one.config)
+    assert (
+        "TOKENS DIFFER: configurations generated other answers than baseline to the same greedy prompts: "
+        "at concurrency 4 eagle3 (1 of 3), vllm (2 of 3) (expected only below FP32" in text_of(records)
+    )
 
 
 def test_run_without_drafts_has_a_note():

@@ -10,6 +10,7 @@ from rival_servers import Rival, rival
 from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.records.schema import Record, checked
+from specbatch.sweeps.report.server_acceptance import server_acceptance
 from specbatch.sweeps.run import http_engine
 from specbatch.sweeps.run.http_engine import HttpEngine, Server
 
@@ -130,3 +131,13 @@ def test_chat_needs_messages():
         engine = HttpEngine(Server(url, send="chat"))
         with pytest.raises(SpecbatchError, match="send='chat': needs prompts that are messages"):
             engine.know_messages([[5], [6]], [[{"role": "user", "content": "hi"}], None])
+
+
+def test_table_of_the_servers_own_counts():
+    records = [measured(Rival(kind, DRAFTED))[1] for kind in KINDS]
+    table = server_acceptance({(1, kind): [record] * 2 for kind, record in zip(KINDS, records, strict=True)}, ["", ""])
+    rows = [line for line in table.splitlines() if line.startswith("|")][2:]
+    assert [[cell.strip() for cell in row.split("|")[2:-1]] for row in rows] == [
+        [kind, "32", "75 75 25"] for kind in KINDS
+    ]
+    assert server_acceptance({(1, "none"): [measured(Rival("vllm"))[1]]}, ["", ""]) == ""
