@@ -181,12 +181,12 @@ def test_notes(change, note):
 
 def test_answers_that_differ_are_counted_for_each_configuration():
     """Tokens of engines of any algorithm, and texts where one side is a server."""
-    records = [record(name, repeat, 10.0) for repeat in (1, 2) for name in ("baseline", "eagle3", "vllm", "same")]
-    answers = {"baseline": "abc", "eagle3": "abX", "vllm": "aYX", "same": "abc"}
+    records = [record(name, repeat, 10.0) for repeat in (1, 2) for name in ("baseline", "v1", "v2")]
+    answers = {"baseline": "abc", "v1": "abX", "v2": "aYX"}
     for one in records:
         name = one.workload["configuration"]
-        one.config |= {"server": "s"} if name == "vllm" else {}
-        kinds = ("text_digest",) if name == "vllm" else ("text_digest", "token_digest")
+        one.config |= {"server": "s"} if name == "v2" else {}
+        kinds = ("text_digest",) if name == "v2" else ("text_digest", "token_digest")
         one.requests = [
             {"index": place, "finish_reason": "stop", **dict.fromkeys(kinds, answer)}
             for place, answer in enumerate(answers[name])
@@ -194,7 +194,7 @@ def test_answers_that_differ_are_counted_for_each_configuration():
         one.workload["output_sha256"] = answers[name] + str("server" in one.config)
     assert (
         "TOKENS DIFFER: configurations generated other answers than baseline to the same greedy prompts: "
-        "at concurrency 4 eagle3 (1 of 3), vllm (2 of 3) (expected only below FP32" in text_of(records)
+        "at concurrency 4 v1 (1 of 3), v2 (2 of 3) (expected only below FP32" in text_of(records)
     )
 
 
