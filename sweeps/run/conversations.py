@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.jobs.thinking import answer_of, opens_thinking
-from specbatch.sweeps.run.server import Server
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -74,8 +73,8 @@ def ask(
             answers += done
             yield Call(turn.number, places[part], done)
         turn = _next_turn(workload, engine.tokenizer, turn, answers)
-        if turn is not None and isinstance(engine.config, Server):
-            engine.know_messages(turn.prompts, turn.messages)
+        if turn is not None and (know_messages := getattr(engine, "know_messages", None)):  # a client of a server
+            know_messages(turn.prompts, turn.messages)
 
 
 def label(workload: Workload, calls: list[Call], rows: list[dict[str, Any]], count: int) -> None:

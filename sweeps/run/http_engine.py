@@ -99,7 +99,7 @@ class HttpEngine:
         if not all(messages):
             works = "needs prompts that are messages: use a data set of messages, or --chat-template"
             raise refuse("send", "chat", works)
-        self._messages = {tuple(ids): found for ids, found in zip(prompts, messages, strict=True) if found}
+        self._messages |= {tuple(ids): found for ids, found in zip(prompts, messages, strict=True) if found}
 
     def forget_prefixes(self) -> None:
         """Empty the server's prefix cache, if it has an endpoint for that."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,8 @@ def connected(
     own, clients = engines_of(configs), _clients(configs, log, failed)
     if failed and not own and not clients:
         raise SpecbatchError(next(iter(failed.values())))
-    with loaded(own, log, workload, failed) if own else nullcontext({}) as engines:
+    with ExitStack() as stack:
+        engines = stack.enter_context(loaded(own, log, workload, failed)) if own else {}
         for client in clients.values() if engines else ():
             client.tokenizer = next(iter(engines.values())).tokenizer
         every: dict[str, Any] = {**engines, **clients}
