@@ -18,13 +18,14 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.atomic_file import write_atomic, write_json, writing
-from specbatch.config import EngineConfig
+from specbatch.config import EngineConfig, Graphs
 from specbatch.errors import at_least, each_once, one_line, refuse, reporting
 from specbatch.evals.finished import hash_of
 from specbatch.evals.options import EvalOptions
@@ -35,8 +36,11 @@ from specbatch.records.intervals import interval
 from specbatch.records.markdown import markdown_table
 from specbatch.records.mcnemar import changes, is_binary
 from specbatch.records.metrics import METRICS
+from specbatch.records.run_record import speculation_of
 from specbatch.records.runs import Replicates
+from specbatch.records.store import RECORD
 from specbatch.records.sweep_plan import PLAN, Point, check_plan, folder_name, points, save
+from specbatch.text_files import read_json
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -222,6 +226,25 @@ def run_grid(
             if found:
                 grid().save(folder)
     return grid()
+
+
+def load_grid(folder: Path) -> Grid:
+    """The finished points of an evaluation in `folder`, from disk. Why others were left out is not kept.
+
+    Refused: results that cannot be read.
+    """
+    plan = read_json("folder", folder / PLAN, "name the folder of an evaluation of several configurations")
+    configs = {
+        name: EngineConfig(speculation=speculation_of(settings["speculation"]), graphs=Graphs(**settings["graphs"]))
+        for name, settings in plan["configurations"].items()
+    }
+    reports: dict[Place, list[EvalReport]] = {}
+    for concurrency, name in product(plan["concurrency"], configs):
+        point = folder / folder_name(name) / f"c{concurrency}"
+        repeats = sorted(point.glob(f"r*/{RECORD}"), key=lambda path: int(path.parent.name[1:]))
+        if repeats:
+            reports[concurrency, name] = [EvalReport.load(path.parent) for path in repeats]
+    return Grid(reports, bases_of(configs), {})
 
 
 def _run(

@@ -3,7 +3,7 @@
     python results/remake.py            # replace tables that differ, in all folders here
     python results/remake.py --check    # only name them, and exit with status 1
 
-A folder keeps those files of `specbatch report` that were published; the records make all of them.
+A folder keeps those files of `specbatch report` or of `specbatch eval --configs` that were published.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from specbatch.evals.grid import SUMMARY, load_grid
+from specbatch.records.answers import QUESTIONS
 from specbatch.records.archive import unpacked
 from specbatch.records.sweep_plan import PLAN, unfinished
 from specbatch.sweeps.bench.tables import write_tables
@@ -23,8 +25,11 @@ ARCHIVE = "records.tar.xz"
 
 
 def tables_of(archive: Path) -> dict[str, str]:
-    """All tables that the records of a sweep or bench make: content by name."""
+    """All tables that the records of a sweep, a bench or an evaluation make: content by name."""
     with unpacked("records", archive) as folder:
+        if any(folder.rglob(QUESTIONS)):  # of eval in several configurations
+            load_grid(folder).save(folder)
+            return {name: (folder / name).read_text(encoding="utf-8") for name in SUMMARY}
         if (folder / PLAN).exists():
             return table_files(load_records(folder), unfinished(folder))
         return {"summary.md": write_tables(folder), "summary.csv": (folder / "summary.csv").read_text()}

@@ -19,7 +19,12 @@ def report(
         Argument(help="Folder of a sweep, with CONFIGURATION/cN/rN/record.json, or a .tar.xz that --records wrote."),
     ],
     output: Annotated[
-        Path | None, Option("--output", "--out", help="Folder for the report. Default: the folder of the sweep.")
+        Path | None,
+        Option(
+            "--output",
+            "--out",
+            help="Folder for the report. Default: the folder of the sweep; of an evaluation, report in its folder.",
+        ),
     ] = None,
     records: Annotated[
         Path | None,

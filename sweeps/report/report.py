@@ -24,6 +24,7 @@ from typing import Any
 from specbatch.atomic_file import write_atomic, writing
 from specbatch.core.sampling_params import sampling_text
 from specbatch.errors import refuse
+from specbatch.records.answers import QUESTIONS
 from specbatch.records.archive import unpacked
 from specbatch.records.low_acceptance import is_low
 from specbatch.records.markdown import acceptance_cells
@@ -80,14 +81,17 @@ class Picture:
 
 
 def write_report(folder: Path, output: Path | None = None) -> list[Path]:
-    """Write all files from the records in `folder` to `output` (default: `folder`); return their paths, the page last.
+    """Write all files from the records in `folder` to `output`; return their paths, the page last.
+
+    output: by default `folder`; of an evaluation, which has its own summary there, `folder/report`.
 
     folder: of a sweep, or an archive of its records (`specbatch.records.archive`). Refused: one without records of a
     sweep, and an archive without `output`. Raises UnwritableError.
     """
     if output is None and folder.is_file():
         raise refuse("output", "", "an archive is only read: name a folder for the report")
-    target = output or folder
+    evaluated = any(folder.glob(f"*/c*/r*/{QUESTIONS}"))
+    target = output or (folder / "report" if evaluated else folder)
     with unpacked("folder", folder) as place:
         records, missing = load_records(place), unfinished(place)
     with writing(target):

@@ -16,9 +16,10 @@ from lm_eval.api.task import ConfigurableTask
 
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
-from specbatch.evals.grid import Grid, GridOptions, bases_of, run_grid
+from specbatch.evals.grid import Grid, GridOptions, bases_of, load_grid, run_grid
 from specbatch.evals.run import EvalOptions, run_eval
 from specbatch.jobs.configurations import named
+from specbatch.records.archive import pack, unpacked
 from specbatch.records.runs import load_run
 from specbatch.sweeps.report.tables import load_records, table
 
@@ -113,6 +114,11 @@ def test_table_has_accuracy_beside_speed(
     alone = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3)
     wanted = run_eval(make_engine(lambda text: "?"), alone).prompts_sha256
     assert {one.prompts_sha256 for reports in found.reports.values() for one in reports} == {wanted}
+    # the records alone, also packed, make the same table
+    pack(tmp_path, tmp_path / "records.tar.xz")
+    with unpacked("records", tmp_path / "records.tar.xz") as folder:
+        kept = load_grid(folder)
+        assert (kept.table(), kept.rows()) == (found.table(), rows)
     # report and compare read the folder
     assert list(table(load_records(tmp_path)).ratio.round(2)) == [1.0] * 6
     points = load_run("run", tmp_path, lambda path: []).points

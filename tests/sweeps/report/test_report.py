@@ -63,6 +63,14 @@ def test_report_is_complete_and_reproducible(folder, tmp_path):
     assert after["report.html"].replace(again, command_of(folder, None).encode()) == before["report.html"]
 
 
+def test_summary_of_an_evaluation_is_kept(tmp_path):
+    copy = saved(tmp_path / "eval", swept("baseline"), swept("v1"))
+    for path in [copy / "summary.md", *(point / "questions.jsonl" for point in copy.glob("*/c4/r1"))]:
+        path.write_text("scores")
+    assert write_report(copy)[-1] == copy / "report/report.html"
+    assert (copy / "summary.md").read_text() == "scores"
+
+
 def test_summary_equals_that_of_a_sweep(folder, tmp_path):
     copy = saved(tmp_path / "copy", *RECORDS)
     write_summary(copy)
