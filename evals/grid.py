@@ -123,7 +123,7 @@ class Grid:
         concurrency, name = place
         report, *_ = reports = self.reports[place]
         row: dict[str, Any] = {"repeats": len(reports), "base": self.bases[name], "truncated": report.truncated}
-        for score in report.scores:
+        for score in report.overall:
             known = {"": score.value, " stderr": score.stderr, " unparsed": score.unparsed}
             row |= {f"{_named(score, report)}{what}": value for what, value in known.items() if value is not None}
         row |= {key: _mean([one.record.metrics.get(key) for one in reports]) for key in SHOWN}
@@ -138,7 +138,7 @@ class Grid:
         if row.get("speedup"):
             low, high = row.get("speedup_low"), row.get("speedup_high")
             cells["speedup"] = f"{row['speedup']:.2f}" + ("" if low is None else f" ({low:.2f} to {high:.2f})")
-        cells[_named(report.scores[0], report)] = _score_text(report.scores[0])
+        cells[_named(report.overall[0], report)] = _score_text(report.overall[0])
         cells["difference"] = _difference_text(row) if "difference" in row else "-"
         cells |= {METRICS[key].title.removeprefix("mean "): METRICS[key].text(row[key]) for key in SHOWN}
         if not report.record.drafts:
@@ -148,7 +148,7 @@ class Grid:
     def _details(self, row: dict[str, Any]) -> dict[str, str]:
         report = self.reports[row["concurrency"], row["configuration"]][0]
         cells = {"concurrency": str(row["concurrency"]), "configuration": row["configuration"]}
-        for score in report.scores:
+        for score in report.overall:
             missed = "" if score.unparsed is None else f", {score.unparsed:.1%} unparsed"
             cells[_named(score, report)] = _score_text(score) + missed
         same = f"{row['same_answers']} of {len(report.questions)}" if "same_answers" in row else "-"
@@ -166,7 +166,7 @@ class Grid:
         return (
             f"{first.task} (version {first.task_version}, lm-eval {first.lm_eval_version}): {len(first.questions)} "
             f"answers per point ({first.sampled}), prompts sha256 {first.prompts_sha256[:16]}. Scores: "
-            f"{first.scores[0].metric} ± standard error. Speedup (ratio of output tok/s, {spread}) and difference (of "
+            f"{first.overall[0].metric} ± standard error. Speedup (ratio of output tok/s, {spread}) and difference (of "
             "the first score on the same questions, with the two-sided p value of McNemar's test, or ± standard error "
             "where answers are not right or wrong) are of "
             f"{over or 'none'}. TTFT and TPOT: means in ms. Same answers: token for token."
@@ -205,8 +205,12 @@ def run_grid(
     if not ready.task.generates:
         works = f"task {options.task.task} ({ready.task.kind}) scores given texts and decodes nothing"
         raise refuse("configs", ", ".join(configs), f"{works}; leave it out, or use a task that generates")
+    if ready.task.is_group and not any(one.has_aggregation for one in [*ready.task.groups.values()][:1]):
+        raise refuse("task", options.task.task, "is a tag or group without a score of its own; name one of its tasks")
     if log is not None:
         log(f"data: {ready.task.data_source}")
+        if ready.task.warning:
+            log(f"warning: {ready.task.warning}")
     plan, every = _plan(configs, options), list(points(configs, options))
     if options.task.overwrite:
         _remove(folder, configs)
@@ -364,7 +368,7 @@ def _paired(base: EvalReport, report: EvalReport) -> dict[str, Any]:
     same = sum(
         ours["token_ids"] == theirs["token_ids"] for ours, theirs in zip(report.questions, base.questions, strict=True)
     )
-    score = report.scores[0]
+    score = report.overall[0]
     chosen = score.filter, score.metric
     found: dict[str, Any] = {"same_answers": same}
     if all(is_binary(one, *chosen) for one in (base, report)):
@@ -372,7 +376,7 @@ def _paired(base: EvalReport, report: EvalReport) -> dict[str, Any]:
         counts = {"lost": len(changed.lost), "gained": len(changed.gained), "p": changed.p_changed()}
         return found | {"difference": changed.delta, **counts}
     old, new = ([row["scores"][score.filter][score.metric] for row in one.questions] for one in (base, report))
-    found["difference"] = score.value - base.scores[0].value
+    found["difference"] = score.value - base.overall[0].value
     if all(isinstance(value, int | float) for value in old + new) and len(old) > 1:
         found["difference_stderr"] = stdev(b - a for a, b in zip(old, new, strict=True)) / len(old) ** 0.5
     return found
@@ -403,7 +407,7 @@ def _difference_text(row: Mapping[str, Any]) -> str:
 
 def _named(score: Score, report: EvalReport) -> str:
     """The heading of a score: its filter, or its metric, or both where one of them does not tell scores apart."""
-    filters, metrics = ({getattr(one, name) for one in report.scores} for name in ("filter", "metric"))
+    filters, metrics = ({getattr(one, name) for one in report.overall} for name in ("filter", "metric"))
     if len(filters) == 1:
         return score.metric
     return score.filter if len(metrics) == 1 else f"{score.filter} {score.metric}"

@@ -60,6 +60,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     concurrency     as for `Engine.generate`
     finished        rows of an earlier run that was interrupted, by index; these requests are not run again
     on_answer       called with each new Answer or Scored, and the total number of them
+    first_ids       by task of a group: the number of its first question (`EvalTask.first_ids`)
 
     After the run `answers` holds every Answer, `scored` every Scored, and `prompts` the input of each request (a
     prompt; a context and its continuation; a text), in the order of the requests. `budget` is the largest limit of an
@@ -79,6 +80,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         concurrency: int | None = None,
         finished: Mapping[int, Row] | None = None,
         on_answer: Callable[[Answer | Scored, int], None] | None = None,
+        first_ids: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         self._engine = engine
@@ -90,6 +92,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         self._concurrency = concurrency
         self._finished = finished or {}
         self._on_answer = on_answer
+        self._first_ids = first_ids or {}
         self._token_ids: dict[str, int] | None = None
         self._requests: list[Instance] = []  # whose tokens reach `_loglikelihood_tokens`
         self.answers: list[Answer] = []
@@ -126,7 +129,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         missing = [place for place in range(len(requests)) if place not in done]
 
         def answer_of_place(place: int, completion: Completion) -> Answer:
-            return Answer(requests[place].doc_id, hashes[place], replace(completion, index=first + place))
+            return Answer(self._question(requests[place]), hashes[place], replace(completion, index=first + place))
 
         def finished(completion: Completion) -> None:
             if self._on_answer is not None:
@@ -227,7 +230,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         def scored_place(place: int, likelihood: Likelihood) -> Scored:
             request, part, context, continuation = texts[place]
             counts = len(context), len(continuation)
-            return Scored(first + place, request.doc_id, part, hashes[place], *counts, likelihood)
+            return Scored(first + place, self._question(request), part, hashes[place], *counts, likelihood)
 
         def scored(index: int, likelihood: Likelihood) -> None:
             if self._on_answer is not None:
@@ -239,6 +242,10 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         every = [done[place] for place in range(len(texts))]
         self.scored += every
         return [one.likelihood for one in every]
+
+    def _question(self, request: Instance) -> int:
+        """The number of the request's question among those of all tasks."""
+        return int(request.doc_id) + self._first_ids.get(request.task_name or "", 0)
 
     def _row(self, index: int, request: str) -> Row | None:
         """The finished row of a request; None if it has none. Refused: the row of another request."""

@@ -24,9 +24,9 @@ class EvalOptions:
 
     Details beyond the help texts of the fields:
 
-    task          gsm8k, gsm8k_platinum, one_digit_sums, another lm-eval task, or reasoning_gym:NAME
+    task          gsm8k, gsm8k_platinum, one_digit_sums, another lm-eval task or group, or reasoning_gym:NAME
     data          only GSM8K tasks take other questions
-    fewshot_data  None: the other rows of `data`
+    fewshot_data  None: GSM8K's training rows; if `data` has some of these, its other rows
     thinking      reasoning is never scored
     temperature, top_p, top_k, min_p   how answers are sampled; None: as the task's generation arguments say
     concurrency   most requests that are submitted and unfinished at a time; None: all
@@ -36,12 +36,14 @@ class EvalOptions:
     """
 
     task: str
-    limit: int | None = setting(None, "Use only the first N questions.", whole(1))
+    limit: int | None = setting(None, "Use only the first N questions; of a group, of each of its tasks.", whole(1))
     num_fewshot: int | None = setting(
         None, "Few-shot examples before each question. Default: the task's number.", whole(0)
     )
     data: Path | None = setting(None, "JSONL of question and answer to score. Default: the task's data set.")
-    fewshot_data: Path | None = setting(None, "JSONL of question and answer for the few-shot examples.")
+    fewshot_data: Path | None = setting(
+        None, "JSONL of question and answer for the few-shot examples. Default: the training rows."
+    )
     chat_template: bool = setting(False, "Ask with the model's chat template.")
     thinking: bool | None = setting(None, "enable_thinking of the chat template. Default: the template's own.")
     max_new_tokens: int | None = setting(

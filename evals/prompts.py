@@ -19,7 +19,10 @@ def task_prompts(name: str, data: Path | None, *, as_messages: bool) -> tuple[li
     as_messages   conversations with one turn per example, instead of plain text; an error for tasks that write the
                   beginning of the answer themselves
     """
-    task = load_task(name, num_fewshot=None, data=data, fewshot_data=None, seed=FEWSHOT_SEED, kinds=[GENERATING]).task
+    loaded = load_task(name, num_fewshot=None, data=data, fewshot_data=None, seed=FEWSHOT_SEED, kinds=[GENERATING])
+    if loaded.is_group:
+        raise refuse("dataset", f"lm-eval:{name}", f"is a group; name one of its tasks: {', '.join(loaded.tasks)}")
+    task = loaded.task
 
     def rendered(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if not add_generation_prompt:

@@ -43,6 +43,7 @@ class EvalReport(EvalAnswers):
     kind            lm-eval's output type
     max_new_tokens  None unless the task generates
     sampling        temperature, top_p, top_k and min_p of the answers; None: greedy
+    warning         about the few-shot examples; "" without one
     cut             number of texts longer than the model's context, which lost their beginning; None if the task
                     generates
     record          the engine's record of the run; its `workload` holds the fields below
@@ -61,6 +62,7 @@ class EvalReport(EvalAnswers):
     max_new_tokens: int | None = None
     sampling: dict[str, float] | None = None
     cut: int | None = None
+    warning: str = ""
 
     def settings(self) -> dict[str, Any]:
         """Everything except the rows and the record, in the form that `load` reads."""
@@ -77,7 +79,7 @@ class EvalReport(EvalAnswers):
         """Markdown: scores, speed, and what they were measured on."""
         scores = [
             {
-                "task": self.task,
+                "task": score.task or self.task,
                 "filter": score.filter,
                 "metric": score.metric if score.better == "higher" else f"{score.metric} (lower is better)",
                 "score": f"{score.value:.4f}",
@@ -121,6 +123,8 @@ class EvalReport(EvalAnswers):
         yield f"Model: {config['model']}, {caps['dtype']} on {caps['device']}{replicas}. {by}"
         examples = f"{self.num_fewshot} from {self.fewshot_source}" if self.num_fewshot else "none"
         yield f"Data: {self.data_source}. Few-shot examples: {examples}."
+        if self.warning:
+            yield f"Warning: {self.warning}."
         yield (
             f"Prompts: {form}, sha256 {self.prompts_sha256[:16]}, seed {self.seed}.{answers} "
             f"lm-eval {self.lm_eval_version}, task version {self.task_version}."
@@ -164,7 +168,7 @@ class EvalReport(EvalAnswers):
             shown = ("accept_length", "accept_rate", "mean_ttft_s", "mean_tpot_s", "output_throughput")
             generated = {"truncated": self.truncated, "simulated_accept_length": self.record.simulated_accept_length}
         generated |= {name: metrics.get(name) for name in shown}
-        return [{**asdict(score), **generated, **settings} for score in self.scores]
+        return [{**asdict(score), **generated, **settings, "task": score.task or self.task} for score in self.scores]
 
 
 def cells_of(record: RunRecord, keys: tuple[str, ...]) -> dict[str, str]:

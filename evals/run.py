@@ -32,7 +32,7 @@ from specbatch.evals.finished import PARTIAL, Answer, Row, Scored, finished_rows
 from specbatch.evals.likelihoods import likelihood_fields
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
-from specbatch.evals.task import ROLLING, EvalTask, load_task, quiet, seed_globals
+from specbatch.evals.task import ROLLING, EvalTask, fallbacks, load_task, quiet, seed_globals
 from specbatch.jobs.partial_output import PartialRows
 from specbatch.records.answers import Score
 from specbatch.records.metrics import Better
@@ -114,6 +114,7 @@ class PreparedEval:
                 concurrency=options.concurrency,
                 finished=dict(rows),
                 on_answer=on_answer,
+                first_ids=self.task.first_ids(),
             )
             engine.reset_record()
             results = self._evaluate(model)
@@ -126,9 +127,15 @@ class PreparedEval:
         import lm_eval
 
         # An earlier run may have drawn from these generators.
-        self.task.task.set_fewshot_seed(seed=self.options.seed)
+        for task in self.task.tasks.values():
+            task.set_fewshot_seed(seed=self.options.seed)
         seed_globals()
-        tasks = {"tasks": {self.task.name: self.task.task}, "groups": {}, "group_map": {}}
+        groups = self.task.groups
+        tasks = {
+            "tasks": self.task.tasks,
+            "groups": groups,
+            "group_map": {one: groups[one].child_names for one in groups},
+        }
         with quiet():
             results: dict[str, Any] = lm_eval.evaluate(
                 model,
@@ -142,16 +149,14 @@ class PreparedEval:
 
     def _report(self, engine: InferenceEngine, model: Any, results: dict[str, Any]) -> EvalReport:
         task, options = self.task, self.options
-        fallbacks = task.fallbacks()
-        samples = results["samples"][task.name]
-        rows = _verdicts(task, samples)
-        better = results["higher_is_better"][task.name]
+        rows = _verdicts(task, results["samples"])
+        version_of = results["versions"].get(task.name, "N/A")
         record = engine.record(concurrency=options.concurrency)
         if model.earlier:
             with_earlier(record, model.earlier, model.answers if task.generates else model.scored)
         report = EvalReport(
             task=task.name,
-            task_version=str(results["versions"][task.name]),
+            task_version=str(version_of),
             lm_eval_version=version("lm_eval"),
             data_source=task.data_source,
             num_fewshot=task.num_fewshot,
@@ -165,8 +170,11 @@ class PreparedEval:
             max_new_tokens=model.budget if task.generates else None,
             cut=None if task.generates else model.cut,
             prompts_sha256=hashlib.sha256(json.dumps(model.prompts).encode()).hexdigest(),
-            scores=_scores(results["results"][task.name], samples, fallbacks, better),
-            questions=_answer_rows(rows, model.answers) if task.generates else _scored_rows(task, rows, samples),
+            scores=list(_scores(task, results)),
+            questions=_answer_rows(rows, model.answers)
+            if task.generates
+            else _scored_rows(task, rows, results["samples"]),
+            warning=task.warning,
             record=record,
         )
         report.record.workload.update({"command": "eval", **report.settings()})
@@ -241,45 +249,55 @@ def _claimed(kept: PartialRows | None, overwrite: bool) -> Iterator[tuple[Mappin
         kept.path.unlink()
 
 
-def _scores(
-    results: dict[str, Any],
-    samples: list[dict[str, Any]],
-    fallbacks: dict[str, str | None],
-    better: dict[str, bool],
-) -> list[Score]:
-    """The scores in lm-eval's results, whose keys are `metric,filter`, with the share of answers in which the filter
-    found nothing. `better`: whether a higher value of a metric is better."""
-    scores = []
-    for key, value in results.items():
-        metric, comma, name = key.partition(",")
+def _scores(task: EvalTask, results: dict[str, Any]) -> Iterator[Score]:
+    """The scores of the task; of a group, of its subgroups, and of their tasks, aggregated and weighted by lm-eval."""
+    for name in task.groups:
+        tasks = {one.task_name for one in task.groups[name].get_all_tasks()}
+        yield from _scores_of(task, name, tasks, results.get("groups", {}).get(name, {}), results)
+    for name in task.tasks:
+        yield from _scores_of(task, name, {name}, results["results"][name], results)
+
+
+def _scores_of(
+    task: EvalTask, name: str, tasks: set[str], found: dict[str, Any], results: dict[str, Any]
+) -> Iterator[Score]:
+    """The scores in lm-eval's results of a task or group, whose keys are `metric,filter`, with the share of answers in
+    which the filter found nothing. tasks: of the group."""
+    better = results["higher_is_better"].get(name, {})
+    for key, value in found.items():
+        metric, comma, filter = key.partition(",")
         if not comma or metric.endswith("_stderr"):
             continue
-        rows = [sample for sample in samples if sample["filter"] == name]
-        fallback = fallbacks.get(name)
-        missed = None if fallback is None else sum(_filtered(row) == fallback for row in rows) / len(rows)
-        stderr = results.get(f"{metric}_stderr,{name}")
+        rows = [(one, row) for one in tasks for row in results["samples"][one] if row["filter"] == filter]
+        misses = {one: fallbacks(task.tasks[one]).get(filter) for one in tasks}
+        missed = None
+        if rows and None not in misses.values():
+            missed = sum(_filtered(row) == misses[one] for one, row in rows) / len(rows)
+        stderr = found.get(f"{metric}_stderr,{filter}")
         known = float(stderr) if isinstance(stderr, int | float) else None  # "N/A" for one question
         way: Better = "lower" if better.get(metric) is False else "higher"
-        scores.append(Score(name, metric, float(value), known, sum(metric in row for row in rows), missed, way))
-    return scores
+        count = sum(metric in row for _, row in rows)
+        yield Score(filter, metric, float(value), known, count, missed, way, "" if name == task.name else name)
 
 
-def _verdicts(task: EvalTask, samples: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def _verdicts(task: EvalTask, samples: dict[str, list[dict[str, Any]]]) -> dict[int, dict[str, Any]]:
     """lm-eval's results by question, in the order of the questions."""
     verdicts: dict[int, dict[str, Any]] = {}
-    for sample in samples:
-        row = verdicts.setdefault(
-            sample["doc_id"],
-            {
-                "question": str(task.task.doc_to_text(sample["doc"])),
-                "target": sample["target"],
-                "prompt_hash": sample["prompt_hash"],
-                "filtered": {},
-                "scores": {},
-            },
-        )
-        row["filtered"][sample["filter"]] = _filtered(sample)
-        row["scores"][sample["filter"]] = {metric: sample[metric] for metric in sample["metrics"]}
+    for name, first in task.first_ids().items():
+        for sample in samples[name]:
+            row = verdicts.setdefault(
+                first + sample["doc_id"],
+                {
+                    **({"task": name} if task.is_group else {}),
+                    "question": str(task.tasks[name].doc_to_text(sample["doc"])),
+                    "target": sample["target"],
+                    "prompt_hash": sample["prompt_hash"],
+                    "filtered": {},
+                    "scores": {},
+                },
+            )
+            row["filtered"][sample["filter"]] = _filtered(sample)
+            row["scores"][sample["filter"]] = {metric: sample[metric] for metric in sample["metrics"]}
     return verdicts
 
 
@@ -296,10 +314,14 @@ def _answer_rows(verdicts: dict[int, dict[str, Any]], answers: list[Answer]) -> 
 
 
 def _scored_rows(
-    task: EvalTask, verdicts: dict[int, dict[str, Any]], samples: list[dict[str, Any]]
+    task: EvalTask, verdicts: dict[int, dict[str, Any]], samples: dict[str, list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
     """One row per question: lm-eval's results and the log-likelihoods of its texts."""
-    likelihoods = {sample["doc_id"]: likelihood_fields(task, sample) for sample in samples}
+    likelihoods = {
+        first + sample["doc_id"]: likelihood_fields(task.tasks[name], sample)
+        for name, first in task.first_ids().items()
+        for sample in samples[name]
+    }
     return [
         {"doc_id": doc_id} | {name: value for name, value in row.items() if name != "filtered"} | likelihoods[doc_id]
         for doc_id, row in verdicts.items()

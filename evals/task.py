@@ -15,13 +15,14 @@ import logging
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from io import StringIO
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,30 @@ KINDS = (GENERATING, "multiple_choice", "loglikelihood", ROLLING)  # lm-eval's o
 
 @dataclass(frozen=True)
 class EvalTask:
-    """A loaded task. `task` is lm-eval's object; the sources name where questions and few-shot examples came from."""
+    """A loaded task, or group of tasks of one kind.
+
+    tasks    lm-eval's tasks by name: one, or those of the group and its subgroups
+    groups   lm-eval's groups by name, the loaded one first; empty for a task and for a tag, which has no score
+    *_source where questions and few-shot examples came from
+    warning  why the few-shot examples are not lm-eval's training rows; "" if they are, or if there are none
+    """
 
     name: str
-    task: Any
+    tasks: dict[str, Any]
+    groups: dict[str, Any]
     num_fewshot: int
     data_source: str
     fewshot_source: str
+    warning: str = ""
+
+    @property
+    def task(self) -> Any:
+        """lm-eval's task; the first one of a group."""
+        return next(iter(self.tasks.values()))
+
+    @property
+    def is_group(self) -> bool:
+        return list(self.tasks) != [self.name]
 
     @property
     def kind(self) -> str:
@@ -62,13 +80,20 @@ class EvalTask:
         """Whether the task generates text; the others score given texts by their log-likelihoods."""
         return self.kind == GENERATING
 
-    def fallbacks(self) -> dict[str, str | None]:
-        """The value of each answer filter when it finds nothing; None for a filter that always finds something."""
-        found: dict[str, str | None] = {}
-        for entry in self.task.config.filter_list or [{"name": "none", "filter": []}]:
-            patterns = [step for step in entry["filter"] if step["function"] in ("regex", "multi_choice_regex")]
-            found[entry["name"]] = patterns[-1].get("fallback", "[invalid]") if patterns else None
-        return found
+    def first_ids(self) -> dict[str, int]:
+        """By task: the number of its first question among those of the group."""
+        sizes = [len(task.eval_docs) if self.is_group else 0 for task in self.tasks.values()]
+        return dict(zip(self.tasks, accumulate(sizes, initial=0), strict=False))
+
+
+def fallbacks(task: Any) -> dict[str, str | None]:
+    """The value of each answer filter of lm-eval's task when it finds nothing; None for one that always finds
+    something."""
+    found: dict[str, str | None] = {}
+    for entry in task.config.filter_list or [{"name": "none", "filter": []}]:
+        patterns = [step for step in entry["filter"] if step["function"] in ("regex", "multi_choice_regex")]
+        found[entry["name"]] = patterns[-1].get("fallback", "[invalid]") if patterns else None
+    return found
 
 
 def load_task(
@@ -100,16 +125,39 @@ def load_task(
         with _offline() if config is not None else nullcontext():
             if config is not None and scored is None and not _is_cached(config):
                 scored = bundled_questions(_BUNDLED[config["dataset_path"]])
-                shots = None if _has_own_shots(config) else bundled_questions("gsm8k_train")
+            if config is not None and scored is not None and shots is None and not _has_own_shots(config):
+                shots = _training_rows(scored)
             if scored is not None:
                 spec = _with_rows(name, config, scored, shots)
-            task = _load(name, manager, spec, kinds)
-        task.set_fewshot_seed(seed=seed)
-    count = _set_fewshot(name, task, num_fewshot)
-    source = str(scored) if scored is not None else _origin(task)
-    fewshot_source = _fewshot_source(task, source, shots) if count else "none"
-    _refuse_too_many(task, count, fewshot_source)
-    return EvalTask(name, task, count, source, fewshot_source)
+            tasks, groups = _load(name, manager, spec, kinds)
+        for task in tasks.values():
+            task.set_fewshot_seed(seed=seed)
+    counts = {_set_fewshot(own, task, num_fewshot) for own, task in tasks.items()}
+    if len(counts) > 1:
+        works = "its tasks have different numbers of few-shot examples; give --num-fewshot, or name one task"
+        raise refuse("task", name, works)
+    (count,) = counts
+    source = str(scored) if scored is not None else _each(map(_origin, tasks.values()))
+    shown = [_fewshot_source(task, source, shots) if count else "none" for task in tasks.values()]
+    for task, own in zip(tasks.values(), shown, strict=True):
+        _refuse_too_many(task, count, own)
+    warning = ""
+    if count and shots is None and any(map(_examples_are_scored, tasks.values())):
+        warning = "few-shot examples come from the scored rows: there are no training rows"
+    return EvalTask(name, tasks, groups, count, source, _each(shown), warning)
+
+
+def _training_rows(scored: Questions) -> Questions | None:
+    """Rows of GSM8K's training split, as lm-eval takes them; None where `scored` has some of them."""
+    rows = bundled_questions("gsm8k_train")
+    known = {row["question"].strip() for row in scored.rows}
+    return None if any(row["question"].strip() in known for row in rows.rows) else rows
+
+
+def _each(texts: Iterable[str]) -> str:
+    """Texts of several tasks, each once."""
+    found = dict.fromkeys(texts)
+    return "; ".join([*found][:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
 
 
 def seed_globals() -> None:
@@ -171,10 +219,9 @@ def _find(name: str, kinds: Collection[str]) -> tuple[Any, Any]:
         meant = f"did you mean {', '.join(dict.fromkeys(near))}? " if near else ""
         works = f"use gsm8k, gsm8k_platinum, {EMBEDDED}, {CHOICES} or another task of lm-eval"
         raise refuse("task", name, f"no such task; {meant}{works}")
-    if name not in manager.all_subtasks:
-        raise refuse("task", name, "is a group of tasks; name one task of it")
-    kind = manager.task_index[name].cfg.get("output_type", "generate_until")
-    _refuse_kind(name, kind, kinds)  # before the data is downloaded
+    if name in manager.all_subtasks:
+        kind = manager.task_index[name].cfg.get("output_type", "generate_until")
+        _refuse_kind(name, kind, kinds)  # before the data is downloaded
     return manager, name
 
 
@@ -266,11 +313,12 @@ def _with_rows(name: str, config: dict[str, Any] | None, scored: Questions, shot
     return config | {"test_split": "test", "custom_dataset": splits}
 
 
-def _load(name: str, manager: Any, spec: Any, kinds: Collection[str]) -> Any:
+def _load(name: str, manager: Any, spec: Any, kinds: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """lm-eval's tasks and groups by name."""
     try:
-        loaded = manager.load([spec])["tasks"]
+        loaded = manager.load([spec])
     except OSError as error:  # raised by `datasets` if neither its cache nor the hub has the rows
-        path = manager.task_index[name].cfg.get("dataset_path", "its data")
+        path = (getattr(manager.task_index.get(name), "cfg", None) or {}).get("dataset_path", "its data")
         works = f"go online, or use a task that needs no network: gsm8k, gsm8k_platinum or {EMBEDDED}"
         reason = f"{path} is not in the local cache and the hub cannot be reached"
         raise refuse("task", name, f"{reason}; {works}") from error
@@ -278,15 +326,19 @@ def _load(name: str, manager: Any, spec: Any, kinds: Collection[str]) -> Any:
         reason = str(error).strip().splitlines()[0]
         works = "install its dependencies, or use another task"
         raise refuse("task", name, f"lm-eval cannot load it here ({reason}); {works}") from error
-    (task,) = loaded.values()
-    _refuse_kind(name, task.OUTPUT_TYPE, kinds)
-    if not hasattr(task, "sampler"):
-        raise refuse("task", name, "is not a ConfigurableTask of lm-eval; use one that is, such as gsm8k")
-    if getattr(task, "MULTIMODAL", False):
-        raise refuse("task", name, "needs images or audio; use a text task, such as gsm8k")
-    if getattr(task, "UNSAFE_CODE", False):
-        raise refuse("task", name, "executes code written by the model; use a task that does not, such as gsm8k")
-    return task
+    tasks: dict[str, Any] = loaded["tasks"]
+    of = {key: f"{key} of group {name}" if key != name else name for key in tasks}
+    for key, task in tasks.items():
+        _refuse_kind(of[key], task.OUTPUT_TYPE, kinds)
+        if not hasattr(task, "sampler"):
+            raise refuse("task", of[key], "is not a ConfigurableTask of lm-eval; use one that is, such as gsm8k")
+        if getattr(task, "MULTIMODAL", False):
+            raise refuse("task", of[key], "needs images or audio; use a text task, such as gsm8k")
+        if getattr(task, "UNSAFE_CODE", False):
+            raise refuse("task", of[key], "executes code written by the model; use a task that does not, such as gsm8k")
+    if len(found := {str(task.OUTPUT_TYPE) for task in tasks.values()}) > 1:
+        raise refuse("task", name, f"its tasks are of types {' and '.join(sorted(found))}; name one of them")
+    return tasks, loaded["groups"]
 
 
 def _refuse_kind(name: str, kind: str | None, kinds: Collection[str]) -> None:
@@ -302,6 +354,16 @@ def _set_fewshot(name: str, task: Any, wanted: int | None) -> int:
         raise refuse("num_fewshot", wanted, f"task {name} is defined without few-shot examples; leave it out, or use 0")
     task.set_config(key="num_fewshot", value=wanted)
     return int(wanted)
+
+
+def _examples_are_scored(task: Any) -> bool:
+    """Whether few-shot examples come from the split that is scored."""
+    scored = task.config.test_split or task.config.validation_split
+    if task.fewshot_cfg.split is not None:
+        return bool(task.fewshot_cfg.split == scored)
+    if task.fewshot_cfg.samples is not None or task.config.training_split is not None:
+        return False
+    return task.config.validation_split in (None, scored)
 
 
 def _leaves_scored_out(task: Any) -> bool:

@@ -155,8 +155,8 @@ def _answers(place: PointKey, before: Replicates, after: Replicates) -> Iterator
     old, new = (load_answers("run", point.paths[0]) for point in (before, after))
     if old is None or new is None:
         return
-    values = {(score.filter, score.metric): score.value for score in new.scores}
-    for score in old.scores:
+    values = {(score.filter, score.metric): score.value for score in new.overall}
+    for score in old.overall:
         pair = score.filter, score.metric
         if pair not in values:
             continue

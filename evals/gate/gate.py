@@ -218,7 +218,7 @@ def _accuracy(
 ) -> tuple[list[Check], AccuracyTest | None]:
     new = _answers("run", after)
     filter, metric = pick_score(new, rules.filter, rules.metric)
-    (score,) = (score for score in new.scores if (score.filter, score.metric) == (filter, metric))
+    (score,) = (score for score in new.overall if (score.filter, score.metric) == (filter, metric))
     if score.better == "lower":
         raise refuse("metric", metric, "lower is better; [accuracy] needs a metric for which higher is better")
     name = f"accuracy {filter} {metric}"

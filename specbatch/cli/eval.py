@@ -34,7 +34,7 @@ _PANELS = {name: option.panel for name, option in SAMPLING_OPTIONS.items() if op
 )
 def evaluate(
     *,
-    task: Annotated[str, Argument(help="gsm8k, gsm8k_platinum, one_digit_sums or another lm-eval task.")],
+    task: Annotated[str, Argument(help="gsm8k, gsm8k_platinum, one_digit_sums, or another task or group of lm-eval.")],
     engine: EngineOptions,
     settings: dict[str, Any],
     fewshot_seed: Annotated[int, Option(help="Seed for drawing the examples; 1234 is lm-eval's default.")] = 1234,
@@ -148,6 +148,8 @@ def evaluate(
         config = ready.engine_config(config)
         kept = ready.finished(config)
         say(f"data: {ready.task.data_source}")
+        if ready.task.warning:
+            say(f"warning: {ready.task.warning}")
         if kept is not None and kept.rows:
             say(f"continuing: {len(kept.rows)} {'answers' if ready.task.generates else 'texts'} are finished")
         done = 0 if kept is None else len(kept.rows)

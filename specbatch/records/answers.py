@@ -22,7 +22,8 @@ class Score:
     """One metric under one answer filter.
 
     stderr is None for a single question and where lm-eval computes none; unparsed, the share of answers in which the
-    filter found nothing, is None where the filter cannot fail.
+    filter found nothing, is None where the filter cannot fail. task: the part of an evaluated group that the score is
+    of; "" for the evaluated task or group itself.
     """
 
     filter: str
@@ -32,6 +33,7 @@ class Score:
     n: int
     unparsed: float | None
     better: Better = "higher"
+    task: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,11 @@ class EvalAnswers:
     questions: list[dict[str, Any]]
     record: RunRecord
     kind: str = GENERATES
+
+    @property
+    def overall(self) -> list[Score]:
+        """The scores of the evaluated task or group itself: none for a tag, whose tasks lm-eval does not aggregate."""
+        return [score for score in self.scores if not score.task]
 
     @property
     def generates(self) -> bool:

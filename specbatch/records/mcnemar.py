@@ -64,7 +64,9 @@ class Changes:
 
 def pick_score(report: EvalAnswers, filter: str | None, metric: str | None) -> tuple[str, str]:
     """The answer filter and metric; None selects the only one there is."""
-    known = [(score.filter, score.metric) for score in report.scores]
+    known = [(score.filter, score.metric) for score in report.overall]
+    if not known:
+        raise refuse("task", report.task, "has no score of its own, because lm-eval does not aggregate it; name a task")
     found = [pair for pair in known if filter in (None, pair[0]) and metric in (None, pair[1])]
     if len(found) == 1:
         return found[0]

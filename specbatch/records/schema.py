@@ -376,6 +376,7 @@ class ScoreTable(_Table):
     n: Count
     unparsed: Annotated[float, Field(ge=0, le=1)] | None
     better: Literal["higher", "lower"] = "higher"
+    task: str = ""
 
 
 class AnswersTable(_Table):

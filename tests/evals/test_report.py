@@ -23,7 +23,7 @@ def test_table(evaluate: Any) -> None:
     assert cells[6][:5] == ["4", "25.0%", "2.500", "0.375", "2000.0"]
     assert cells[6][6] == "10.00"
     assert "float32 on cpu. Speculation: no speculation, schedule v2." in lines[-3]
-    assert f"from the other rows of {report.data_source}." in lines[-2]
+    assert "from bundled gsm8k train (200 questions" in lines[-2]
     for part in (report.prompts_sha256[:16], "up to 512 tokens", report.lm_eval_version, "seed 1234", "plain text"):
         assert part in lines[-1]
 

@@ -15,9 +15,11 @@ import pytest
 import specbatch
 from specbatch.errors import SpecbatchError
 from specbatch.evals.prompts import task_prompts
+from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, prepare, run_eval
 from specbatch.evals.task import EvalTask, load_task
 from specbatch.jobs.questions import bundled_questions
+from specbatch.records.mcnemar import changes, pick_score
 
 OTHER = """
 task: {name}
@@ -51,7 +53,9 @@ def other_tasks(tasks_folder: Path) -> None:
             text = text.replace(".splits", ".fail")
         (tasks_folder / f"{name}.yaml").write_text(text + "unsafe_code: true\n" * (name == "unsafe"))
     (tasks_folder / "rows.py").write_text(ROWS)
-    (tasks_folder / "group.yaml").write_text("group: cats\ntask: [copycat]\n")
+    fine = OTHER.format(name="fine", kind="multiple_choice") + "doc_to_choice: [a, b]\n"
+    (tasks_folder / "fine.yaml").write_text(fine)
+    (tasks_folder / "mixed.yaml").write_text("group: mixed\ntask: [copycat, fine]\n")
 
 
 @pytest.fixture
@@ -117,13 +121,21 @@ def test_prompts_and_scores_are_lm_evals_own(
             assert score.stderr == results["results"][name][f"exact_match_stderr,{score.filter}"]
 
 
+def test_examples_are_training_rows_by_default(engine: Any, evaluate: Any) -> None:
+    report = evaluate("gsm8k_platinum", engine=engine, limit=2)
+    assert report.fewshot_source == str(bundled_questions("gsm8k_train"))
+    assert (report.warning, "Warning" in report.table()) == ("", False)
+
+
 @pytest.mark.parametrize("name", ["gsm8k", "gsm8k_platinum"])
-def test_one_file_gives_examples_but_never_the_scored_row(
-    engine: Any, evaluate: Any, make_rows: Any, name: str
+def test_scored_training_rows_give_examples_but_never_the_own_row(
+    engine: Any, evaluate: Any, write_rows: Any, name: str
 ) -> None:
-    report = evaluate(name, engine=engine)
+    rows = bundled_questions("gsm8k_train").rows[:8]
+    report = evaluate(name, engine=engine, data=write_rows("rows.jsonl", rows))
     assert report.fewshot_source == f"the other rows of {report.data_source}"
-    for prompt, row in zip(prompts_of(engine), make_rows(100, 8), strict=True):
+    assert "Warning: few-shot examples come from the scored rows: there are no training rows." in report.table()
+    for prompt, row in zip(prompts_of(engine), rows, strict=True):
         assert prompt.count("Question: ") == 6
         assert prompt.count(row["question"]) == 1
         assert prompt.endswith(f"Question: {row['question']}\nAnswer:")
@@ -148,9 +160,12 @@ def test_no_examples(engine: Any, evaluate: Any) -> None:
 def test_number_of_examples_is_limited_by_the_rows(
     scored_file: Path, shots_file: Path, write_rows: Any, make_rows: Any
 ) -> None:
-    twice = write_rows("twice.jsonl", make_rows(100, 6) + make_rows(100, 1))
+    training = bundled_questions("gsm8k_train").rows
+    once = write_rows("once.jsonl", make_rows(100, 7) + training[:1])
+    twice = write_rows("twice.jsonl", training[:6] + training[:1])
     for files, most in (
-        ({"data": scored_file}, 7),
+        ({"data": scored_file}, 200),
+        ({"data": once}, 7),
         ({"data": scored_file, "fewshot_data": shots_file}, 12),
         ({"data": twice}, 5),
     ):
@@ -240,7 +255,7 @@ def test_other_generating_tasks_run(other_tasks: None, make_engine: Any) -> None
         ("gsm9k", "no such task; did you mean gsm8k"),
         ("copycatt", "no such task; did you mean copycat"),
         ("zzzzzzz", "no such task; use gsm8k, gsm8k_platinum, one_digit_sums, one_digit_choices or another task of"),
-        ("cats", "is a group of tasks"),
+        ("mixed", "its tasks are of types generate_until and multiple_choice; name one of them"),
         ("odd", "is of type dreaming; use a task of type generate_until or multiple_choice or loglikelihood or"),
         ("needy", "lm-eval cannot load it here (No module named 'sympy')"),
         ("unsafe", "executes code written by the model"),
@@ -251,6 +266,86 @@ def test_refused_tasks(other_tasks: None, name: str, complaint: str) -> None:
         load(name)
     assert str(refused.value).startswith(f"task={name!r}: {complaint}")
     assert "\n" not in str(refused.value)
+
+
+ANIMALS = """
+from datasets import Dataset, DatasetDict
+def rows(count, first):
+    made = [{"q": f"{n}", "a": n % 2, "text": f"{n % 2}"} for n in range(first, first + count)]
+    return lambda **_: DatasetDict(train=Dataset.from_list(made[:2]), test=Dataset.from_list(made[2:]))
+cats, dogs, fish = rows(5, 0), rows(7, 10), rows(4, 20)
+"""
+
+
+@pytest.fixture(params=["generate_until", "multiple_choice"])
+def animals(tasks_folder: Path, request: Any) -> Path:
+    """Three tasks of 3, 5 and 2 questions; the first two are a group within the group, and all have a tag."""
+    (tasks_folder / "animals.py").write_text(ANIMALS)
+    metric = "exact_match" if request.param == "generate_until" else "acc"
+    for name in ("cats", "dogs", "fish"):
+        text = (
+            OTHER.format(name=name, kind=request.param)
+            .replace("rows.splits", f"animals.{name}")
+            .replace("{{q}}", "number {{q}}")
+        )
+        text = text.replace("test_split", "training_split: train\nnum_fewshot: 1\ntag: pets\ntest_split")
+        if metric == "acc":
+            text = text.replace("exact_match", "acc").replace("num_fewshot: 1\n", "") + "doc_to_choice: ['0', '1']\n"
+        else:
+            text = text.replace("{{a}}", "{{text}}")
+        (tasks_folder / f"{name}.yaml").write_text(text)
+    by = f"aggregate_metric_list: [{{metric: {metric}, weight_by_size: "
+    (tasks_folder / "land.yaml").write_text(f"group: land\ntask: [cats, dogs]\n{by}true}}]\nmetadata: {{version: 3}}\n")
+    (tasks_folder / "animals.yaml").write_text(f"group: animals\ntask: [land, fish]\n{by}false}}]\n")
+    return tasks_folder
+
+
+def test_group_has_lm_evals_scores(
+    animals: Path, make_engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import lm_eval.evaluator
+
+    from specbatch.evals.lm import SpecBatchLM
+
+    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
+    manager = lm_eval.tasks.TaskManager(include_path=animals, include_defaults=False)
+
+    space = " " * ("multiple_choice" in (animals / "cats.yaml").read_text())  # before a choice
+
+    def engine(odd: str = "137") -> Any:
+        return make_engine(lambda prompt: space + "01"[prompt[-1] in odd])  # but for 5 and 9
+
+    theirs = lm_eval.simple_evaluate(
+        SpecBatchLM(engine(), "animals"), tasks=["animals"], task_manager=manager, bootstrap_iters=10
+    )
+    report = run_eval(engine(), EvalOptions("animals", output=tmp_path / "out"))
+    found = {score.task: score for score in report.scores}
+    assert list(found) == ["", "land", "cats", "dogs", "fish"]
+    for name, score in found.items():
+        part = name or "animals"
+        numbers = theirs["groups"].get(part) or theirs["results"][part]
+        assert score.value == numbers[f"{score.metric},none"]
+        assert score.stderr == pytest.approx(numbers[f"{score.metric}_stderr,none"])
+    assert [found[name].n for name in ("", "land", "cats", "dogs", "fish")] == [10, 8, 3, 5, 2]
+    assert found["land"].value == pytest.approx((3 * found["cats"].value + 5 * found["dogs"].value) / 8)
+    assert found[""].value != pytest.approx((8 * found["land"].value + 2 * found["fish"].value) / 10)
+    assert [(row["doc_id"], row["task"]) for row in report.questions] == [
+        *((n, "cats") for n in range(3)), *((n, "dogs") for n in range(3, 8)), *((n, "fish") for n in (8, 9))
+    ]  # fmt: skip
+    assert report.fewshot_source == ("the task's train rows" if report.num_fewshot else "none")
+    loaded = EvalReport.load(tmp_path / "out")
+    assert loaded == report
+    assert loaded.overall == [found[""]]
+    assert pick_score(loaded, None, None) == ("none", found[""].metric)
+    changed = changes(loaded, run_eval(engine(""), EvalOptions("animals")), "none", found[""].metric)
+    assert (changed.n, len(changed.lost) > 0) == (10, True)
+
+
+def test_tag_has_no_score_of_its_own(animals: Path, make_engine: Any, tmp_path: Path) -> None:
+    report = run_eval(make_engine(lambda prompt: "0"), EvalOptions("pets", limit=1))
+    assert [score.task for score in report.scores] == ["cats", "dogs", "fish"]
+    with pytest.raises(SpecbatchError, match="task='pets': has no score of its own"):
+        pick_score(report, None, None)
 
 
 def test_prompts_of_other_kinds_of_tasks_are_refused(other_tasks: None) -> None:
