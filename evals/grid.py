@@ -140,7 +140,10 @@ class Grid:
             cells["speedup"] = f"{row['speedup']:.2f}" + ("" if low is None else f" ({low:.2f} to {high:.2f})")
         cells[_named(report.overall[0], report)] = _score_text(report.overall[0])
         cells["difference"] = _difference_text(row) if "difference" in row else "-"
-        cells |= {METRICS[key].title.removeprefix("mean "): METRICS[key].text(row[key]) for key in SHOWN}
+        cells |= {
+            METRICS[key].title.removeprefix("mean ").removeprefix("output "): METRICS[key].text(row[key])
+            for key in SHOWN
+        }
         if not report.record.drafts:
             cells[METRICS["accept_length"].title] = "-"
         return cells
@@ -169,7 +172,7 @@ class Grid:
             f"{first.overall[0].metric} ± standard error. Speedup (ratio of output tok/s, {spread}) and difference (of "
             "the first score on the same questions, with the two-sided p value of McNemar's test, or ± standard error "
             "where answers are not right or wrong) are of "
-            f"{over or 'none'}. TTFT and TPOT: means in ms. Same answers: token for token."
+            f"{over or 'none'}. TTFT and TPOT: means in ms; tok/s: of output tokens. Same answers: token for token."
         )
 
 

@@ -102,7 +102,7 @@ def test_table_has_accuracy_beside_speed(
     main, details, notes = found.table().split("\n\n")
     header, _, baseline, v1, _ = main.splitlines()[:5]
     assert [cell.strip() for cell in header.split("|")[3:-1]] == [
-        *("speedup", "strict-match", "difference", "accept length", "TTFT", "TPOT", "output tok/s")
+        *("speedup", "strict-match", "difference", "accept length", "TTFT", "TPOT", "tok/s")
     ]
     assert [cell.strip() for cell in baseline.split("|")[3:7]] == ["-", "0.250 ± 0.164", "-", "-"]
     assert [cell.strip() for cell in v1.split("|")[3:7]] == ["1.00", "0.250 ± 0.164", "+0.000 (p = 1)", "2.500"]
