@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, takes_engine
-from specbatch.cli.output import fresh_folder, say, show
+from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, Wide, takes_engine
+from specbatch.cli.output import fresh_folder, results, say, show
 from specbatch.cli.values import is_given, names, whole_numbers
 from specbatch.errors import refuse
 from specbatch.extras import needs
@@ -56,6 +56,7 @@ def bench(
             help="New folder for the results, or that of an interrupted bench to continue. Default: out/bench-TIME.",
         ),
     ] = None,
+    wide: Wide = False,
     as_json: Json = False,
 ) -> None:
     """Benchmark the engine: decode and verify steps, closed loops, time to first token, and the device's limits.
@@ -81,7 +82,7 @@ def bench(
     from specbatch.sweeps.bench.bench import run_bench
     from specbatch.sweeps.bench.peers import read_peers
     from specbatch.sweeps.bench.sections import KINDS, BenchOptions
-    from specbatch.sweeps.bench.tables import joined, load_sections, rows_of
+    from specbatch.sweeps.bench.tables import joined, load_sections, markdown, rows_of
     from specbatch.sweeps.report.tables import as_json as json_rows
 
     options = BenchOptions(
@@ -109,9 +110,10 @@ def bench(
     base = engine.config(compares=True, prefix_cache=False)
     resumes = "*" if output is not None and any(output.glob(f"*/{PLAN}")) else None
     with fresh_folder(output, "bench", resumes=resumes) as folder, progress("bench") as report:
-        text = run_bench(base, options, folder, peers=beside, log=say, report=report)
+        run_bench(base, options, folder, peers=beside, log=say, report=report)
     records = load_sections(folder)
-    rows = json_rows(joined(rows_of(records).values()))
-    show(f"{text}\nresults: {folder}", {"output": str(folder), "rows": rows}, as_json=as_json)
+    rows = rows_of(records)
+    text, every = markdown(folder, records, rows, brief=not wide), json_rows(joined(rows.values()))
+    show(f"{text}\n{results(folder, wide=wide)}", {"output": str(folder), "rows": every}, as_json=as_json)
     if any(record.error for own in records.values() for record in own):
         raise typer.Exit(1)

@@ -24,6 +24,7 @@ from specbatch.field_errors import did_you_mean
 
 SPECS = ("off", "v1", "v2")
 Json = Annotated[bool, Option("--json", help="Print one JSON line instead of tables.")]
+Wide = Annotated[bool, Option("--wide", help="Show the tables of all columns, too.")]
 Concurrency = Annotated[int | None, Option(help="Maximum number of requests in flight; also sets --max-running.")]
 Output = Annotated[
     Path | None, Option("--output", "--out", help="New folder for the results. Default: out/COMMAND-TIME.")

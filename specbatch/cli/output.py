@@ -125,6 +125,13 @@ def show(text: str, result: dict[str, Any], *, as_json: bool) -> None:
         print_markdown(text)
 
 
+def results(folder: Path, *, wide: bool) -> str:
+    """The last line of a command with a decision table: where the rest of its columns are."""
+    return (
+        f"results: {folder}" if wide else f"results: {folder} (summary.md and summary.csv have all columns, as --wide)"
+    )
+
+
 def rows_table(rows: Sequence[Mapping[str, Any]], *, without: str) -> str:
     """Rows as a table with their keys as headings, except the key `without`."""
     from tabulate import tabulate

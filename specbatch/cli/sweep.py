@@ -10,8 +10,8 @@ import typer
 from typer import Option
 
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
-from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, takes_engine
-from specbatch.cli.output import fresh_folder, say, show
+from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, Wide, takes_engine
+from specbatch.cli.output import fresh_folder, results, say, show
 from specbatch.cli.servers import configured_with_servers, only_server
 from specbatch.cli.values import is_given, length, share, whole_number, whole_numbers
 from specbatch.errors import refuse
@@ -206,6 +206,7 @@ def sweep(
     dry_run: Annotated[
         bool, Option("--dry-run", help="Show what would run and estimate how long; load nothing.")
     ] = False,
+    wide: Wide = False,
     as_json: Json = False,
 ) -> None:
     """Compare configurations at several concurrencies, on the same prompts.
@@ -344,11 +345,12 @@ def sweep(
         models, statuses = by_model(engines), list[int]()
         if server is not None:
             with progress("sweep") as report:
-                summary, rows = run_server(server, options, folder, log=say, report=report), _summary_rows(folder)
+                run_server(server, options, folder, log=say, report=report)
+            summary, rows = _summary(folder, wide=wide)
         elif len(models) == 1:
             with progress("sweep") as report:
-                summary = run_sweep(engines, options, folder, log=say, report=report, cluster=workers)
-            rows = _summary_rows(folder)
+                run_sweep(engines, options, folder, log=say, report=report, cluster=workers)
+            summary, rows = _summary(folder, wide=wide)
         else:
             for ours in models.values() if workers is None else ():  # fail before a model has run for hours, not after
                 check(ours, options)
@@ -358,21 +360,26 @@ def sweep(
                 if status := run_in_process(ours, options, folder / name, log=say, cluster=workers):
                     say(f"{name}: failed; the other models go on")
                     statuses.append(status)
-                if (written := folder / name / "summary.md").exists():
-                    summary += f"## {name}\n\n{written.read_text(encoding='utf-8')}\n"
-                    rows += [{"model": name, **row} for row in _summary_rows(folder / name)]
+                if (folder / name / "summary.md").exists():
+                    text, found = _summary(folder / name, wide=wide)
+                    summary += f"## {name}\n\n{text}\n"
+                    rows += [{"model": name, **row} for row in found]
             if len(statuses) == len(models):
                 raise typer.Exit(2 if set(statuses) == {2} else 1)
-    show(f"{summary}\nresults: {folder}", {"output": str(folder), "rows": rows}, as_json=as_json)
+    show(f"{summary}\n{results(folder, wide=wide)}", {"output": str(folder), "rows": rows}, as_json=as_json)
     if statuses or any(row.get("failed") for row in rows) or (has_servers and _failed(folder)):
         raise typer.Exit(1)
 
 
-def _summary_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of summary.csv as JSON values; None for cells without a measurement."""
-    from specbatch.sweeps.report.tables import as_json, load_records, table
+def _summary(folder: Path, *, wide: bool) -> tuple[str, list[dict[str, Any]]]:
+    """The tables of a sweep in Markdown, and the rows of summary.csv as JSON values, None for cells without a
+    measurement."""
+    from specbatch.records.sweep_plan import unfinished
+    from specbatch.sweeps.report.tables import as_json, load_records, markdown, table
 
-    return as_json(table(load_records(folder)))
+    records = load_records(folder)
+    rows = table(records)
+    return markdown(records, rows, unfinished(folder), brief=not wide), as_json(rows)
 
 
 def _failed(folder: Path) -> bool:

@@ -109,6 +109,18 @@ def over_runs(before: list[float], after: list[float], *, paired: bool = False) 
     return Interval(float(ends.low), float(ends.high), over)
 
 
+def of_mean(values: list[float]) -> tuple[float | None, float | None]:
+    """The t interval of the mean of several runs; without ends for one."""
+    from scipy import stats
+
+    if len(values) < 2:
+        return None, None
+    if not np.ptp(values):
+        return values[0], values[0]
+    found = stats.ttest_1samp(values, 0.0).confidence_interval(CONFIDENCE)
+    return float(found.low), float(found.high)
+
+
 def over_prompts(before: Sample, after: Sample, *, median: bool = False) -> Interval:
     """The bootstrap over prompts, of the ratio of sums or of the median of ratios."""
     from scipy import stats

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -82,14 +82,14 @@ class Metric:
         """The value over repeats in the record's unit; None if it was not measured.
 
         Of a percentile, that of the requests of all repeats together, if they are enough (`least_values`). Of other
-        metrics the median over the repeats that measured it.
+        metrics the mean over the repeats that measured it.
         """
         if self.percentile is not None and all(record.requests for record in records):
             times = [time for record in records for row in record.requests for time in self._times(row)]
             enough = len(times) >= least_values(self.percentile)
             return float(np.percentile(times, self.percentile)) if enough else None
         values = [value for record in records if (value := self.read(record)) is not None]
-        return median(values) if values else None
+        return fmean(values) if values else None
 
     def _times(self, row: Mapping[str, Any]) -> Iterable[float]:
         """The values that a request adds to the percentile."""
@@ -541,19 +541,30 @@ RELATIVE: dict[str, Metric] = {
             "break_even",
             "break-even accept length",
             "",
-            "The accept length at which drafting is as fast as no speculation. Drafting pays above it, by accept "
-            "length / break-even - 1.",
+            "The accept length at which drafting is as fast as no speculation: drafting pays above it. The mean over "
+            "repeats, with its 95% interval.",
             "step time with drafts / step time of the baseline, both with the same number of requests",
             better="lower",
             decimals=3,
         ),
         Metric(
-            "ratio",
-            "ratio to baseline",
+            "step_ratio",
+            "speedup by steps",
             "",
-            "Output throughput over that of the baseline in the same repeat, or of the first configuration if there is "
-            "no baseline. It counts prompts, which drafting does not make faster. Sections of `bench` compare decode "
-            "tok/s, full-batch steps or TTFT instead.",
+            "How much faster the steps of speculation emit tokens than those of the baseline, prompts left out. Its "
+            "95% interval is that of accept length - break-even over the repeats.",
+            "accept length / break-even accept length",
+            better="higher",
+            decimals=2,
+        ),
+        Metric(
+            "ratio",
+            "speedup",
+            "",
+            "Output throughput over that of the baseline, or of the first configuration if there is no baseline: the "
+            "ratio of the means over the repeats that both measured, with the 95% interval of their difference. It "
+            "counts prompts, which drafting does not make faster. Sections of `bench` compare decode tok/s, full-batch "
+            "steps or TTFT instead.",
             "output tok/s / output tok/s of the baseline",
             better="higher",
             decimals=2,

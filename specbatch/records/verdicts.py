@@ -65,6 +65,12 @@ class Speedup:
         return f"{self.low:.2f}-{self.high:.2f}"
 
 
+def speedup_from(difference: Interval, base: float, own: float, repeats: int, better: Better | None) -> Speedup:
+    """Of the means of both and the interval of their difference."""
+    low, high = (None if end is None else 1 + end / base for end in (difference.low, difference.high))
+    return Speedup(own / base, low, high, verdict_of(difference, better), repeats)
+
+
 def speedup_of(metric: Metric, before: Replicates, after: Replicates) -> Speedup | None:
     """`metric` of `after` relative to `before`, with the interval and the verdict that `compare` has for both. None
     where it was not measured, or is 0 before."""
@@ -72,7 +78,5 @@ def speedup_of(metric: Metric, before: Replicates, after: Replicates) -> Speedup
     base, own = old.mean(metric.key), new.mean(metric.key)
     if not base or own is None:
         return None
-    difference = interval(metric, before, after)
-    low, high = (None if end is None else 1 + end / base for end in (difference.low, difference.high))
     repeats = min(len(old.records), len(new.records))
-    return Speedup(own / base, low, high, verdict_of(difference, metric.better), repeats)
+    return speedup_from(interval(metric, before, after), base, own, repeats, metric.better)

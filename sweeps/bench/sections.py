@@ -40,6 +40,7 @@ _REPLAYS = ("decode_replays", "target_prefill_replays", "draft_prefill_replays")
 _COUNTERS = (*_REPLAYS, "graph_fallbacks", "graph_padding", "graph_coverage", *_HOST)
 _BANDWIDTH = ("step_bytes", "step_bandwidth", "sheet_share", "read_share", "floor_s")
 _GEMMS = ("gemm_s", "times_gemms")
+_LOOP = ("output_throughput", "mean_tpot_s", "mean_ttft_s", "accept_length")
 _STEP = (
     *("step_s", "decode_throughput", "full_batch_steps", *_BANDWIDTH, *_GEMMS, "accept_length"),
     *_COUNTERS,
@@ -62,24 +63,29 @@ class Kind:
 KINDS = {
     "decode": Kind(
         "Decode step",
-        View(_STEP, "decode_throughput", "full"),
+        View(_STEP, "decode_throughput", "full", ("step_s", "decode_throughput", "accept_length")),
         ("decode_tokens", "new_tokens"),
         ("step_s", "decode_throughput"),
     ),
     "closed": Kind(
         "Closed loop",
-        View(("output_throughput", "mean_tpot_s", "mean_ttft_s", "accept_length", *_COUNTERS)),
+        View((*_LOOP, *_COUNTERS), brief=_LOOP),
         ("input_len", "output_len"),
         ("output_throughput",),
     ),
     "ttft": Kind(
         "First token of one request",
-        View(("median_ttft_s", *_GEMMS, *_COUNTERS), "median_ttft_s", None),
+        View(("median_ttft_s", *_GEMMS, *_COUNTERS), "median_ttft_s", None, ("median_ttft_s", "times_gemms")),
         ("ttft_tokens",),
         ("median_ttft_s",),
         "prompt_tokens",
     ),
-    "verify": Kind("Verify step", View(_STEP, "step_s", "full"), ("decode_tokens", "new_tokens"), ("step_s",)),
+    "verify": Kind(
+        "Verify step",
+        View(_STEP, "step_s", "full", ("step_s", "read_share"), judges=False),
+        ("decode_tokens", "new_tokens"),
+        ("step_s",),
+    ),
 }
 SECTIONS = (MACHINE, *KINDS)
 

@@ -20,10 +20,9 @@ from specbatch.records.sweep_plan import PLAN, unfinished
 from specbatch.sweeps.bench.peers import Figures, figures_of
 from specbatch.sweeps.bench.sections import KINDS, MACHINE, Kind, kind_of
 from specbatch.sweeps.machine.limits import data_sheet_bandwidth
-from specbatch.sweeps.report.gain import BREAK_EVEN
+from specbatch.sweeps.report.decision import decision
 from specbatch.sweeps.report.summaries import caps_text, heading, run_on
-from specbatch.sweeps.report.sweep_notes import MEDIANS
-from specbatch.sweeps.report.tables import described, load_records, notes, shown, table
+from specbatch.sweeps.report.tables import GENERAL, base_of, described, load_records, notes, shown, table
 from specbatch.sweeps.run.workloads import lines_of
 from specbatch.text_files import read_json
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MACHINE_FILE = f"{MACHINE}.json"
-GENERAL = (MEDIANS, BREAK_EVEN)  # notes that are not about one section
 _CAPS = (*CAPS, "kv_dtype", "attention_backend", "capture_s")
 
 
@@ -75,7 +73,21 @@ def joined(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
 def write_tables(folder: Path) -> str:
     """Write `summary.csv` and `summary.md` from the records in `folder`; return the Markdown."""
     records = load_sections(folder)
-    rows, figures = rows_of(records), figures_of(folder, records)
+    rows = rows_of(records)
+    write_atomic(folder / "summary.csv", joined(rows.values()).to_csv(index=False))
+    text = markdown(folder, records, rows)
+    write_atomic(folder / "summary.md", text)
+    return text
+
+
+def markdown(
+    folder: Path, records: dict[str, list[RunRecord]], rows: dict[str, pd.DataFrame], *, brief: bool = False
+) -> str:
+    """For each section its decision table, the table of all columns, and notes.
+
+    brief: for the console, without the tables of all columns and the notes that explain them.
+    """
+    figures = figures_of(folder, records)
     found = {
         name: [str(note) for note in notes(own, rows[name], unfinished(folder / name), KINDS[kind_of(name)].view)]
         for name, own in records.items()
@@ -85,15 +97,18 @@ def write_tables(folder: Path) -> str:
         names = [name for name in records if kind_of(name) == key]
         if names:
             parts += [f"## {kind.title}\n", heading(_workload([records[name][0].workload for name in names]))]
-            titles, body = _with_figures(key, kind, joined(rows[name] for name in names), figures)
-            parts.append(f"{markdown_table(body, titles)}\n")
+            every = joined(rows[name] for name in names)
+            base = base_of(every.configuration)
+            cells = decision(every, kind.view, kind.size, base)
+            parts.append(f"{markdown_table(*_with_figures(key, kind, cells, figures))}\n")
+            if not brief:
+                cells = shown(every, kind.view, kind.size)
+                parts.append(f"### All columns\n\n{markdown_table(*_with_figures(key, kind, cells, figures))}\n")
             own = ((f"{name}: {note}" if len(names) > 1 else note, note) for name in names for note in found[name])
             parts.append("".join(f"* {text}\n" for text, note in own if note not in GENERAL))
-    parts.append("".join(f"* {note}\n" for note in GENERAL if any(note in own for own in found.values())))
-    text = "\n".join(filter(None, parts))
-    write_atomic(folder / "summary.csv", joined(rows.values()).to_csv(index=False))
-    write_atomic(folder / "summary.md", text)
-    return text
+    if not brief:
+        parts.append("".join(f"* {note}\n" for note in GENERAL if any(note in own for own in found.values())))
+    return "\n".join(filter(None, parts))
 
 
 def _workload(works: list[dict[str, Any]]) -> dict[str, str]:
@@ -103,14 +118,17 @@ def _workload(works: list[dict[str, Any]]) -> dict[str, str]:
     return lines_of(works[0] | several)
 
 
-def _with_figures(section: str, kind: Kind, rows: pd.DataFrame, figures: Figures) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of a table, with a column for each column and engine that `figures` has."""
-    titles, body = shown(rows, kind.view, kind.size)
+def _with_figures(
+    section: str, kind: Kind, cells: tuple[list[str], list[list[str]]], figures: Figures
+) -> tuple[list[list[str]], list[str]]:
+    """Cells and headings of a table, with a column for each column and engine that `figures` has."""
+    titles, body = cells
     own = [figures.get((section, int(size), name), {}) for size, name, *_ in body]
     columns = sorted({key: None for found in own for key in found}, key=lambda key: kind.peers.index(key[0]))
     for column, peer in columns:
         titles.append(f"{peer}: {kind.view.columns[column].heading}" if len(kind.peers) > 1 else peer)
-    return titles, [[*cells, *(found.get(key, "-") for key in columns)] for cells, found in zip(body, own, strict=True)]
+    rows = [[*row, *(found.get(key, "-") for key in columns)] for row, found in zip(body, own, strict=True)]
+    return rows, titles
 
 
 def _heading(machine: dict[str, Any], records: list[RunRecord]) -> str:

@@ -1,21 +1,22 @@
-"""Break-even and gain of speculation: accept length / break-even - 1, with a confidence interval over repeats."""
+"""Break-even and what speculation gains by its steps, accept length / break-even, with intervals over repeats."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean
 
 from specbatch.algorithms import causes_of_low_acceptance
 from specbatch.records.intervals import CONFIDENCE, Interval, over_runs
 from specbatch.records.run_record import RunRecord
+from specbatch.records.verdicts import LOSES, ONE_REPEAT, PAYS, Speedup, speedup_from
 from specbatch.sweeps.report.notes import Note
 
 BREAK_EVEN = (
     "Break-even: the accept length at which steps with speculation are as fast as those of the baseline (ratio of step "
-    "times with the same number of requests, prompts left out); speculation pays above it. Over several repeats "
-    f'"pays" and "loses" mean that the {CONFIDENCE:.0%} interval of accept length - break-even excludes zero.'
+    "times with the same number of requests, prompts left out); speculation pays above it. Speedup by steps: accept "
+    f"length / break-even, with the {CONFIDENCE:.0%} interval of their difference over the repeats."
 )
 # Below break-even by this share, a draft length that is chosen during the run is no loss: it is what choosing costs.
 CHOOSING = 0.03
@@ -25,37 +26,28 @@ CHOOSING = 0.03
 class Gain:
     """What speculation gains by its steps at one point.
 
-    accept_length, needed   medians over repeats; needed is the break-even
-    interval                of accept length - break-even; None with one repeat
+    accept_length, needed   means over repeats; needed is the break-even
+    speedup                 accept_length / needed, with its interval and verdict
     measures_step           acceptance was simulated with mean 1, so that no draft is accepted: only the step counts
     """
 
     accept_length: float
     needed: float
-    interval: Interval | None = None
+    speedup: Speedup
     measures_step: bool = False
 
     @property
     def share(self) -> float:
-        return self.accept_length / self.needed - 1
+        return self.speedup.ratio - 1
 
     @property
     def is_shown(self) -> bool:
         """Whether the repeats show a gain or a loss."""
-        return self.interval is not None and self.interval.excludes_zero
+        return self.speedup.verdict in (PAYS, LOSES)
 
     def loses(self, tolerance: float = 0.0) -> bool:
         """Whether a loss of more than `tolerance` was measured, and the repeats (if several) show it."""
-        return not self.measures_step and self.share < -tolerance and (self.interval is None or self.is_shown)
-
-    def __str__(self) -> str:
-        if self.measures_step:
-            return f"break-even {self.needed:.2f}"
-        if self.interval is None:
-            return f"{self.share:+.1%} (one repeat)"
-        if not self.is_shown:
-            return f"{self.share:+.1%} (no difference shown)"
-        return f"pays, {self.share:+.1%}" if self.share >= 0 else f"loses by {-self.share:.1%}"
+        return not self.measures_step and self.share < -tolerance and self.speedup.verdict in (LOSES, ONE_REPEAT)
 
 
 def gain_of(repeats: Iterable[tuple[float | None, float | None]], simulated: float | None = None) -> Gain | None:
@@ -71,8 +63,10 @@ def gain_of(repeats: Iterable[tuple[float | None, float | None]], simulated: flo
     if not pairs:
         return None
     accepted, needed = ([pair[side] for pair in pairs] for side in (0, 1))
-    interval = over_runs(needed, accepted, paired=True) if len(pairs) > 1 else None
-    return Gain(median(accepted), median(needed), interval, simulated == 1)
+    several = len(pairs) > 1
+    difference = over_runs(needed, accepted, paired=True) if several else Interval(None, None, "", one_repeat=True)
+    means = fmean(needed), fmean(accepted)
+    return Gain(means[1], means[0], speedup_from(difference, *means, len(pairs), "higher"), simulated == 1)
 
 
 def losses(points: Sequence[tuple[str, Gain | None, RunRecord]]) -> Note | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,12 +66,12 @@ def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 def _throughput(points: Points, own: Looks) -> Plot:
     name, title = "throughput", "Throughput against speed per user"
     caption = (
-        "A point is a concurrency (the number beside it), the median over repeats: up is more for all, right is "
+        "A point is a concurrency (the number beside it), the mean over repeats: up is more for all, right is "
         "faster for one. No point lies above and to the right of one on the wide grey Pareto line."
     )
     places: dict[tuple[int, str], tuple[float, float]] = {}
     for (concurrency, configuration), found in points.items():
-        user, total = (_median(found, metric) for metric in ("per_user_throughput", "output_throughput"))
+        user, total = (_mean(found, metric) for metric in ("per_user_throughput", "output_throughput"))
         if user is not None and total is not None:
             places[concurrency, configuration] = (user, total)
     if not places:
@@ -212,10 +212,10 @@ def _steps(points: Points, own: Looks) -> Plot:
         "Mean time of an iteration that follows another one. Full: the device works. Hatched: it waits for the next. "
         "Records do not split an iteration further; specbatch trace shows its kernels."
     )
-    host = [place for place, found in points.items() if _median(found, "device_step_s") is None]
+    host = [place for place, found in points.items() if _mean(found, "device_step_s") is None]
     bars = {}
     for place, found in points.items():
-        step, busy = (_median(found, metric) for metric in ("step_time_s", "device_step_s"))
+        step, busy = (_mean(found, metric) for metric in ("step_time_s", "device_step_s"))
         if step is not None:
             full = step if busy is None else min(busy, step)
             bars[place] = [1000 * full, 1000 * (step - full)]
@@ -302,9 +302,9 @@ def _face(place: int, colour: str) -> dict[str, Any]:
 # -- small helpers ----------------------------------------------------------------------------------------------------
 
 
-def _median(records: Iterable[RunRecord], metric: str) -> float | None:
+def _mean(records: Iterable[RunRecord], metric: str) -> float | None:
     values = [value for record in records if (value := record.metrics.get(metric)) is not None]
-    return median(values) if values else None
+    return fmean(values) if values else None
 
 
 def _of_requests(record: RunRecord, metric: str) -> list[float]:

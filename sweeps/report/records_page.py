@@ -103,8 +103,10 @@ def page() -> str:
         _table(REQUEST, "field", "content"),
         "## summary.csv",
         "A row per concurrency and configuration: `concurrency`, `configuration`, `simulated_accept_length`, "
-        "`simulated_acceptance`, `repeats`, `speculation` (what it gains), `failed` (the reason), and these columns. "
-        "The first one and `ratio` also have `_min` and `_max` over repeats. Names and units are those of the metrics. "
+        "`simulated_acceptance`, `repeats`, `failed` (the reason), and these columns. The first one also has `_min` "
+        "and `_max` over repeats, and the last three have their 95% interval as `_low` and `_high`. "
+        "`step_ratio_verdict` and `ratio_verdict` are `pays`, `loses`, `undecided` or `one repeat`. Names and units "
+        "are those of the metrics. "
         "`mean_queue_s` is empty without a request rate.",
         ", ".join(f"`{name}`" for name in (*COLUMNS, *RELATIVE)),
     ]

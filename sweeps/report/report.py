@@ -63,7 +63,7 @@ from specbatch.sweeps.report.tables import (
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 PAGE = "report.html"
-_DECISION = ("ratio", "speculation")  # what the titles of these columns begin with
+_DECISION = ("speedup over", "verdict", "speedup by steps", "by steps")  # what the titles of these columns begin with
 Cells = tuple[list[str], list[list[str]]]  # titles, rows
 
 
@@ -216,7 +216,7 @@ def _named(titles: list[str], body: list[list[str]]) -> Cells:
 
 
 def _decision_first(titles: list[str], body: list[list[str]]) -> Cells:
-    """Move the ratio and what speculation gains next to the first column, so that they show without scrolling."""
+    """Move the speedups and their verdicts next to the first column, so that they show without scrolling."""
     first = [place for start in _DECISION for place, title in enumerate(titles) if title.startswith(start)]
     order = [0, *first, *(place for place in range(1, len(titles)) if place not in first)]
     return [titles[place] for place in order], [[row[place] for place in order] for row in body]

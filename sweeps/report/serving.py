@@ -1,7 +1,7 @@
 """A sweep in the layout of serving benchmarks: a block per point, and one summary by concurrency per configuration.
 
 Layout and names are those of `sglang.bench_serving` (github.com/sgl-project/sglang) and of the tables made from it, so
-that results can be read side by side. A number is the median over repeats; `specbatch.records.metrics` defines it.
+that results can be read side by side. A number is the mean over repeats; `specbatch.records.metrics` defines it.
 Concurrency is the mean number of unfinished requests: the time from submission to last token, summed over requests and
 divided by the duration.
 """
@@ -9,7 +9,7 @@ divided by the duration.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 from specbatch.records.metrics import DISTRIBUTIONS, METRICS, percentile_name
@@ -101,7 +101,7 @@ def _row(concurrency: int, name: str, records: list[RunRecord]) -> Row:
             row[line.column] = None if value is None else value * line.scale
             continue
         values = [value for numbers in measured if (value := numbers.get(line.metric)) is not None]
-        row[line.column] = median(values) * line.scale if values else None
+        row[line.column] = fmean(values) * line.scale if values else None
     return row
 
 
@@ -119,7 +119,7 @@ def block(row: Row) -> str:
         "Configuration": row["configuration"],
         "Traffic request rate (req/s)": "inf" if rate is None else f"{rate:g}",
         "Max request concurrency": row["max_concurrency"],
-        "Repeats (medians shown)": row["repeats"],
+        "Repeats (means shown)": row["repeats"],
     }
     if (model := row["simulated_acceptance"]) is not None:
         head["SIMULATED acceptance"] = model

@@ -48,5 +48,5 @@ def caps_text(record: RunRecord, names: tuple[str, ...] = CAPS) -> str:
 
 
 def with_spread(middle: str, low: str, high: str, repeats: int) -> str:
-    """A cell with median, minimum and maximum of several repeats: "1.50 (1.10-2.00)"."""
+    """A cell with mean, minimum and maximum of several repeats: "1.50 (1.10-2.00)"."""
     return middle if middle == "-" or repeats < 2 else f"{middle} ({low}-{high})"

@@ -13,14 +13,16 @@ from specbatch.records.metrics import METRICS, least_values
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import MIN_FULL_STEPS
 from specbatch.records.sweep_plan import Point
+from specbatch.records.verdicts import ONE_REPEAT
 from specbatch.sweeps.report.gain import Gain
 from specbatch.sweeps.report.notes import Note, failures, replay_notes
 from specbatch.sweeps.run.workloads import RANDOM
 
 BUSY_CLIENT = 0.6  # of a core
-MEDIANS = (
-    "Medians over repeats (smallest-largest), percentiles over the requests of all repeats, ratios within a repeat; "
-    "accept length counts the bonus token."
+MEANS = (
+    "Means over repeats (smallest-largest), percentiles over the requests of all repeats. A speedup is a ratio of "
+    'means, with the 95% interval of their difference: it "pays" or "loses" where that interval excludes 1, else it is '
+    '"undecided". Accept length counts the bonus token.'
 )
 
 
@@ -32,7 +34,7 @@ def sweep_notes(
 ) -> list[Note]:
     """Notes about the runs. points: repeats by (concurrency, configuration); missing: points without a record; shown:
     the metrics of the table."""
-    found = [Note(MEDIANS)]
+    found = [Note(MEANS)]
     if (replicas := max(record.replicas for record in records)) > 1:
         found.append(
             Note(
@@ -60,12 +62,12 @@ def disagreement(point: tuple[Any, ...], gain: Gain | None, ratio: float) -> Ite
     """A warning if steps gain and the whole run does not, or the other way round."""
     if gain is None or gain.measures_step or math.isnan(ratio) or (gain.share >= 0) == (ratio >= 1):
         return
-    if gain.interval is not None and not gain.is_shown:
+    if gain.speedup.verdict != ONE_REPEAT and not gain.is_shown:
         return
     concurrency, name = point
     text = (
-        f"{name} at concurrency {concurrency}: by its steps it gains {gain.share:+.1%}, but the ratio is {ratio:.2f}. "
-        "The ratio includes prefill, and the end of the run with fewer requests."
+        f"{name} at concurrency {concurrency}: its speedup by steps is {gain.speedup.ratio:.2f}, but that of the "
+        f"whole run is {ratio:.2f}, which includes prefill, and the end of the run with fewer requests."
     )
     yield Note(text, "NOT BY STEPS ALONE")
 

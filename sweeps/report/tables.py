@@ -1,9 +1,9 @@
-"""The table of a sweep, made from the records on disk alone.
+"""The tables of a sweep, made from the records on disk alone.
 
-A number is the median over repeats, and a percentile that of the requests of all repeats; the first one also has its
-minimum and maximum. `ratio` is over the configuration
-`baseline`, else over the first one, in the same repeat. `break_even` is over the fastest run without speculation in the
-same repeat. A `View` chooses the numbers; columns in which nothing was measured are not shown.
+A number is the mean over repeats, and a percentile that of the requests of all repeats; the first one also has its
+minimum and maximum. `ratio` is over the configuration `baseline`, else over the first one, and has an interval and a
+verdict (`speedups_of`). `break_even` is over the fastest run without speculation in the same repeat. A `View` chooses
+the numbers; columns in which nothing was measured are not shown.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from specbatch.atomic_file import write_atomic
 from specbatch.config import Graphs
 from specbatch.core.sampling_params import sampling_text
 from specbatch.errors import refuse
+from specbatch.records.intervals import of_mean
 from specbatch.records.markdown import acceptance_table, markdown_table
 from specbatch.records.metrics import METRICS, RELATIVE, Metric
 from specbatch.records.run_record import RunRecord
@@ -29,11 +30,20 @@ from specbatch.records.summarize import break_even
 from specbatch.records.sweep_plan import Point, point_of, unfinished
 from specbatch.records.verdicts import Speedup, speedup_of
 from specbatch.sweeps.report.conclusion import conclusion, precision_sentences
+from specbatch.sweeps.report.decision import (
+    INTERVAL,
+    VERDICT,
+    break_even_text,
+    decision,
+    ratio_heading,
+    speedup_text,
+    verdict_text,
+)
 from specbatch.sweeps.report.gain import BREAK_EVEN, Gain, gain_of, losses
 from specbatch.sweeps.report.notes import Note
 from specbatch.sweeps.report.server_acceptance import server_acceptance
 from specbatch.sweeps.report.summaries import caps_text, heading, run_on, with_spread
-from specbatch.sweeps.report.sweep_notes import disagreement, sweep_notes
+from specbatch.sweeps.report.sweep_notes import MEANS, disagreement, sweep_notes
 from specbatch.sweeps.run.workloads import lines_of
 
 if TYPE_CHECKING:
@@ -47,13 +57,14 @@ _SHOWN = (
     *("launch_lead_s", "host_waits_per_step", "device_idle_share", "graph_coverage"),
 )
 _OF_ARRIVALS = "mean_queue_s"  # in a closed loop it is part of the load that was chosen
-_BREAK_EVEN, _RATIO = RELATIVE["break_even"], RELATIVE["ratio"]
 _POINT = ["concurrency", "configuration"]
 _VERIFIED = ("emitted", "verify_steps", "accepted", "drafted")  # counts of a request
 _LATENCY = ("mean_ttft_s", "mean_tpot_s")
 _OF_LATENCY = tuple(METRICS[key].heading for key in _LATENCY)
 CATEGORIES = (*_POINT, "category", "requests", "output tokens", "accept length", "accept rate", *_OF_LATENCY)
 BASELINE = "baseline"
+GENERAL = (MEANS, BREAK_EVEN)  # notes that explain columns
+_BRIEF = ["model", "device", "replicas", "dtype", "workload", "arrivals", "objectives"]  # of the heading
 
 
 @dataclass(frozen=True)
@@ -63,11 +74,17 @@ class View:
     keys        metrics of the registry; the first one is shown with its spread
     ratio       the metric that the ratio compares
     break_even  the steps that break-even compares: those of all batch sizes, or of a full batch only; None: none
+    brief       of the keys, those of the decision table
+    judges      whether the ratio has a verdict: whether more (or less) of it is what one decides by
     """
 
     keys: tuple[str, ...] = _SHOWN
     ratio: str = "output_throughput"
     break_even: Literal["all", "full"] | None = "all"
+    brief: tuple[str, ...] = (
+        *("output_throughput", "goodput", "accept_length", "untrimmed_accept_length", "median_ttft_s", "median_tpot_s"),
+    )
+    judges: bool = True
 
     @property
     def columns(self) -> dict[str, Metric]:
@@ -155,7 +172,7 @@ def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
     import pandas as pd
 
     first, *_ = columns = view.columns
-    points = points_of(records)
+    points, base = points_of(records), base_of(record.workload["configuration"] for record in records)
     runs = pd.DataFrame(
         {
             **{key: record.workload[key] for key in (*_POINT, "repeat")},
@@ -164,14 +181,11 @@ def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
             "failed": record.error,
             **{column: _or_nan(metric.read(record)) for column, metric in view.columns.items()},
             "break_even": _or_nan(_break_even(record, records, view)),
-            "compared": _or_nan(METRICS[view.ratio].read(record)),
         }
         for record in records
     )
-    base = runs[runs.configuration == base_of(runs.configuration)].set_index(["concurrency", "repeat"]).compared
-    runs["ratio"] = runs.compared / base.reindex(pd.MultiIndex.from_frame(runs[["concurrency", "repeat"]])).to_numpy()
     groups = runs.groupby(_POINT, sort=False)
-    rows = groups[[*columns, "break_even"]].median()
+    rows = groups[[*columns, "break_even"]].mean()
     for column, metric in columns.items():
         if metric.percentile is not None:
             rows[column] = [_or_nan(metric.over_repeats(points[point])) for point in rows.index]
@@ -180,11 +194,20 @@ def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
     rows.insert(0, "repeats", groups.failed.agg(lambda reasons: int(reasons.isna().sum())))
     rows.insert(0, "simulated_acceptance", groups.simulated_acceptance.first())
     rows.insert(0, "simulated_accept_length", groups.simulated_accept_length.first())
-    gains = gains_of(records, view)
-    rows["speculation"] = [None if (gain := gains[point]) is None else str(gain) for point in rows.index]
-    rows["ratio"] = groups.ratio.median()
-    for column in (first, "ratio"):
-        rows[f"{column}_min"], rows[f"{column}_max"] = groups[column].min(), groups[column].max()
+    rows[f"{first}_min"], rows[f"{first}_max"] = groups[first].min(), groups[first].max()
+    needed = [of_mean(list(values.dropna())) for _, values in groups.break_even]
+    rows["break_even_low"], rows["break_even_high"] = ([_or_nan(ends[end]) for ends in needed] for end in (0, 1))
+    gains, speedups = gains_of(records, view), speedups_of(records, view)
+    by_steps = {point: gain.speedup for point, gain in gains.items() if gain and not gain.measures_step}
+    for column, found in (("step_ratio", by_steps), ("ratio", speedups)):
+        each = [found.get(point) for point in rows.index]
+        rows[column] = [_or_nan(one.ratio if one else None) for one in each]
+        rows[f"{column}_low"] = [_or_nan(one.low if one else None) for one in each]
+        rows[f"{column}_high"] = [_or_nan(one.high if one else None) for one in each]
+        rows[f"{column}_verdict"] = [one.verdict if one else None for one in each]
+    compared = METRICS[view.ratio]
+    of_base = [point[1] == base and compared.over_repeats(points[point]) is not None for point in rows.index]
+    rows.loc[of_base, "ratio"] = 1.0
     rows["failed"] = groups.failed.first()
     return rows.reset_index()
 
@@ -205,19 +228,36 @@ def write_summary(folder: Path) -> str:
     return text
 
 
-def markdown(records: list[RunRecord], rows: pd.DataFrame, missing: Sequence[Point] = ()) -> str:
-    """Heading, table, acceptance, notes and a conclusion. missing: points of the sweep without a record."""
-    headings, body = shown(rows)
-    lines = "".join(f"* {note}\n" for note in notes(records, rows, missing))
-    servers = server_acceptance(points_of(records), _POINT)
-    tables = (f"{markdown_table(body, headings)}\n", acceptance(records), servers, categories(records))
-    parts = [heading(about(records)), *tables, lines]
-    sentences = conclusion(speedups_of(records), base_of(rows.configuration))
-    wanted = max((record.workload.get("until_precise") or 0.0 for record in records), default=0.0)
-    if wanted:
-        sentences += precision_sentences(precision_of(records), wanted)
-    parts.append("".join(f"{sentence}\n" for sentence in sentences))
+def markdown(
+    records: list[RunRecord], rows: pd.DataFrame, missing: Sequence[Point] = (), *, brief: bool = False
+) -> str:
+    """Heading, decision table and a conclusion; the table of all columns, acceptance and categories; and notes.
+
+    missing: points of the sweep without a record. brief: for the console, without the tables after the conclusion, the
+    notes that explain them, and most of the heading.
+    """
+    base = base_of(rows.configuration)
+    headings, body = decision(rows, SWEEP, "concurrency", base)
+    lines, every = about(records), notes(records, rows, missing)
+    parts = [
+        heading({name: lines[name] for name in _BRIEF if name in lines} if brief else lines),
+        f"{markdown_table(body, headings)}\n",
+        "".join(f"{sentence}\n" for sentence in _sentences(records, base)),
+    ]
+    if not brief:
+        headings, body = shown(rows)
+        servers = server_acceptance(points_of(records), _POINT)
+        parts += [f"## All columns\n\n{markdown_table(body, headings)}\n", acceptance(records), servers]
+        parts.append(categories(records))
+    parts.append("".join(f"* {note}\n" for note in every if not brief or note.text not in GENERAL))
     return "\n".join(filter(None, parts))
+
+
+def _sentences(records: list[RunRecord], base: str | None) -> list[str]:
+    """The conclusion, and how exactly the ratios are known if that was asked for."""
+    sentences = conclusion(speedups_of(records), base)
+    wanted = max((record.workload.get("until_precise") or 0.0 for record in records), default=0.0)
+    return sentences + (precision_sentences(precision_of(records), wanted) if wanted else [])
 
 
 def categories(records: list[RunRecord]) -> str:
@@ -263,23 +303,22 @@ def shown(rows: pd.DataFrame, view: View = SWEEP, size: str = "concurrency") -> 
     measured = {column: metric for column, metric in view.columns.items() if rows[column].notna().any()}
     headings = [size.replace("_", " "), "configuration", *(metric.heading for metric in measured.values())]
     if known := bool(rows.break_even.notna().any()):
-        headings += [_BREAK_EVEN.heading, "speculation"]
-    first = next(iter(view.columns))
+        headings += [f"{RELATIVE[key].heading} {INTERVAL}" for key in ("break_even", "step_ratio")]
+        headings.append("by steps")
+    first, base = next(iter(view.columns)), base_of(rows.configuration)
     if compared := bool(rows.ratio.notna().any()):
-        of = "" if view == SWEEP else f" of {METRICS[view.ratio].title}"
-        headings.append(f"ratio{of} to {base_of(rows.configuration)}")
+        headings += [ratio_heading(view, base), *([VERDICT] if view.judges else [])]
     body: list[list[str]] = []
     each: list[Any] = list(rows.itertuples())
     for row in each:
         cells = {column: metric.text(getattr(row, column)) for column, metric in measured.items()}
         if first in cells:
-            cells[first] = _with_spread(row, first, measured[first])
-        if known:
-            gain = row.speculation if isinstance(row.speculation, str) else "-"  # pandas may turn None into NaN
-            cells |= {"break_even": _BREAK_EVEN.text(row.break_even), "speculation": gain}
+            low, high = (measured[first].text(getattr(row, first + end)) for end in ("_min", "_max"))
+            cells[first] = with_spread(cells[first], low, high, row.repeats)
+        tail = [break_even_text(row), speedup_text(row, "step_ratio"), verdict_text(row, "step_ratio")] if known else []
         if compared:
-            cells["ratio"] = _with_spread(row, "ratio", _RATIO)
-        body.append([str(getattr(row, size)), row.configuration, *cells.values()])
+            tail += [speedup_text(row, "ratio"), *([verdict_text(row, "ratio")] if view.judges else [])]
+        body.append([str(getattr(row, size)), row.configuration, *cells.values(), *tail])
     return headings, body
 
 
@@ -340,11 +379,6 @@ def _break_even(record: RunRecord, records: list[RunRecord], view: View) -> floa
     steps = [step for other in baselines if (step := other.metrics.get("step_s"))]
     step = record.metrics.get("step_s")
     return step / min(steps) if step and steps else None
-
-
-def _with_spread(row: Any, column: str, metric: Metric) -> str:
-    middle, low, high = (metric.text(getattr(row, column + end)) for end in ("", "_min", "_max"))
-    return with_spread(middle, low, high, row.repeats)
 
 
 def _by_name(texts: dict[str, str]) -> str:

@@ -122,7 +122,7 @@ def test_page_describes_the_run(document):
 
 def test_page_has_every_table_plot_and_block(document):
     captions = [caption.text for caption in document.iter("caption")]
-    assert captions == ["Medians over repeats", "Acceptance, greedy", *NAMES]
+    assert captions == ["Means over repeats", "Acceptance, greedy", *NAMES]
     assert [len(list(figure.iter("{*}svg", "svg"))) for figure in document.iter("figure")] == [1] * 8
     assert [summary.text for summary in document.iter("summary")][:6] == [
         f"{name} at concurrency {concurrency}" for concurrency in (1, 4) for name in NAMES
@@ -179,9 +179,9 @@ def test_decision_is_next_to_the_configuration(document):
     (titles,) = (
         [title.text_content() for title in table.iterfind("thead/tr/th")]
         for table in document.iter("table")
-        if table.findtext("caption") == "Medians over repeats"
+        if table.findtext("caption") == "Means over repeats"
     )
-    assert titles[:2] == ["configuration, concurrency", "ratio to baseline"]
+    assert titles[:2] == ["configuration, concurrency", "speedup over baseline (95% interval)"]
 
 
 def test_page_shows_how_it_was_made():
@@ -226,7 +226,7 @@ def test_warnings_follow_the_result():
     assert "v2 at concurrency 4, repeat 1: 3 of 8 prompts finished." in text
     notes = sections[-2].text_content()
     assert not any(kind in notes for kind in kinds)
-    assert "Medians over repeats" in notes
+    assert "Means over repeats" in notes
 
 
 def test_no_box_without_warnings(document):

@@ -1,4 +1,4 @@
-"""The table of a sweep: medians, paired ratios, break-even, notes and the heading."""
+"""The table of a sweep: means, ratios, break-even, notes and the heading."""
 
 from __future__ import annotations
 
@@ -59,14 +59,17 @@ def text_of(records: list[RunRecord]) -> str:
     return markdown(records, table(records))
 
 
-def test_ratio_is_the_median_of_paired_ratios():
-    # Unpaired medians would give 30 / 20 = 1.5; the machine slowed down between the repeats.
-    speeds = {"baseline": [10.0, 20.0, 100.0], "v1": [20.0, 30.0, 110.0]}
+def test_ratio_is_of_means_and_its_interval_that_of_the_paired_differences():
+    # Unpaired differences would show nothing; the machine slowed down between the repeats.
+    speeds = {"baseline": [10.0, 20.0, 60.0], "v1": [19.0, 30.0, 71.0]}
     rows = table([record(name, repeat, speed) for name, row in speeds.items() for repeat, speed in enumerate(row, 1)])
     v1 = rows[rows.configuration == "v1"].iloc[0]
     assert v1.repeats == 3
-    assert v1.output_throughput == 30.0
-    assert (v1.ratio_min, v1.ratio, v1.ratio_max) == pytest.approx((1.1, 1.5, 2.0))
+    assert v1.output_throughput == 40.0
+    assert (v1.output_throughput_min, v1.output_throughput_max) == (19, 71)
+    assert (v1.ratio, v1.ratio_verdict) == (pytest.approx(4 / 3), "pays")
+    half = 4.303 / math.sqrt(3) / 30  # t of 2 degrees of freedom, standard error of 9, 10 and 11, relative to 30
+    assert (v1.ratio_low, v1.ratio_high) == pytest.approx((4 / 3 - half, 4 / 3 + half), rel=1e-3)
 
 
 def test_repeat_without_its_baseline_has_no_ratio():
@@ -78,7 +81,7 @@ def test_without_a_baseline_the_ratio_is_over_the_first_configuration():
     records = [record("v1", 1, 10.0), record("v2", 1, 15.0)]
     assert table(records).ratio.to_list() == [1.0, 1.5]
     text = markdown(records, table(records))
-    assert "ratio to v1" in text
+    assert "speedup over v1 (95% interval)" in text
     assert "v2 is 1.50 times v1" in text
 
 
@@ -99,18 +102,19 @@ def test_a_view_compares_full_batches():
     ]
     rows = table(records, view)
     v1 = rows[rows.configuration == "v1"].iloc[0]
-    assert (v1.ratio_min, v1.ratio_max) == pytest.approx((2 * 5 / 20, 2 * 4 / 6))
+    assert v1.ratio == pytest.approx((8 / 0.006 + 8 / 0.02) / (4 / 0.004 + 4 / 0.005))
     assert v1.break_even == pytest.approx((6 / 4 + 20 / 5) / 2)  # not by the steps of all sizes
     assert (v1.step_s_min, v1.step_s_max) == pytest.approx((0.006, 0.02))
     headings, body = shown(rows, view)
     assert headings[2:] == [
-        "full-batch step (ms)", "decode tok/s", "full-batch steps", "break-even accept length", "speculation",
-        "ratio of decode tok/s to baseline",
+        "full-batch step (ms)", "decode tok/s", "full-batch steps", "break-even accept length (95% interval)",
+        "speedup by steps (95% interval)", "by steps", "ratio of decode tok/s to baseline (95% interval)",
+        "verdict",
     ]  # fmt: skip
     assert body[1][2] == "13.00 (6.00-20.00)"
     rows = table(records, replace(view, break_even=None))
     assert rows.break_even.isna().all()
-    assert rows.speculation.isna().all()
+    assert rows.step_ratio.isna().all()
 
 
 def test_a_step_without_enough_iterations_is_a_note_where_it_is_shown():
@@ -225,7 +229,7 @@ def test_cost_of_choosing_a_draft_length_is_no_low_acceptance(drafts, mean, warn
         one.metrics |= {"accept_length": mean * 1.02}
         one.counters = {**one.counters, "steps_by_rows": {"1": [1, time]}}
     assert (losses_of(records) is not None) is warns
-    assert f"{mean - 1:+.1%} (one repeat)" in text_of(records)
+    assert f"| {mean:.2f} (one repeat) " in text_of(records)
 
 
 def test_simulated_acceptance_is_marked_everywhere():
@@ -294,8 +298,10 @@ def test_graphs_that_were_never_replayed_are_named():
 def test_spread_over_repeats_is_shown():
     once = pair(15.0)
     assert "| 1.50 " in text_of(once)
+    assert "| 15.0 " in text_of(once)
     twice = [*once, record("baseline", 2, 10.0), record("v1", 2, 17.0)]
-    assert "1.60 (1.50-1.70)" in text_of(twice)
+    assert "16.0 (15.0-17.0)" in text_of(twice)
+    assert "1.60 (0.33-2.87)" in text_of(twice)
 
 
 def test_heading_describes_the_run():
@@ -337,22 +343,24 @@ def test_break_even_is_paired_by_repeat_and_concurrency():
         timed("v1", 1, 8, 1.7, concurrency=1),
     ]
     rows = table(records).set_index(["concurrency", "configuration"])
-    assert rows.break_even[4, "v1"] == pytest.approx(1.5)  # unpaired medians would also give 30 / 20: see below
+    assert rows.break_even[4, "v1"] == pytest.approx((2 + 1.5 + 1.1) / 3)  # not 160 / 130
+    assert rows.break_even_low[4, "v1"] == pytest.approx(1.533 - 4.303 * 0.451 / math.sqrt(3), rel=1e-2)
     assert rows.break_even[1, "v1"] == pytest.approx(8.0)
+    assert math.isnan(rows.break_even_low[1, "v1"])
     assert rows.break_even.isna()[4, "baseline"]
     unpaired = [*records[:3], timed("v1", 2, 30, 1.7), timed("v1", 3, 300, 1.7)]
     assert table(unpaired).break_even.dropna().item() == pytest.approx((1.5 + 3.0) / 2)
 
 
 @pytest.mark.parametrize(
-    ("accept", "step", "gain"), [(1.8, 15, "+20.0% (one repeat)"), (1.2, 15, "-20.0% (one repeat)"), (None, 15, "-")]
+    ("accept", "step", "gain"), [(1.8, 15, "1.20 (one repeat)"), (1.2, 15, "0.80 (one repeat)"), (None, 15, "-")]
 )
 def test_rows_with_drafts_show_break_even_and_gain(accept, step, gain):
     records = [timed("baseline", 1, 10), timed("v1", 1, step, accept)]
     text = text_of(records)
-    plain, row = (line for line in text.splitlines() if line.startswith("| 4 "))
-    assert [cell.strip() for cell in row.split("|")[-4:-2]] == ["1.500", gain]
-    assert [cell.strip() for cell in plain.split("|")[-4:-2]] == ["-", "-"]
+    plain, row = (line for line in text.partition("All columns")[2].splitlines() if line.startswith("| 4 "))
+    assert [cell.strip() for cell in row.split("|")[-6:-4]] == ["1.500", gain]
+    assert [cell.strip() for cell in plain.split("|")[-6:-4]] == ["-", "-"]
     assert "| break-even accept length " in text
     assert text.count("Break-even: the accept length at which") == 1
 
@@ -365,15 +373,16 @@ def test_rows_with_drafts_show_break_even_and_gain(accept, step, gain):
 def test_unknown_break_even_is_not_shown(records):
     text = text_of(records)
     assert "reak-even" not in text
-    assert "loses" not in text
+    assert "by steps" not in text
     assert losses_of(records) is None
 
 
 def test_simulated_acceptance_is_compared_with_break_even():
     records = [timed("baseline", 1, 10), simulated(timed("v1", 1, 15, 1.2), 1.2)]
-    assert "-20.0% (one repeat)" in text_of(records)
+    assert "| 0.80 (one repeat) " in text_of(records)
     probe = [timed("baseline", 1, 10), simulated(timed("v1", 1, 15, 1.0), 1.0)]
-    assert "break-even 1.50" in text_of(probe)
+    assert "| 1.500 " in text_of(probe)
+    assert "| 0.67 (one repeat) " not in text_of(probe), "only the step was measured"
     assert losses_of(probe) is None
 
 
