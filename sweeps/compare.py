@@ -1,9 +1,9 @@
-"""`specbatch compare BEFORE AFTER`: the difference of every metric between two runs, with an interval and a verdict.
+"""`specbatch compare BASE RUN ...`: every metric of runs relative to the first one, with an interval and a verdict.
 
-* The change is after - before; the relative change is change / before. The verdict is "regression" if the interval of
-  the change excludes zero on the worse side, "no difference shown" if it contains zero, "not
-  judged" if there is no interval. Times of runs that were not interleaved (one run per side, or all of one side first)
-  are "better" or "worse, not interleaved". Each number is the mean over repeats.
+* A ratio is run / base, and a change run - base; shares and scores are compared by their change. The verdict is that of
+  `specbatch.records.verdicts`, as for `sweep`: "pays", "loses", "undecided", "one repeat", or "not judged" without an
+  interval. Times of runs that were not interleaved (all repeats of one side first) have "not interleaved" behind it.
+  Each number is the mean over the repeats that both measured.
 * Answers of `generate` are paired by prompt. A job that was interrupted and resumed is judged by the metrics that
   follow from its prompts, not by its times.
 * Intervals: see `specbatch.records.intervals`; of accuracy, see `specbatch.records.mcnemar`.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,31 +22,36 @@ from typing import Any
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.output_files import read_output
 from specbatch.records.answers import load_answers
-from specbatch.records.intervals import CONFIDENCE, Interval, interval
+from specbatch.records.intervals import CONFIDENCE, Interval, in_common, interval
 from specbatch.records.markdown import markdown_table
 from specbatch.records.mcnemar import changes, is_binary
 from specbatch.records.metrics import METRICS, Better, Metric
-from specbatch.records.runs import PointKey, Replicates, Run, differences, load_run, match
+from specbatch.records.runs import Pairs, PointKey, Replicates, Run, differences, load_run, match
+from specbatch.records.verdicts import LOSES, NOT_JUDGED, ONE_REPEAT, PAYS, Speedup, verdict_of
+from specbatch.sweeps.report.conclusion import conclusion
 from specbatch.sweeps.report.notes import replay_notes
 
 COMPARED = (
     *("output_throughput", "accept_length", "accept_rate", "mean_ttft_s", "median_ttft_s", "p99_ttft_s"),
     *("mean_tpot_s", "median_tpot_s", "p99_tpot_s", "mean_e2e_s", "p99_e2e_s", "step_s", "step_time_s"),
-    *("goodput", "slo_share"),
+    *("goodput", "slo_share", "untrimmed_accept_length", "untrimmed_accept_rate"),
     *("device_idle_share", "host_waits_per_step", "graph_coverage"),
 )
-BETTER, WORSE, SAME, UNJUDGED = "better", "regression", "no difference shown", "not judged"
+SPEED = "output_throughput"
 SHOWN = 10  # answers that are not the same
-NOT_INTERLEAVED = {BETTER: "better, not interleaved", WORSE: "worse, not interleaved", SAME: SAME}
+NOT_INTERLEAVED = ", not interleaved"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One metric at one point, in the unit of records. None: not measured, or without an interval.
+    """One metric of a run at one point, in the unit of records. None: not measured, or without an interval.
 
+    run     the label of the run that is compared with the base
+    repeats of the side with fewer
     shown   how tables show it
     """
 
+    run: str
     section: str
     configuration: str
     size: int | str
@@ -60,29 +65,61 @@ class Row:
     high: float | None
     over: str
     verdict: str
+    repeats: int
     shown: Metric
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON and CSV."""
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "shown"}
 
+    @property
+    def place(self) -> PointKey:
+        return PointKey(self.section, self.configuration, self.size)
+
+    @property
+    def speedup(self) -> Speedup | None:
+        """The ratio, as `sweep` shows it; None for shares and scores, and where it is not known."""
+        if not self.before or self.after is None or self.shown.unit == "%":
+            return None
+        low, high = (None if end is None else 1 + end / self.before for end in (self.low, self.high))
+        return Speedup(self.after / self.before, low, high, self.verdict, self.repeats)
+
+    @property
+    def cell(self) -> str:
+        """Ratio or change with its interval, and the verdict."""
+        if self.change is None:
+            return "-"
+        if (speedup := self.speedup) is not None:
+            return f"{speedup} {self.verdict}" if speedup.interval_text != self.verdict else str(speedup)
+
+        def signed(value: float) -> str:
+            return f"{self.shown.scale * value:+.{self.shown.decimals}f}"
+
+        if self.low is None or self.high is None:
+            return f"{signed(self.change)} ({self.verdict})"
+        return f"{signed(self.change)} ({signed(self.low)} to {signed(self.high)}) {self.verdict}"
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of `compare`. differs: settings, caps, versions and hardware that are not the same."""
+    """The result of `compare`.
 
-    before: Path
-    after: Path
+    base     the label of the first run; paths: of all runs, by label
+    differs  by label of another run: settings, caps, versions and hardware that are not those of the base
+    """
+
+    base: str
+    paths: dict[str, Path]
     model: str
-    differs: dict[str, list[str]]
+    differs: dict[str, dict[str, list[str]]]
     rows: list[Row]
     notes: list[str]
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
         return {
-            "before": str(self.before),
-            "after": str(self.after),
+            "base": self.base,
+            "runs": {label: str(path) for label, path in self.paths.items()},
             "model": self.model,
             "confidence": CONFIDENCE,
             "differs": self.differs,
@@ -99,25 +136,81 @@ class Comparison:
         table.writerows(row.as_dict() for row in self.rows)
         return text.getvalue()
 
+    def sentences(self) -> list[str]:
+        """How much faster the runs are than the base, in the words of `sweep`."""
+        found = {}
+        for row in self.rows:
+            if row.metric == SPEED and row.size != "" and row.speedup is not None:
+                name = " ".join(filter(None, (row.section, row.configuration)))
+                found[row.size, f"{row.run} ({name})" if name else row.run] = row.speedup
+        return conclusion(found, self.base)
+
     def markdown(self) -> str:
-        places = [name for name in ("section", "configuration", "size") if any(getattr(row, name) for row in self.rows)]
+        others = [label for label in self.paths if label != self.base]
+        places = [name for name in PointKey._fields if any(getattr(row, name) for row in self.rows)]
         titles = ["concurrency" if name == "size" else name for name in places]
-        body = [[*(getattr(row, name) for name in places), *_cells(row)] for row in self.rows]
-        interval = f"{CONFIDENCE:.0%} interval of change"
-        headers = [*titles, "metric", "before", "after", "change", "relative change", interval, "interval over"]
-        shown = markdown_table(body, headers)
-        lines = [f"before: {self.before}", f"after: {self.after}", f"model: {self.model}"]
-        lines += [f"differs: {name}: {'; '.join(texts)}" for name, texts in self.differs.items()]
-        return "\n".join([*(f"* {line}" for line in lines), "", shown, "", *(f"* {note}" for note in self.notes), ""])
+        lines: dict[tuple[PointKey, str], dict[str, Row]] = {}
+        for row in self.rows:
+            lines.setdefault((row.place, row.metric), {})[row.run] = row
+        body = []
+        for (place, _), found in lines.items():
+            if all(row.change is None for row in found.values()):
+                continue  # only one side has it; the CSV shows it
+            first = next(iter(found.values()))
+            values = [first.shown.text(first.before)]
+            values += [found[label].shown.text(found[label].after) if label in found else "-" for label in others]
+            cells = [found[label].cell if label in found else "-" for label in others]
+            body.append([*(getattr(place, name) for name in places), first.shown.heading, *cells, *values])
+        headers = [*titles, "metric", *(f"{label} / {self.base}" for label in others), self.base, *others]
+        about = [f"{label}: {path}" for label, path in self.paths.items()] + [f"model: {self.model}"]
+        about += [
+            f"differs{f' ({label})' if len(others) > 1 else ''}: {name}: {'; '.join(texts)}"
+            for label, found in self.differs.items()
+            for name, texts in found.items()
+        ]
+        listed = "".join(f"* {line}\n" for line in (*about, *self.notes))
+        sentences = "".join(f"{sentence}\n" for sentence in self.sentences())
+        return "\n".join(filter(None, (sentences, f"{markdown_table(body, headers)}\n", listed)))
 
 
-def compare(before: Path, after: Path) -> Comparison:
-    """Compare run `after` with run `before`. Refused: runs of different models or workloads."""
-    old, new = load_run("before", before, read_output), load_run("after", after, read_output)
+def compare(base: Path, *runs: Path) -> Comparison:
+    """Compare each of `runs` with `base`. Refused: runs of different models or workloads."""
+    every = [load_run("base" if path is base else "run", path, read_output) for path in (base, *runs)]
+    labels = _labels([run.path for run in every])
+    old, *others = every
+    rows: list[Row] = []
+    notes: dict[str, None] = {}
+    differs = {}
+    for new, label in zip(others, labels[1:], strict=True):
+        found, lines, settings = _pair(old, new, label)
+        rows += found
+        notes |= dict.fromkeys(lines)
+        differs[label] = settings
+    if not rows:
+        names = " and ".join(str(run.path) for run in every)
+        raise SpecbatchError(f"{names} have no metric in common: every point of one of them failed")
+    order = {place: at for at, place in enumerate(dict.fromkeys(row.place for row in rows))}
+    rows.sort(key=lambda row: order[row.place])
+    paths = dict(zip(labels, (run.path for run in every), strict=True))
+    return Comparison(labels[0], paths, _model(old), differs, rows, [*notes, *_reading(rows, differs)])
+
+
+def _labels(paths: Sequence[Path]) -> list[str]:
+    """The last part of each path, or more of it where the last ones are the same; the whole path, numbered, if need
+    be."""
+    for count in (1, 2, 3):
+        labels = ["/".join(path.parts[-count:]) or str(path) for path in paths]
+        if len(set(labels)) == len(labels):
+            return labels
+    return [f"{path} ({number})" for number, path in enumerate(paths, start=1)]
+
+
+def _pair(old: Run, new: Run, label: str) -> tuple[list[Row], list[str], dict[str, list[str]]]:
+    """Rows, notes and settings that differ, of a run and the base."""
     pairs = match(old, new)
     notes = [
         f"ONLY IN {path}: {place}"
-        for path, places in ((before, pairs.only_before), (after, pairs.only_after))
+        for path, places in ((old.path, pairs.only_before), (new.path, pairs.only_after))
         for place in places
     ]
     notes += [
@@ -127,28 +220,34 @@ def compare(before: Path, after: Path) -> Comparison:
     ]
     rows: list[Row] = []
     for place, points in pairs.both.items():
-        for path, point in zip((before, after), points, strict=True):
+        for path, point in zip((old.path, new.path), points, strict=True):
             where = f"{path} {place}".rstrip()
             notes += [f"FAILED: {where}: {point.error}"] if point.error else list(_notes(point, where))
         notes += _same_tokens(*points)
         if not any(point.error for point in points):
-            rows += [*_answers(place, *points), *_numbers(place, *points)]
-    if not rows:
-        raise SpecbatchError(f"{before} and {after} have no metric in common: every point of one of them failed")
-    differs = differences(pairs)
-    return Comparison(before, after, _model(old), differs, rows, [*notes, *_reading(rows, differs)])
+            rows += [*_answers(label, place, *points), *_numbers(label, place, *points)]
+    return rows, notes, _settings(pairs)
 
 
-def _numbers(place: PointKey, before: Replicates, after: Replicates) -> Iterator[Row]:
+def _settings(pairs: Pairs) -> dict[str, list[str]]:
+    """What differs; of a server and this engine not the settings that a server does not have."""
+    found = differences(pairs)
+    servers = {["server" in point.records[0].config for point in points].count(True) for points in pairs.both.values()}
+    if 1 not in servers:
+        return found
+    return {name: texts for name, texts in found.items() if name == "server" or name.startswith("speculation.")}
+
+
+def _numbers(label: str, place: PointKey, before: Replicates, after: Replicates) -> Iterator[Row]:
     for metric in (METRICS[key] for key in COMPARED):
-        old, new = before.mean(metric.key), after.mean(metric.key)
+        old, new = (point.mean(metric.key) for point in in_common(before, after))
         if metric.better is None or (old is None and new is None):
             continue
-        found = interval(metric, before, after)
-        yield _row(place, metric, (old, new), found)
+        repeats = min(len(before.records), len(after.records))
+        yield _row(label, place, metric, (old, new), interval(metric, before, after), repeats)
 
 
-def _answers(place: PointKey, before: Replicates, after: Replicates) -> Iterator[Row]:
+def _answers(label: str, place: PointKey, before: Replicates, after: Replicates) -> Iterator[Row]:
     """Accuracy by question under every filter, and the share of truncated answers. Needs one run per side."""
     if len(before.paths) > 1 or len(after.paths) > 1:
         return
@@ -170,11 +269,11 @@ def _answers(place: PointKey, before: Replicates, after: Replicates) -> Iterator
             {"unit": "%", "scale": 100.0, "decimals": 2} if score.better == "higher" else {"unit": "", "decimals": 4}
         )
         metric = _answer_metric(" ".join(pair), score.better, **shown)
-        yield _row(place, metric, (score.value, values[pair]), found)
+        yield _row(label, place, metric, (score.value, values[pair]), found)
     if old.generates:
         plain = Interval(None, None, "shares of the answers")
         metric = _answer_metric("truncated answers", "lower", unit="%", scale=100.0)
-        yield _row(place, metric, (old.truncated, new.truncated), plain)
+        yield _row(label, place, metric, (old.truncated, new.truncated), plain)
 
 
 def _answer_metric(name: str, better: Better, **shown: Any) -> Metric:
@@ -182,34 +281,24 @@ def _answer_metric(name: str, better: Better, **shown: Any) -> Metric:
     return Metric(name, name, definition="", formula="", better=better, **shown)
 
 
-def _row(place: PointKey, metric: Metric, values: tuple[float | None, float | None], found: Interval) -> Row:
+def _row(
+    label: str,
+    place: PointKey,
+    metric: Metric,
+    values: tuple[float | None, float | None],
+    found: Interval,
+    repeats: int = 1,
+) -> Row:
     before, after = values
     change = None if before is None or after is None else after - before
     low, high = (None if change is None else end for end in (found.low, found.high))
     assert metric.better is not None
-    verdict = UNJUDGED
-    if low is not None and high is not None:
-        verdict = SAME if low <= 0 <= high else BETTER if (low > 0) == (metric.better == "higher") else WORSE
-        verdict = verdict if found.interleaved else NOT_INTERLEAVED[verdict]
+    verdict = NOT_JUDGED if change is None else verdict_of(found, metric.better)
+    if verdict in (PAYS, LOSES) and not found.interleaved:
+        verdict += NOT_INTERLEAVED
     relative = change / before if change is not None and before else None
     numbers = (before, after, change, relative, low, high)
-    return Row(*place, metric.key, metric.better, *numbers, found.over, verdict, metric)
-
-
-def _cells(row: Row) -> list[str]:
-    metric, relative = row.shown, "-" if row.relative_change is None else f"{row.relative_change:+.1%}"
-
-    def signed(value: float) -> str:
-        return f"{metric.scale * value:+.{metric.decimals}f}"
-
-    return [
-        metric.heading,
-        *(metric.text(value) for value in (row.before, row.after)),
-        "-" if row.change is None else signed(row.change),
-        relative if row.verdict == BETTER else f"{relative} ({row.verdict})",
-        "-" if row.low is None or row.high is None else f"{signed(row.low)} to {signed(row.high)}",
-        row.over,
-    ]
+    return Row(label, *place, metric.key, metric.better, *numbers, found.over, verdict, repeats, metric)
 
 
 def _notes(point: Replicates, where: str) -> Iterator[str]:
@@ -236,17 +325,24 @@ def _same_tokens(before: Replicates, after: Replicates) -> Iterator[str]:
         yield f"ANSWERS: {len(both) - len(others)} of {len(both)} have the same tokens{named}"
 
 
-def _reading(rows: list[Row], differs: dict[str, list[str]]) -> Iterator[str]:
+def _reading(rows: list[Row], differs: dict[str, dict[str, list[str]]]) -> Iterator[str]:
     """Notes on how to read the table."""
-    if "hardware" in differs:
+    if any("hardware" in found for found in differs.values()):
         yield "DIFFERENT HARDWARE: times and throughput depend on the machines as much as on the runs."
-    judged = [row for row in rows if row.verdict != UNJUDGED]
-    if any(row.verdict in (NOT_INTERLEAVED[BETTER], NOT_INTERLEAVED[WORSE]) for row in rows):
+    by_basis: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.change is not None:
+            basis = f"no interval ({row.over})" if row.low is None else f"{CONFIDENCE:.0%} intervals over {row.over}"
+            by_basis.setdefault(basis, {})[row.shown.title] = None
+    for basis, titles in by_basis.items():
+        yield f"{basis}: {', '.join(titles)}."
+    if any(row.verdict == ONE_REPEAT or row.verdict.endswith(NOT_INTERLEAVED) for row in rows):
         yield (
             "NOT INTERLEAVED: times of single runs, or of all runs of one side after the other's, also differ by what "
             "the machine did meanwhile. sweep --repeats 3 interleaves its configurations; to compare two versions, run "
             "them alternately into A/1 B/1 A/2 B/2 and compare A with B."
         )
+    judged = [row for row in rows if row.low is not None]
     chance = math.floor(len(judged) * (1 - CONFIDENCE) + 0.5)
     if chance:
         many = f"{len(judged)} intervals at {CONFIDENCE:.0%}"

@@ -1,4 +1,4 @@
-"""`specbatch compare`: shows what changed from one run to another. Reads records and loads no model."""
+"""`specbatch compare`: shows how runs differ from the first of them. Reads records and loads no model."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from specbatch.extras import needs
 
 
 def compare(
-    before: Annotated[Path, Argument(metavar="BEFORE", help=RUN_HELP)],
-    after: Annotated[Path, Argument(metavar="AFTER", help="The run to compare with BEFORE.")],
+    base: Annotated[Path, Argument(metavar="BASE", help=RUN_HELP)],
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="The runs to compare with BASE.")],
     output: Annotated[
         Path | None, Option("--output", "--out", help="New folder for summary.md, summary.csv, compare.json.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what changed from one run to another, with confidence intervals.
+    """Show how runs differ from the first one, with confidence intervals.
 
     specbatch compare out/before out/after
 
-    specbatch compare out/sweep/v1 out/sweep/v2
+    specbatch compare out/sweep/baseline out/sweep/v1 out/sweep/v2
 
     specbatch compare out/eval-before out/eval-after --json
 
-    Every metric has a 95% interval: over repeats if both runs have them, else over prompts, in pairs; answers are
-    paired by question. Metrics that got worse are marked (regression). An interval that contains zero shows no
-    difference. Times are judged only if the two runs were interleaved: in a sweep with --repeats 3,
-    or as A/1 B/1 A/2 B/2 for two versions.
+    The table starts with the ratio to BASE and its verdict: "pays" or "loses" if the 95% interval excludes no
+    difference, else "undecided"; the files of --output have all numbers. Intervals are over repeats if both runs have
+    them, else over prompts, in pairs; answers are paired by question. Times of one repeat have no verdict, and times of
+    runs that were not interleaved are marked: use sweep --repeats 3, or A/1 B/1 A/2 B/2 for two versions.
 
     Runs with different models, prompts or lengths cannot be compared; the error names what differs.
     """
@@ -41,7 +41,7 @@ def compare(
     from specbatch.sweeps.compare import compare as run
 
     with nullcontext() if output is None else derived_folder(output, "compare") as folder:
-        result = run(before, after)
+        result = run(base, *runs)
         if folder is not None:
             write_atomic(folder / "summary.md", result.markdown())
             write_atomic(folder / "summary.csv", result.csv())

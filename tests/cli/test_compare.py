@@ -16,7 +16,7 @@ def test_table_and_files(run, swept, tmp_path):
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["compare.json", "summary.csv", "summary.md"]
     assert result.stdout.rstrip() == (tmp_path / "new/summary.md").read_text().rstrip()
     assert "* differs: speculation.algorithm: none -> ngram" in result.stdout
-    assert re.search(r"accept length *\| 1.000 *\| 2.000 *\| \+1.000 *\| \+100.0% *\|", result.stdout)
+    assert re.search(r"accept length *\| 2.00 \(2.00-2.00\) pays *\| 1.000 *\| 2.000 *\|", result.stdout)
     (line,) = run("compare", swept / "baseline", swept / "v1", "--json").stdout.splitlines()
     assert json.loads(line) == json.loads((tmp_path / "new/compare.json").read_text())
     assert run("compare", swept / "baseline", swept / "v1", "--output", tmp_path / "new").exit_code == 2
@@ -25,7 +25,7 @@ def test_table_and_files(run, swept, tmp_path):
 def test_run_does_not_differ_from_itself(run, swept):
     rows = json.loads(run("compare", swept, swept, "--json").stdout)["rows"]
     assert {row["configuration"] for row in rows} == {"baseline", "v1", "v2"}
-    assert {row["verdict"] for row in rows} == {"no difference shown"}
+    assert {row["verdict"] for row in rows} == {"undecided"}
 
 
 def test_errors_are_one_line(run, swept, tmp_path):
@@ -53,7 +53,7 @@ def test_resumed_job_is_compared_by_prompts_but_not_by_times(run, resumed):
         accept, throughput = found["accept_length"], found["output_throughput"]
         assert accept[side] == pytest.approx(12 * 4 / (7 * 2 + 5 * 4))
         assert accept["over"] == "12 prompts, paired"
-        assert accept["verdict"] == {"after": "regression", "before": "better"}[side]
+        assert accept["verdict"] == {"after": "loses", "before": "pays"}[side]
         for metric, row in found.items():
             assert (row[side] is None) == (metric != "accept_length")
         assert (throughput["verdict"], throughput["over"]) == ("not judged", "not measured")

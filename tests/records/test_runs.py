@@ -55,7 +55,7 @@ def test_random_weights_of_another_seed_are_another_model(tmp_path):
     with pytest.raises(SpecbatchError, match="seed of the weights 1 and 2"):
         compare(saved(tmp_path / "a", a), saved(tmp_path / "b", b))
     a.config["load_format"] = b.config["load_format"] = "auto"
-    assert compare(saved(tmp_path / "c", a), saved(tmp_path / "d", b)).differs["seed"] == ["1 -> 2"]
+    assert compare(saved(tmp_path / "c", a), saved(tmp_path / "d", b)).differs["d"]["seed"] == ["1 -> 2"]
 
 
 def test_runs_without_a_common_point_are_refused(tmp_path):

@@ -16,7 +16,9 @@ from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
-from specbatch.sweeps.compare import BETTER, COMPARED, NOT_INTERLEAVED, SAME, UNJUDGED, WORSE, Comparison, Row, compare
+from specbatch.records.verdicts import LOSES, NOT_JUDGED, ONE_REPEAT, PAYS, UNDECIDED
+from specbatch.sweeps.compare import COMPARED, NOT_INTERLEAVED, Comparison, Row, compare
+from specbatch.sweeps.report.tables import load_records, speedups_of, write_summary
 
 
 def row_of(result: Comparison, metric: str, size: int = 4) -> Row:
@@ -26,7 +28,7 @@ def row_of(result: Comparison, metric: str, size: int = 4) -> Row:
 
 @pytest.mark.parametrize(
     ("emitted", "ttft", "length", "first"),
-    [(22, 0.2, BETTER, NOT_INTERLEAVED[WORSE]), (18, 0.05, WORSE, NOT_INTERLEAVED[BETTER]), (20, 0.1, SAME, SAME)],
+    [(22, 0.2, PAYS, ONE_REPEAT), (18, 0.05, LOSES, ONE_REPEAT), (20, 0.1, UNDECIDED, ONE_REPEAT)],
 )
 def test_directions(tmp_path, emitted, ttft, length, first):
     old = saved(tmp_path / "a", make_record([metrics_of() for _ in range(12)]))
@@ -38,10 +40,10 @@ def test_directions(tmp_path, emitted, ttft, length, first):
     assert accept.relative_change == pytest.approx(emitted / 20 - 1)
     assert (mean.before, mean.after) == (pytest.approx(0.1), pytest.approx(ttft))
     cells = next(line for line in result.markdown().splitlines() if "mean TTFT (ms)" in line).split("|")
-    assert [float(cell) for cell in cells[3:5]] == [100, 1000 * ttft]
-    assert row_of(result, "output_throughput").verdict == UNJUDGED  # one run a side
-    assert ("(regression)" in result.markdown()) == (length == WORSE)
-    assert ("NOT INTERLEAVED" in result.markdown()) == (first != SAME)
+    assert cells[3].strip() == f"{ttft / 0.1:.2f} (one repeat)"
+    assert [float(cell) for cell in cells[4:6]] == [100, 1000 * ttft]
+    assert row_of(result, "output_throughput").verdict == ONE_REPEAT
+    assert "NOT INTERLEAVED" in result.markdown()
 
 
 def test_every_compared_metric_has_a_direction():
@@ -49,6 +51,7 @@ def test_every_compared_metric_has_a_direction():
     higher = {key for key in COMPARED if METRICS[key].better == "higher"}
     assert higher == {
         *("output_throughput", "goodput", "slo_share", "accept_length", "accept_rate", "graph_coverage"),
+        *("untrimmed_accept_length", "untrimmed_accept_rate"),
     }
 
 
@@ -62,14 +65,14 @@ def test_times_are_compared_over_repeats(tmp_path):
 
     old, slow, alike = runs("a", [1.0, 1.1, 1.2], 1), runs("b", [1.5, 1.6, 1.7], 1), runs("c", [1.0, 1.2, 1.4], 2)
     row = row_of(compare(old, slow), "mean_ttft_s")
-    assert (row.verdict, row.over) == (WORSE, "3 and 3 runs")
+    assert (row.verdict, row.over) == (LOSES, "3 and 3 runs")
     assert row.before == pytest.approx(1.1)  # the mean
-    assert row_of(compare(slow, old), "p99_ttft_s").verdict == BETTER
+    assert row_of(compare(slow, old), "p99_ttft_s").verdict == PAYS
     late = runs("d", [1.5, 1.6, 1.7], 2)
-    for pair, verdict in (((old, late), WORSE), ((late, old), BETTER)):
-        assert row_of(compare(*pair), "mean_ttft_s").verdict == NOT_INTERLEAVED[verdict]
+    for pair, verdict in (((old, late), LOSES), ((late, old), PAYS)):
+        assert row_of(compare(*pair), "mean_ttft_s").verdict == verdict + NOT_INTERLEAVED
         assert "NOT INTERLEAVED" in compare(*pair).markdown()
-    assert row_of(compare(old, alike), "mean_ttft_s").verdict == SAME
+    assert row_of(compare(old, alike), "mean_ttft_s").verdict == UNDECIDED
     assert "NOT INTERLEAVED" not in compare(old, slow).markdown()
 
 
@@ -79,7 +82,7 @@ def test_rounds_of_one_run_pair(tmp_path):
         saved(tmp_path, make_record([metrics_of(ttft=t)], repeat=n))
         saved(tmp_path, make_record([metrics_of(ttft=t + 0.1 + n / 1000)], repeat=n, configuration="v2"))
     row = row_of(compare(tmp_path / "v1", tmp_path / "v2"), "mean_ttft_s")
-    assert (row.verdict, row.over) == (WORSE, "3 runs, paired by round")
+    assert (row.verdict, row.over) == (LOSES, "3 runs, paired by round")
 
 
 def test_repeats_may_come_from_several_runs(tmp_path):
@@ -93,7 +96,7 @@ def test_repeats_against_a_single_run(tmp_path):
     old = saved(tmp_path / "a", *(make_record([metrics_of(ttft=n)] * 12, repeat=n) for n in (1, 2, 3)))
     new = saved(tmp_path / "b", make_record([metrics_of(ttft=4)] * 12))
     row = row_of(compare(old, new), "mean_ttft_s")
-    assert (row.verdict, row.over, row.low) == (NOT_INTERLEAVED[WORSE], "12 prompts, paired", pytest.approx(2))
+    assert (row.verdict, row.over, row.low) == (ONE_REPEAT, "12 prompts, paired", pytest.approx(2))
     assert row_of(compare(new, old), "output_throughput").over == "needs two runs per side"
 
 
@@ -124,20 +127,40 @@ def test_markdown_csv_and_json_agree(tmp_path):
     result = compare(old, new)
     lines = [line for line in result.markdown().splitlines() if line.startswith("| 4 ")]
     (shown,) = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if "accept length" in line)
-    assert shown == [
-        "4", "accept length", "2.000", "1.800", "-0.200", "-10.0% (regression)", "-0.200 to -0.200",
-        "12 prompts, paired",
-    ]  # fmt: skip
+    assert shown == ["4", "accept length", "0.90 (0.90-0.90) loses", "2.000", "1.800"]
     table = list(csv.DictReader(io.StringIO(result.csv())))
     body = json.loads(json.dumps(result.as_dict()))
     assert list(table[0]) == list(body["rows"][0]) == [
-        "section", "configuration", "size", "metric", "better", "before", "after", "change", "relative_change",
-        "low", "high", "over", "verdict",
+        "run", "section", "configuration", "size", "metric", "better", "before", "after", "change", "relative_change",
+        "low", "high", "over", "verdict", "repeats",
     ]  # fmt: skip
     (line,) = (row for row in table if row["metric"] == "accept_length")
-    assert (float(line["change"]), line["verdict"]) == (pytest.approx(-0.2), "regression")
-    assert set(body) == {"before", "after", "model", "confidence", "differs", "rows", "notes"}
+    assert (line["run"], float(line["change"]), line["verdict"]) == ("b", pytest.approx(-0.2), "loses")
+    assert set(body) == {"base", "runs", "model", "confidence", "differs", "rows", "notes"}
     assert len(lines) == len(table) == len(body["rows"])
+
+
+def test_three_runs_in_one_table(tmp_path):
+    """Each against the first, with the verdicts and the sentences of the sweep's own summary."""
+    speeds = {"baseline": (100, 101, 99), "v1": (90, 93, 91), "v2": (150, 149, 153)}
+    for repeat in (1, 2, 3):
+        for name, found in speeds.items():
+            made = make_record([metrics_of()] * 4, repeat=repeat, configuration=name)
+            made.workload |= {"ignore_eos": True, "output_sha256": "same", "seed": 0, "input_len": 8, "output_len": 4}
+            made.workload["place"] = list(speeds).index(name)
+            made.metrics["output_throughput"] = float(found[repeat - 1])
+            saved(tmp_path, made)
+    result = compare(*(tmp_path / name for name in speeds))
+    rows = {row.run: row for row in result.rows if row.metric == "output_throughput"}
+    assert {name: row.verdict for name, row in rows.items()} == {"v1": LOSES, "v2": PAYS}
+    records = load_records(tmp_path)
+    swept = speedups_of(records)
+    assert {name: row.speedup for name, row in rows.items()} == {name: swept[4, name] for name in rows}
+    assert all(sentence in write_summary(tmp_path) for sentence in result.sentences())
+    (line,) = (line for line in result.markdown().splitlines() if "output tok/s" in line and line.startswith("|"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[2:] == [f"{swept[4, 'v1']} loses", f"{swept[4, 'v2']} pays", "100.0", "91.3", "150.7"]
+    assert "| v1 / baseline" in result.markdown()
 
 
 def test_other_differences_are_listed(tmp_path):
@@ -145,7 +168,7 @@ def test_other_differences_are_listed(tmp_path):
     other = make_record([metrics_of()] * 12, config=v2)
     other.versions["torch"], other.hardware["cpu"], other.caps["max_running"] = "2.14", "slide rule", 3
     result = compare(saved(tmp_path / "a", make_record([metrics_of()] * 12)), saved(tmp_path / "b", other))
-    assert result.differs == {
+    assert result.differs["b"] == {
         "speculation.schedule": ["v1 -> v2"],
         "effective max_running": ["4 -> 3"],
         "torch version": ["2.13 -> 2.14"],
@@ -188,8 +211,8 @@ def test_output_of_generate(tmp_path):
         (tmp_path / f"{name}.record.json").write_text(record.summary())
     result = compare(tmp_path / "a.jsonl", tmp_path / "b.jsonl.record.json")
     accept, rate = row_of(result, "accept_length", ""), row_of(result, "accept_rate", "")
-    assert (accept.before, accept.verdict, accept.over) == (2.0, SAME, "12 prompts, paired")
-    assert (rate.verdict, rate.over) == (UNJUDGED, "no rows")
+    assert (accept.before, accept.verdict, accept.over) == (2.0, UNDECIDED, "12 prompts, paired")
+    assert (rate.verdict, rate.over) == (NOT_JUDGED, "no rows")
     assert not any(note.startswith(("RESUMED", "ANSWERS")) for note in result.notes)
     (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]) + "\n")  # a row is missing
     assert row_of(compare(tmp_path / "a.jsonl", tmp_path / "b.jsonl"), "accept_length", "").over == "no rows"
@@ -201,11 +224,15 @@ def test_answers_are_compared_question_by_question(tmp_path):
         make_report(right).save(tmp_path / name)
     result = compare(tmp_path / "old", tmp_path / "new")
     loose, strict = row_of(result, "loose match", ""), row_of(result, "strict match", "")
-    assert (loose.before, loose.after, loose.verdict) == (0.5, 0.3, WORSE)
+    assert (loose.before, loose.after, loose.verdict) == (0.5, 0.3, LOSES)
     assert loose.over == "40 questions, paired: 10 lost, 2 gained, p = 0.0386"
-    assert (strict.verdict, strict.low, strict.high) == (BETTER, pytest.approx(-loose.high), pytest.approx(-loose.low))
-    assert row_of(result, "truncated answers", "").verdict == UNJUDGED
-    assert {row.verdict for row in compare(tmp_path / "old", tmp_path / "old").rows} == {SAME, UNJUDGED}
+    assert (strict.verdict, strict.low, strict.high) == (PAYS, pytest.approx(-loose.high), pytest.approx(-loose.low))
+    assert row_of(result, "truncated answers", "").verdict == NOT_JUDGED
+    assert {row.verdict for row in compare(tmp_path / "old", tmp_path / "old").rows} == {
+        UNDECIDED,
+        ONE_REPEAT,
+        NOT_JUDGED,
+    }
 
 
 def test_partial_scores_have_no_exact_test(tmp_path):
@@ -213,4 +240,4 @@ def test_partial_scores_have_no_exact_test(tmp_path):
     report.questions[0]["scores"]["loose"]["match"] = 0.4
     report.save(tmp_path)
     row = row_of(compare(tmp_path, tmp_path), "loose match", "")
-    assert (row.verdict, row.over) == (UNJUDGED, "not right or wrong")
+    assert (row.verdict, row.over) == (NOT_JUDGED, "not right or wrong")
