@@ -4,7 +4,7 @@ Deterministic drafts (n-gram, greedy): at every node a token is chosen from the 
 sampled with random numbers keyed on (seed, position), and a draft is accepted if it equals that token. A draft d is
 thus accepted with probability p(d), and the token after a rejection is distributed as p given "not d": rejection
 sampling for a one-hot draft. As the random numbers are those of the baseline, a seed gives the same tokens with and
-without drafts.
+without drafts, unless rounding moves the edge between two tokens past a random number.
 
 Trees follow this rule only: their drafts are the likeliest children, not sampled ones, so that each is a one-hot
 proposal. All nodes of one depth share the random number of their position, and the walk goes from the root to the child

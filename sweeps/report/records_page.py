@@ -21,7 +21,7 @@ FILES = {
     "bench": "a folder of `sweep` for each section, `summary.csv`, `summary.md`",
     "eval": "`record.json`, `requests.jsonl`, `questions.jsonl` (a line per answer, with its scores), `summary.csv`, "
     "`summary.md`; with `--configs` the folder of a sweep, with such files for each point, and `summary.json`",
-    "check": "`record.json`, `requests.jsonl`, `prompts.jsonl` (a line per prompt, with its verdict), `summary.md`",
+    "check": "`record.json`, `requests.jsonl`, `prompts.jsonl` (a line per prompt: where it diverges), `summary.md`",
     "generate": "`OUT`, and `OUT.record.json`",
 }
 RECORD = {

@@ -1,4 +1,4 @@
-"""`specbatch check`: equal output, divergences with their place and margin, the record, and the command."""
+"""`specbatch check`: equal output, divergences with their place and the referee's gaps, the record, and the command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from specbatch.core.request import Completion, RequestMetrics
 from specbatch.engine import acceptance
 from specbatch.jobs.configurations import load_engine
 from specbatch.records.store import load_record
-from specbatch.sweeps.check import CheckOptions, CheckReport, _compare, _encode, run_check
+from specbatch.sweeps.check.options import CheckOptions
+from specbatch.sweeps.check.prompts import random_prompts
+from specbatch.sweeps.check.report import CheckReport
+from specbatch.sweeps.check.run import _compare, run_check
 
 SPECULATIONS = {
     "none": Speculation(),
@@ -72,27 +75,43 @@ def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("name", "schedule"), [("self", "v2"), ("ngram", "v1")])
 def test_equal_output(toy: Any, check: Any, tmp_path: Path, name: str, schedule: str) -> None:
-    report = check(replace(SPECULATIONS[name], schedule=schedule), margin=0.0)
-    assert report.counts() == {"prompts": COUNT, "equal": COUNT, "near_ties": 0, "differing": 0}
-    assert not report.differs
+    report = check(replace(SPECULATIONS[name], schedule=schedule))
+    assert (report.summary()["equal"], report.summary()["diverging"], report.faults) == (COUNT, 0, [])
     names = [f"p{number}" for number in range(COUNT)]
     assert [item.id for item in report.findings] == names
     wanted = [toy.greedy(prompt)[:TOKENS] for prompt in toy.prompts()[:COUNT]]
     lengths = [text.index(toy.eos) + 1 if toy.eos in text else TOKENS for text in wanted]
     assert [item.equal for item in report.findings] == lengths
-    assert f"{COUNT} of {COUNT} prompts have the baseline's tokens." in report.markdown()
-    assert "| reached draft 1, 2, ... (%)" in report.markdown()
+    text = report.markdown()
+    assert f"PASSED: {COUNT} of {COUNT} prompts have the baseline's tokens." in text
+    assert "| reached draft 1, 2, ... (%)" in text
     assert report.record.metrics["drafted_tokens"]
     assert report.record.config["speculation"]["schedule"] == schedule
     work = report.record.workload
-    assert (work["command"], work["prompts"], work["equal"], work["margin"]) == ("check", COUNT, COUNT, 0.0)
+    assert (work["command"], work["prompts"], work["equal"], work["faults"]) == ("check", COUNT, COUNT, [])
     assert work["source"].endswith("in.jsonl")
-    assert len(report.record.requests) == COUNT, "passes for margins, and the baseline's, are not among them"
+    assert len(report.record.requests) == COUNT, "the baseline's are not among them"
     folder = tmp_path / "out"
     assert load_record("folder", folder) == report.record
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     assert [row["id"] for row in rows] == names
-    assert (folder / "summary.md").read_text() == report.markdown() + "\n"
+    assert (folder / "summary.md").read_text() == text + "\n"
+
+
+def test_referee_judges_what_the_engine_saw(check: Any) -> None:
+    report = check(SPECULATIONS["self"])
+    judged = [item.index for item in report.findings if item.plain.places]
+    assert judged == [1, 2, 3, 5], "prompts with log-probabilities"
+    assert report.errors is not None
+    assert report.errors.prompts == len(judged)
+    assert 0 < report.errors.checked < 1e-4
+    assert report.below is not None
+    assert report.below.checked < 1e-5
+    assert max(max(item.checked.errors) for item in report.judged) < 1e-3
+    everything = check(SPECULATIONS["self"], referee="none")
+    assert not everything.judged
+    assert not everything.fails
+    assert "* referee: none" in everything.markdown()
 
 
 def test_checked_engine_runs_from_graphs_and_the_baseline_does_not(check: Any, monkeypatch: Any) -> None:
@@ -103,10 +122,10 @@ def test_checked_engine_runs_from_graphs_and_the_baseline_does_not(check: Any, m
         configs.append(config)
         return load_engine(name, config, *rest, **more)
 
-    monkeypatch.setattr("specbatch.sweeps.check.load_engine", load)
+    monkeypatch.setattr("specbatch.sweeps.check.run.load_engine", load)
     report = check(SPECULATIONS["self"], Graphs("whole", "piecewise"), prompts=3)
     assert [item.id for item in report.findings] == ["p0", "p1", "p2"], "the first prompts of the file"
-    assert report.counts()["equal"] == 3
+    assert report.summary()["equal"] == 3
     assert report.record.counters["graphs"]["decode"]["replays"] > 0
     assert "NO REPLAYS" not in report.markdown()
     plain, checked = configs
@@ -121,32 +140,32 @@ def test_checked_engine_runs_from_graphs_and_the_baseline_does_not(check: Any, m
 def test_wrong_acceptance_is_located_and_measured(toy: Any, check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_everything(monkeypatch)
     report = check(SPECULATIONS["other"])
-    assert report.differs
-    assert report.count("equal") == 0
+    assert report.fails
+    assert report.worst > report.bound == 512
+    assert report.below is not None
+    assert report.below.checked > 0.1 > 1e-5 > report.below.baseline
+    assert report.summary()["diverging"] == len(report.judged) == COUNT
     for item, prompt in zip(report.findings, toy.prompts(), strict=False):
         wanted = toy.greedy(prompt)
-        assert item.plain == wanted[item.equal] != item.checked
+        plain, checked = (side.at(item.equal) for side in item.answers)
+        assert plain["token"] == wanted[item.equal] != checked["token"]
         logits = toy.logits([*prompt, *wanted[: item.equal]])[-1]
-        first, second = logits.topk(2).values.tolist()
-        assert item.margin == pytest.approx(first - second, abs=1e-3)
-        assert item.gap == pytest.approx(first - float(logits[item.checked]), abs=1e-3)
-        assert item.gap >= item.margin - 1e-6
-        assert item.verdict == ("near tie" if item.gap <= 0.1 else "differs")
+        assert plain["below"] == pytest.approx(0, abs=1e-4)
+        assert checked["below"] == pytest.approx(float(logits.max() - logits[checked["token"]]), abs=1e-3)
     text = report.markdown()
-    assert "DIFFER." in text
+    assert "FAILED: " in text
+    assert "units in the last place below the referee's best" in text
     assert "| p0 " in text
-    assert "Margin: the baseline's" in text
-
-
-def test_requested_margin_makes_divergences_near_ties(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    accept_everything(monkeypatch)
-    report = check(SPECULATIONS["other"], margin=1e3)
-    assert (report.count("near tie"), report.differs) == (COUNT, False)
-    assert "NEAR TIES IN FLOAT32, where none are expected" in report.markdown()
-    assert "quantized to FP8" not in report.markdown()
+    assert "DIVERGENCES IN FLOAT32" in text
+    assert "quantized to FP8" not in text
     report.record.caps["fp8_activations"] = "on"
-    assert "Activations were quantized to FP8" in report.markdown()
-    assert "quantized to FP8" not in replace(report, findings=[]).markdown()
+    assert "quantized to FP8" in report.markdown()
+
+
+def test_without_a_referee_every_difference_counts(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept_everything(monkeypatch)
+    report = check(SPECULATIONS["other"], referee="none")
+    assert report.faults == [f"{COUNT} answers differ and no referee was asked"]
 
 
 def done(*tokens: int) -> Completion:
@@ -154,27 +173,19 @@ def done(*tokens: int) -> Completion:
 
 
 @pytest.mark.parametrize(
-    ("plain", "checked", "verdict", "equal", "gap"),
+    ("plain", "checked", "equal", "diverges", "early"),
     [
-        ((1, 2, 0), (1, 2, 0), "equal", 3, None),
-        ((1, 2, 0), (1, 2, 1), "near tie", 2, 0.0625),
-        ((1, 2, 1), (1, 2, 0), "near tie", 2, 0.0625),  # the prefill prefers the other token
-        ((1, 0, 0), (1, 3, 0), "differs", 1, 5.0),  # the margin is small, but token 3 is unlikely
-        ((1, 2), (1, 2, 0), "differs", 2, None),
-        ((1, 2, 0), (1, 2), "differs", 2, None),
+        ((1, 2, 0), (1, 2, 0), 3, False, False),
+        ((1, 2, 0), (1, 2, 1), 2, True, False),
+        ((1, 2), (1, 2, 0), 2, True, True),
+        ((1, 2, 0), (1, 2), 2, True, True),
+        ((1, 2), (), 0, True, True),
     ],
 )
-def test_verdict_of_one_prompt(plain: Any, checked: Any, verdict: str, equal: int, gap: float | None) -> None:
-    asked: list[list[int]] = []
-
-    def next_logits(tokens: list[int]) -> torch.Tensor:
-        asked.append(tokens)
-        return torch.tensor([5.0, 4.9375, 1.0, 0.0])
-
-    found = _compare(done(*plain), done(*checked), None, 0.0625, next_logits)
-    assert (found.verdict, found.equal, found.gap) == (verdict, equal, gap)
-    assert asked == ([] if gap is None else [[7, 7, *plain[:equal]]])
-    assert found.margin == (None if gap is None else 0.0625)
+def test_divergence_of_one_prompt(plain: Any, checked: Any, equal: int, diverges: bool, early: bool) -> None:
+    found = _compare(done(*plain), done(*checked), None)
+    assert (found.equal, found.diverges, found.ends_early) == (equal, diverges, early)
+    assert found.prompt == [7, 7]
 
 
 # -- prompts and records ----------------------------------------------------------------------------------------------
@@ -183,11 +194,11 @@ def test_verdict_of_one_prompt(plain: Any, checked: Any, verdict: str, equal: in
 @pytest.mark.parametrize("length", [1, 2, 7, 8])
 def test_every_second_random_prompt_repeats_its_first_half(length: int) -> None:
     tokenizer = SimpleNamespace(vocab_size=50, eos_ids=frozenset({3}), bos_id=5)
-    prompts = _encode(None, CheckOptions(input_len=length, prompts=5), tokenizer, 4)  # type: ignore[arg-type]
+    prompts = random_prompts(CheckOptions(random=True, input_len=length, prompts=5), tokenizer, 4)  # type: ignore[arg-type]
     assert [len(prompt) for prompt in prompts] == [length] * 5
     half = (length + 1) // 2
     assert all(prompt[half:] == prompt[: length - half] for prompt in prompts[1::2])
-    other = _encode(None, CheckOptions(input_len=length, prompts=5), tokenizer, 5)  # type: ignore[arg-type]
+    other = random_prompts(CheckOptions(random=True, input_len=length, prompts=5), tokenizer, 5)  # type: ignore[arg-type]
     assert prompts != other
 
 
@@ -208,7 +219,19 @@ def test_simulated_acceptance_is_refused(check: Any) -> None:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     monkeypatch.chdir(tmp_path)
-    toy = ("--model", "toy", "--load-format", "dummy", "--device", "cpu", "--max-new-tokens", 12, "--input-len", 9)
+    toy = (
+        "--model",
+        "toy",
+        "--load-format",
+        "dummy",
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        12,
+        "--random",
+        "--input-len",
+        9,
+    )
     return lambda *words: CliRunner().invoke(app, ["check", *map(str, (*words, *toy))])
 
 
@@ -230,21 +253,35 @@ def test_equal_output_exits_with_0(run: Any, words: tuple[str, ...], expected: t
     assert (speculation["algorithm"], speculation["schedule"]) == expected
 
 
-def test_difference_exits_with_1_and_near_tie_with_0(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_exits_with_1(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_everything(monkeypatch)
-    words = ("--draft", "self:skip=0-2", "--prompts", 4)
-    result = run(*words, "--json", "--margin", 0)
+    result = run("--draft", "self:skip=0-2", "--prompts", 4, "--json")
     assert result.exit_code == 1
     (line,) = result.stdout.splitlines()
     body = json.loads(line)
-    assert body["differing"] + body["equal"] == body["prompts"] == len(body["rows"]) == 4
-    assert body["differing"] > 0
+    assert body["diverging"] + body["equal"] == body["prompts"] == len(body["rows"]) == 4
+    assert body["faults"]
     assert Path(body["output"], "prompts.jsonl").exists()
-    assert run(*words, "--margin", 1e6).exit_code == 0
 
 
-def test_prompt_that_does_not_fit_exits_with_2(run: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("in.jsonl",), "random=True: a file has the prompts"),
+        (("--sampled",), "random=True: with --sampled prompts are text"),
+        (("--referee", "float16"), "referee='float16': use one of float32, same, none"),
+    ],
+)
+def test_refused_options_exit_with_2(run: Any, words: tuple[str, ...], message: str) -> None:
+    result = run(*words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_prompt_that_does_not_fit_exits_with_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt_token_ids": [3] * 60}) + "\n")
-    result = run("in.jsonl", "--max-model-len", 64)
+    toy = ("--model", "toy", "--load-format", "dummy", "--device", "cpu", "--max-new-tokens", "12")
+    result = CliRunner().invoke(app, ["check", "in.jsonl", "--max-model-len", "64", *toy])
     assert result.exit_code == 2
     assert "max_model_len=64" in result.stderr

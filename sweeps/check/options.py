@@ -1,0 +1,65 @@
+"""The options of `specbatch check`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specbatch.core.request import SamplingParams
+from specbatch.errors import refuse
+from specbatch.settings import FLAG, check_fields, setting, whole
+
+REFEREES = ("float32", "same", "none")
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """What is compared.
+
+    source: JSONL as in `specbatch.jobs.prompts`; None: the prompts that come with the package, or random ones
+    """
+
+    source: Path | None = None
+    random: bool = setting(
+        False,
+        "Random token ids as prompts; each continues for exactly --max-new-tokens. They find memory errors at any "
+        "length and need no tokenizer, but a model of real weights is chaotic on them in bfloat16 and float16.",
+        FLAG,
+    )
+    prompts: int | None = setting(
+        None, "Number of prompts. Default: all of them, 32 random ones, or 3 with --sampled.", whole(1)
+    )
+    input_len: int = setting(64, "Tokens per random prompt.", whole(1))
+    max_new_tokens: int = setting(48, "Maximum number of tokens per answer.", whole(1))
+    concurrency: int = setting(16, "Maximum number of requests in flight.", whole(1))
+    chat_template: bool = setting(True, "Render messages with the model's chat template.", FLAG)
+    referee: str = setting(
+        "float32",
+        "The model that judges tokens, without engine and cache. float32: in that type; it is loaded after the engines "
+        "are closed. same: in the engines' type. none: every difference counts.",
+        choices=REFEREES,
+    )
+    sampled: bool = setting(
+        False,
+        "Compare the distribution of sampled tokens with the exact one, instead of greedy tokens with the baseline's.",
+        FLAG,
+    )
+    seeds: int = setting(500, "With --sampled: requests per prompt and set of sampling parameters.", whole(50))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.random and self.source is not None:
+            raise refuse("random", True, "a file has the prompts; leave one of them out")
+        if self.sampled and self.random:
+            raise refuse("random", True, "with --sampled prompts are text; leave it out")
+        if self.sampled and self.referee == "none":
+            raise refuse("referee", self.referee, "the exact distribution is the referee's; use float32 or same")
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(max_new_tokens=self.max_new_tokens, ignore_eos=self.random)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Length that random prompts need; None if it depends on the tokenizer."""
+        return self.input_len + self.max_new_tokens if self.random else None

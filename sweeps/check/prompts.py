@@ -1,0 +1,60 @@
+"""The prompts of a check: those that come with the package, a file's, or random token ids."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specbatch.errors import refuse
+from specbatch.jobs.prompts import Prompt, read_prompts
+from specbatch.sweeps.check.options import CheckOptions
+from specbatch.sweeps.run.workloads import Workload
+
+if TYPE_CHECKING:
+    from specbatch.engine.interface import InferenceEngine
+    from specbatch.tokenizer import Tokenizer
+
+BUNDLED = Path(__file__).with_name("prompts.jsonl")
+RANDOM_PROMPTS = 32
+SAMPLED = ("math-table", "list-json", "dialogue-shop")  # of the bundled ones: texts that repeat themselves, and one
+
+
+def read(options: CheckOptions) -> list[Prompt] | None:
+    """The rows of the options' prompts; None for random ones."""
+    if options.random:
+        return None
+    rows = read_prompts(options.source or BUNDLED)
+    if options.sampled:
+        if options.source is None:
+            by_id = {row.id: row for row in rows}
+            rows = [by_id[name] for name in SAMPLED]
+        return list(islice(rows, options.prompts or len(SAMPLED)))
+    return rows[: options.prompts]
+
+
+def encode(
+    rows: list[Prompt] | None, options: CheckOptions, engine: InferenceEngine, seed: int
+) -> tuple[list[list[int]], list[str | int | None]]:
+    """Token ids of the prompts, and their names. Of random prompts, every second one has its first half twice, so that
+    there is something to look up. Of the package's prompts those that the engine cannot hold are left out."""
+    if rows is None:
+        prompts = random_prompts(options, engine.tokenizer, seed)
+        return prompts, [None] * len(prompts)
+    encoded = [(row.encode(engine.tokenizer, chat_template=options.chat_template), row.id) for row in rows]
+    if options.source is None:
+        room = engine.caps["max_model_len"] - options.max_new_tokens
+        fitting = [pair for pair in encoded if len(pair[0]) <= room]
+        if not fitting:
+            least = min(len(ids) for ids, _ in encoded) + options.max_new_tokens
+            works = f"the shortest prompt needs {least}; use at least that, a file of your own, or --random"
+            raise refuse("max_model_len", engine.caps["max_model_len"], works)
+        encoded = fitting
+    return [ids for ids, _ in encoded], [name for _, name in encoded]
+
+
+def random_prompts(options: CheckOptions, tokenizer: Tokenizer, seed: int) -> list[list[int]]:
+    workload = Workload(input_len=options.input_len, output_len=options.max_new_tokens, seed=seed)
+    prompts = workload.prompts(tokenizer, options.prompts or RANDOM_PROMPTS)
+    half = (options.input_len + 1) // 2
+    return [(ids[:half] * 2)[: options.input_len] if index % 2 else ids for index, ids in enumerate(prompts)]

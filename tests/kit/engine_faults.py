@@ -1,0 +1,138 @@
+"""For tests of `specbatch check`: configurations of tiny engines, and faults in passes that verify drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from targets import MTP, SPECULATIONS, Targets
+
+from specbatch.config import EngineConfig, Speculation
+from specbatch.core.attention_metadata import _BoundDecode
+from specbatch.core.device_batch import DeviceBatch
+from specbatch.engine import acceptance
+from specbatch.engine.step import DecodeStep
+from specbatch.kernels.attention import verify_attention
+from specbatch.kernels.gemm.linear import Linear
+from specbatch.kernels.recurrent.state_replay import StateReplay
+
+
+def config_of(targets: Targets, patch: pytest.MonkeyPatch, target: str, drafter: str, **changes: Any) -> EngineConfig:
+    """An engine of one of `TARGETS` with one of `SPECULATIONS`; engines find the checkpoints in memory. changes: of
+    EngineConfig, and `schedule`."""
+    speculation = {"schedule": changes.pop("schedule", "v2"), **SPECULATIONS[drafter]}
+    if speculation.get("algorithm") == "eagle":
+        speculation["draft"] = targets._eagle(target)
+    dummy = speculation.get("draft") == "dummy" or (drafter.startswith("mtp") and target not in MTP)
+    patch.setattr("specbatch.weights.open_checkpoint", lambda model, *_, **__: targets.checkpoint(model))
+    settings = {"page_size": 4, "device": "cpu", "load_format": "dummy" if dummy else "auto"} | changes
+    return EngineConfig(model=target, speculation=Speculation(**speculation), **settings)
+
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def stale_kv(patch: pytest.MonkeyPatch, layers: int | None = None) -> None:
+    """The root's key and value are not written: a rejected draft's stay in its place. layers: only the first ones."""
+    write = verify_attention.write_kv_ref
+    call = verify_attention.DecodeAttentionRef.__call__
+    calls = {"count": 0}
+
+    def without_root(k: Any, v: Any, k_cache: Any, v_cache: Any, slots: torch.Tensor) -> None:
+        calls["count"] += 1
+        count = calls["rows"]
+        if count > 1:
+            slots = slots.clone()
+            slots.view(-1, count)[:, 0] = 0  # of the padding page
+        write(k, v, k_cache, v_cache, slots)
+
+    def noted(self: Any, *arguments: Any) -> Any:
+        calls["rows"] = self._count
+        return call(self, *arguments)
+
+    patch.setattr(verify_attention, "write_kv_ref", without_root)
+    patch.setattr(verify_attention.DecodeAttentionRef, "__call__", noted)
+
+
+def position_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """Verified tokens are one position too far from the prompt."""
+    stage = DeviceBatch.stage
+
+    def later(self: Any, slots: Any, drafts: torch.Tensor, ancestors: Any) -> Any:
+        tokens, positions = stage(self, slots, drafts, ancestors)
+        return tokens, positions + (drafts.shape[1] > 0)
+
+    patch.setattr(DeviceBatch, "stage", later)
+
+
+def rope_offset_of_queries(patch: pytest.MonkeyPatch) -> None:
+    """Queries of a verify are rotated one position too far, keys are not."""
+    call = verify_attention.DecodeAttentionRef.__call__
+    split = verify_attention.split_qkv_rope_ref
+
+    def turned(qkv: Any, heads: Any, positions: Any) -> Any:
+        return split(qkv, heads, positions + 1)[0], *split(qkv, heads, positions)[1:]
+
+    def wrong(self: Any, *arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            if self._count > 1:
+                inner.setattr(verify_attention, "split_qkv_rope_ref", turned)
+            return call(self, *arguments)
+
+    patch.setattr(verify_attention.DecodeAttentionRef, "__call__", wrong)
+
+
+def dropped_accepted_token(patch: pytest.MonkeyPatch) -> None:
+    """The first of several accepted drafts is lost, its key and value stay."""
+    accept = acceptance.accept_ref
+
+    def dropped(*arguments: Any) -> Any:
+        found = accept(*arguments)
+        several = found.accepted > 1
+        tokens = torch.cat([found.tokens[:, 1:], found.tokens[:, -1:]], 1)
+        return found._replace(
+            tokens=torch.where(several[:, None], tokens, found.tokens), accepted=found.accepted - several.long()
+        )
+
+    patch.setattr(acceptance, "accept_ref", dropped)
+
+
+def wrong_block_scale(patch: pytest.MonkeyPatch, factor: float = 2.0, layer: int = 0) -> None:
+    """Of a layer's last matrix one block of 128 x 128 values is too large in a verify."""
+    verify, call = DecodeStep.verify, Linear.__call__
+    wrong: list[Any] = []
+
+    def verified(self: Any, step: Any, proposal: Any) -> Any:
+        if proposal.tokens.shape[1]:
+            wrong.append(self.model.layers[layer].mlps[-1].down)
+        try:
+            return verify(self, step, proposal)
+        finally:
+            wrong.clear()
+
+    def scaled(self: Any, x: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        more = x[:, :128] @ self._weight[:128, :128].T if wrong and self is wrong[0] else None
+        found = call(self, x, *arguments, **named)
+        if more is not None:
+            found[:, :128] += (factor - 1) * more
+        return found
+
+    patch.setattr(DecodeStep, "verify", verified)
+    patch.setattr(Linear, "__call__", scaled)
+
+
+def state_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
+    """The state of the first recurrent layer advances over rejected drafts, too."""
+    recur = _BoundDecode.recur
+
+    def ahead(self: Any, layer: int, projected: Any, mixer: Any) -> Any:
+        states = self.cache.states
+        if layer or self.metadata.num_queries == 1:
+            return recur(self, layer, projected, mixer)
+        count, rows = states._count, self.metadata.num_queries
+        every = StateReplay(self.metadata.slots, (count > 0) * rows, states._kept, self.metadata.ancestors)
+        return mixer.verify(projected, states.layers[layer], every)
+
+    patch.setattr(_BoundDecode, "recur", ahead)

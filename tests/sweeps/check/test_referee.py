@@ -1,0 +1,46 @@
+"""The referee: logits of the model alone, and its refusal where it does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specbatch import EngineConfig, SpecbatchError
+from specbatch.sweeps.check import referee
+from specbatch.sweeps.check.referee import Referee, plan_referee
+
+
+@pytest.fixture
+def config(toy: Any, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+    checkpoint = type(toy.checkpoint)
+    monkeypatch.setattr("specbatch.weights.open_checkpoint", lambda model, *_, **__: checkpoint(model))
+    return EngineConfig(model="toy", device="cpu", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("name", "close"), [("float32", 1e-4), ("same", 0.2)])
+def test_referee_is_the_model(
+    toy: Any, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, name: str, close: float
+) -> None:
+    monkeypatch.setattr(referee, "_LOGIT_ROWS", 3)
+    prompt, answer = toy.prompts()[8], [5, 9, 30, 4]
+    found = Referee(plan_referee(config, name), 64)
+    places = found.judge(prompt, answer)
+    logits = toy.logits([*prompt, *answer])[len(prompt) - 1 : -1]
+    own = logits[range(4), answer]
+    assert places.below == pytest.approx((logits.amax(-1) - own).tolist(), abs=close)
+    assert places.scale == pytest.approx(logits.abs().amax(-1).tolist(), abs=close)
+    assert places.logprobs == pytest.approx(logits.log_softmax(-1)[range(4), answer].tolist(), abs=close)
+    assert found.next_logits(prompt).tolist() == pytest.approx(toy.logits(list(prompt))[-1].tolist(), abs=close)
+    assert found.judge(prompt, []) == ([], [], [])
+
+
+def test_referee_that_does_not_fit_is_refused(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = 2 * 27_000  # bytes of the toy's weights in 16 bits, roughly
+    monkeypatch.setattr(referee, "available_memory", lambda device: 2 * own)
+    plan_referee(config, "same")
+    with pytest.raises(SpecbatchError, match=r"referee='float32': its weights take .* use same, with"):
+        plan_referee(config, "float32")
+    monkeypatch.setattr(referee, "available_memory", lambda device: 1000)
+    with pytest.raises(SpecbatchError, match=r"referee='same': .*; use none, or a smaller model"):
+        plan_referee(config, "same")
