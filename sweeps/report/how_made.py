@@ -16,8 +16,11 @@ class HowMade:
     lines: dict[str, str]
 
 
-def how_made(records: list[RunRecord]) -> HowMade:
-    """Collect it; a line has several values where records differ, and is left out where none has one."""
+def how_made(records: list[RunRecord], caps: str) -> HowMade:
+    """Collect it; a line has several values where records differ, and is left out where none has one.
+
+    caps: the text on the capacities of the engines.
+    """
     created = sorted(record.created for record in records)
     found = {
         "git revision": _distinct(record.revision for record in records),
@@ -27,6 +30,7 @@ def how_made(records: list[RunRecord]) -> HowMade:
         "CPU": _distinct(_cpu(record) for record in records),
         "environment": _distinct(_environment(record) for record in records),
         "versions": _distinct(_versions(record) for record in records),
+        "effective caps": caps,
         "records": f"{len(records)}, made from {created[0]} to {created[-1]}",
     }
     commands = list(dict.fromkeys(filter(None, (record.command for record in records))))

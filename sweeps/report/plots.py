@@ -77,7 +77,11 @@ def _throughput(points: Points, own: Looks) -> Plot:
     if not places:
         return Plot(name, title, caption, None, "The records have no throughput.")
     figure, (axes,) = panels(1, 3.2)
-    axes.plot(*_columns(pareto(places.values())), color=GREY, linewidth=9, solid_capstyle="round", label="Pareto line")
+    front = pareto(places.values())
+    band: dict[str, Any] = (
+        {"linewidth": 9, "solid_capstyle": "round"} if len(front) > 1 else {"marker": "o", "markersize": 14}
+    )
+    axes.plot(*_columns(front), color=GREY, label="Pareto line", **band)
     for configuration in own:
         line = [place for (_, which), place in places.items() if which == configuration]
         if line:
@@ -278,7 +282,7 @@ def _stacked(bars: dict[tuple[Any, ...], list[float]], own: Looks, parts: tuple[
     axes.set_xlim(left=0)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(across)
-    axes.set_ylabel("concurrency (requests)")
+    axes.set_ylabel("concurrency")
     found = (place for place in range(len(parts)) if any(values[place] for values in bars.values()))
     legend(figure, *(Patch(label=parts[place], **_face(place, INK)) for place in found))
     return figure

@@ -33,6 +33,7 @@ from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Point, unfinished
 from specbatch.sweeps.report import plot_style
 from specbatch.sweeps.report.acceptance import acceptance_markdown, acceptance_rows
+from specbatch.sweeps.report.decision import VERDICT, decision
 from specbatch.sweeps.report.headline import headline
 from specbatch.sweeps.report.how_made import how_made
 from specbatch.sweeps.report.notes import Note
@@ -49,8 +50,10 @@ from specbatch.sweeps.report.serving import (
 )
 from specbatch.sweeps.report.tables import (
     CATEGORIES,
+    SWEEP,
     about,
     as_json,
+    base_of,
     category_rows,
     load_records,
     losses_of,
@@ -63,7 +66,6 @@ from specbatch.sweeps.report.tables import (
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 PAGE = "report.html"
-_DECISION = ("speedup over", "verdict", "speedup by steps", "by steps")  # what the titles of these columns begin with
 Cells = tuple[list[str], list[list[str]]]  # titles, rows
 
 
@@ -161,7 +163,8 @@ def page(
     from jinja2 import Environment, StrictUndefined
 
     rows = table(records)
-    what, made = about(records), how_made(records)
+    what = about(records)
+    made = how_made(records, what["effective caps"])
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=f"Sweep of {what['model']} on {what['device']}",
@@ -171,7 +174,8 @@ def page(
         warnings=warnings_of(records, missing),
         notes=[note.text for note in notes(records, rows) if not note.warning],
         pictures=pictures,
-        comparison=_decision_first(*_named(*shown(rows))),
+        comparison=_verdict_second(*_named(*decision(rows, SWEEP, "concurrency", base_of(rows.configuration)))),
+        columns=_named(*shown(rows)),
         summaries=summary_tables(serving),
         acceptance=_acceptance(records),
         categories=_named(list(CATEGORIES), body) if (body := category_rows(records)) else None,
@@ -215,10 +219,12 @@ def _named(titles: list[str], body: list[list[str]]) -> Cells:
     return ["configuration, concurrency", *titles[2:]], [[f"{row[1]}, {row[0]}", *row[2:]] for row in body]
 
 
-def _decision_first(titles: list[str], body: list[list[str]]) -> Cells:
-    """Move the speedups and their verdicts next to the first column, so that they show without scrolling."""
-    first = [place for start in _DECISION for place, title in enumerate(titles) if title.startswith(start)]
-    order = [0, *first, *(place for place in range(1, len(titles)) if place not in first)]
+def _verdict_second(titles: list[str], body: list[list[str]]) -> Cells:
+    """Move the verdict next to the speedup, so that a phone shows both."""
+    if VERDICT not in titles:
+        return titles, body
+    last = titles.index(VERDICT)
+    order = [0, 1, last, *(place for place in range(2, len(titles)) if place != last)]
     return [titles[place] for place in order], [[row[place] for place in order] for row in body]
 
 

@@ -122,10 +122,11 @@ def test_page_describes_the_run(document):
 
 def test_page_has_every_table_plot_and_block(document):
     captions = [caption.text for caption in document.iter("caption")]
-    assert captions == ["Means over repeats", "Acceptance, greedy", *NAMES]
+    assert captions == ["Means over repeats", "All columns", "Acceptance, greedy", *NAMES]
     assert [len(list(figure.iter("{*}svg", "svg"))) for figure in document.iter("figure")] == [1] * 8
-    assert [summary.text for summary in document.iter("summary")][:6] == [
-        f"{name} at concurrency {concurrency}" for concurrency in (1, 4) for name in NAMES
+    assert [summary.text for summary in document.iter("summary")][:7] == [
+        "All columns",
+        *(f"{name} at concurrency {concurrency}" for concurrency in (1, 4) for name in NAMES),
     ]
     assert sum("Serving Benchmark Result" in (pre.text or "") for pre in document.iter("pre")) == 6
     assert "accept length: Tokens emitted per verify" in document.text_content()
@@ -181,7 +182,7 @@ def test_decision_is_next_to_the_configuration(document):
         for table in document.iter("table")
         if table.findtext("caption") == "Means over repeats"
     )
-    assert titles[:2] == ["configuration, concurrency", "speedup over baseline (95% interval)"]
+    assert titles[:3] == ["configuration, concurrency", "speedup over baseline (95% interval)", "verdict"]
 
 
 def test_page_shows_how_it_was_made():
@@ -195,7 +196,9 @@ def test_page_shows_how_it_was_made():
         record.hardware |= {"gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "cpu": "abacus"}
     last = parser.fromstring(html_of(records)).findall(".//section")[-1]
     assert [pre.text for pre in last.iter("pre")] == ["specbatch sweep --model 'my model'", "specbatch report x"]
-    lines = dict(zip((name.text for name in last.iter("dt")), (text.text for text in last.iter("dd")), strict=True))
+    lines = dict(
+        zip((name.text for name in last.iter("dt")), (text.text_content() for text in last.iter("dd")), strict=True)
+    )
     assert lines.items() >= {
         "git revision": "abc-dirty", "GPU": "NVIDIA H200", "driver": "580.1", "CUDA": "13.0",
         "environment": "NCCL_DEBUG=INFO OMP_NUM_THREADS=1",
@@ -320,8 +323,9 @@ onload = () => {{
     out: [...d.querySelectorAll("body *")].filter(e => !e.closest(".scroll, svg")
       && e.getBoundingClientRect().right > w.innerWidth + 1).map(e => e.outerHTML.slice(0, 80)),
     tables: d.querySelectorAll("table").length,
+    decision: d.querySelector(".scroll th:nth-child(3)").getBoundingClientRect().right,
     scrolled: [...d.querySelectorAll(".scroll")].filter(e => e.querySelector("table") && wide(e)).length,
-    blocks: [...d.querySelectorAll("details .scroll")].filter(wide).length,
+    blocks: [...d.querySelectorAll("details .scroll")].filter(e => !e.querySelector("table") && wide(e)).length,
     cut: [...d.querySelectorAll("svg text")].filter(t => {{
       const a = t.getBoundingClientRect(), b = t.ownerSVGElement.getBoundingClientRect();
       return a.left < b.left - 2 || a.right > b.right + 2; }}).map(t => t.textContent),
@@ -345,8 +349,9 @@ def test_nothing_overflows_in_a_browser(folder, tmp_path, width, columns):
     seen = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", done.stdout)[1]))
     assert seen["width"] == seen["page"] == width
     assert seen["out"] == seen["cut"] == []
-    assert seen["tables"] == 5
+    assert seen["tables"] == 6
     assert seen["scrolled"] >= (5 if width == 360 else 1)
+    assert seen["decision"] < width - 12  # speedup and verdict show without scrolling
     assert seen["blocks"] == (2 if width == 360 else 0)  # only blocks of a long name need scrolling
     assert seen["names"] < 0.45 * width  # the fixed column leaves room for the others
     assert seen["text"] >= 9
