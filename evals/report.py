@@ -21,6 +21,7 @@ from specbatch.atomic_file import write_atomic
 from specbatch.config import Speculation
 from specbatch.core.request import INCOMPLETE
 from specbatch.core.sampling_params import sampling_text
+from specbatch.evals.few_shot import few_shot_lines
 from specbatch.records.answers import QUESTIONS, EvalAnswers
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 from specbatch.records.metrics import METRICS
@@ -93,6 +94,7 @@ class EvalReport(EvalAnswers):
         if self.generates:
             parts.append(acceptance_table({(): [self.record.counters]}, sampling=sampling_text(self.sampling)))
             parts.append("\n".join(draft_length_lines([self.record.counters], self.record.caps)))
+            parts.append(few_shot_lines(self.scores, self.record))
         return "\n\n".join([*filter(None, parts), "\n".join(self._notes())])
 
     @property

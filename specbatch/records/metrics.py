@@ -191,7 +191,7 @@ DISTRIBUTIONS = {
             "E2E latency",
             "From the submission of a request to its last token.",
             "last token - submission",
-            (50, 90, 99),
+            (50, 90, 95, 99),
         ),
     )
 }

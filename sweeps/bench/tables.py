@@ -17,6 +17,7 @@ from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import CAPS, RunRecord
 from specbatch.records.schema import BenchRecord
 from specbatch.records.sweep_plan import PLAN, unfinished
+from specbatch.sweeps.bench.one_batch import one_batch
 from specbatch.sweeps.bench.peers import Figures, figures_of
 from specbatch.sweeps.bench.sections import KINDS, MACHINE, Kind, kind_of
 from specbatch.sweeps.machine.limits import data_sheet_bandwidth
@@ -107,6 +108,7 @@ def markdown(
             own = ((f"{name}: {note}" if len(names) > 1 else note, note) for name in names for note in found[name])
             parts.append("".join(f"* {text}\n" for text, note in own if note not in GENERAL))
     if not brief:
+        parts.append(one_batch(records))
         parts.append("".join(f"* {note}\n" for note in GENERAL if any(note in own for own in found.values())))
     return "\n".join(filter(None, parts))
 

@@ -1,9 +1,10 @@
 """A sweep in the layout of serving benchmarks: a block per point, and one summary by concurrency per configuration.
 
-Layout and names are those of `sglang.bench_serving` (github.com/sgl-project/sglang) and of the tables made from it, so
-that results can be read side by side. A number is the mean over repeats; `specbatch.records.metrics` defines it.
-Concurrency is the mean number of unfinished requests: the time from submission to last token, summed over requests and
-divided by the duration.
+Lines and their order are those of `sglang.bench_serving` (0.5.23: sglang/benchmark/serving.py), so that results can be
+read side by side. A number is the mean over repeats; `specbatch.records.metrics` defines it. Concurrency is the mean
+number of unfinished requests: the time from submission to last token, summed over requests and divided by the duration.
+Peak concurrent requests is their maximum, known in a closed loop (SGLang counts all that ran within one second).
+Answers are not retokenized, because the engine reports their tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from specbatch.sweeps.report.tables import point_name, points_of
 Row = dict[str, Any]
 WIDTH = 50
 TITLE_WIDTH = 40
-MEAN_CONCURRENCY = "mean_concurrency"
+MEAN_CONCURRENCY, PEAK_CONCURRENCY, RETOKENIZED = "mean_concurrency", "peak_concurrency", "retokenized_tokens"
+GOODPUT = "Goodput"
 
 
 @dataclass(frozen=True)
@@ -54,20 +56,27 @@ BLOCK: dict[str, tuple[Line, ...]] = {
         _line_of("requests", "Successful requests"),
         _line_of("duration_s", "Benchmark duration (s)"),
         _line_of("input_tokens", "Total input tokens"),
+        Line("Total input text tokens", "input_text_tokens", "input_tokens", decimals=0),
         _line_of("output_tokens", "Total generated tokens"),
+        Line("Total generated tokens (retokenized)", RETOKENIZED, RETOKENIZED, decimals=0),
         _line_of("request_throughput", "Request throughput (req/s)"),
         _line_of("input_throughput", "Input token throughput (tok/s)"),
         _line_of("output_throughput", "Output token throughput (tok/s)"),
         _line_of("peak_output_throughput", "Peak output token throughput (tok/s)"),
+        Line("Peak concurrent requests", PEAK_CONCURRENCY, PEAK_CONCURRENCY, decimals=0),
         _line_of("total_throughput", "Total token throughput (tok/s)"),
-        _line_of("per_user_throughput", "Output per user (tok/s)"),
         Line("Concurrency", MEAN_CONCURRENCY, MEAN_CONCURRENCY),
         _line_of("accept_length", "Accept length"),
+        _line_of("per_user_throughput", "Output per user (tok/s)"),
     ),
-    "End-to-End Latency": _times("e2e", 50, 90, 99),
-    "Time to First Token": _times("ttft", 50, 99),
-    "Time per Output Token (excl. 1st token)": _times("tpot", 50, 99),
-    "Inter-Token Latency": _times("itl", 50, 95, 99),
+    GOODPUT: (
+        Line("Request goodput (req/s)", "goodput", "goodput"),
+        Line("SLO attainment (%)", "slo_attainment", "slo_share", scale=100),
+    ),
+    "End-to-End Latency": _times("e2e", 50, 90, 95, 99),
+    "Time to First Token": _times("ttft", 50, 90, 95, 99),
+    "Time per Output Token (excl. 1st token)": _times("tpot", 50, 90, 95, 99),
+    "Inter-Token Latency": _times("itl", 50, 90, 95, 99),
 }
 # Columns of the summary by concurrency, after max_concurrency.
 SUMMARY = (
@@ -87,8 +96,11 @@ def serving_rows(records: list[RunRecord]) -> list[Row]:
 def _row(concurrency: int, name: str, records: list[RunRecord]) -> Row:
     row: Row = {
         "configuration": name,
+        "backend": _backend(records[0]),
         "max_concurrency": concurrency,
         "request_rate": records[0].workload.get("request_rate"),
+        "slo_ms": " ".join(f"{key.removesuffix('_s')}:{1e3 * most:g}" for key, most in _slo(records[0]).items())
+        or None,
         "repeats": len(records),
         "simulated_accept_length": records[0].simulated_accept_length,
         "simulated_acceptance": records[0].simulated_acceptance,
@@ -109,15 +121,30 @@ def _numbers(record: RunRecord) -> dict[str, float | None]:
     numbers = record.metrics
     mean, requests, duration = (numbers.get(name) for name in ("mean_e2e_s", "requests", "duration_s"))
     unfinished = mean * requests / duration if mean is not None and requests and duration else None
-    return numbers | {MEAN_CONCURRENCY: unfinished}
+    work = record.workload
+    is_closed = work.get("request_rate") is None and work.get("burst", 1) and not work.get("sequential")
+    peak = min(work["concurrency"], work["prompts"]) if is_closed and requests else None
+    return numbers | {MEAN_CONCURRENCY: unfinished, PEAK_CONCURRENCY: peak}
+
+
+def _slo(record: RunRecord) -> dict[str, float]:
+    """The latency objectives in seconds, by the field of a request."""
+    return record.workload.get("slo") or {}
+
+
+def _backend(record: RunRecord) -> str:
+    """The engine: this one, or the server by what it calls itself."""
+    server = str(record.config.get("server") or "")
+    return server.partition("(")[2].partition(")")[0] or "server" if server else "specbatch"
 
 
 def block(row: Row) -> str:
     """The block of a point, without a final newline."""
     rate = row["request_rate"]
     head = {
+        "Backend": row["backend"],
         "Configuration": row["configuration"],
-        "Traffic request rate (req/s)": "inf" if rate is None else f"{rate:g}",
+        "Traffic request rate": "inf" if rate is None else f"{rate:g}",
         "Max request concurrency": row["max_concurrency"],
         "Repeats (means shown)": row["repeats"],
     }
@@ -126,8 +153,12 @@ def block(row: Row) -> str:
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
     lines += [_line(title, str(value)) for title, value in head.items()]
     for section, numbers in BLOCK.items():
+        if section == GOODPUT and row["slo_ms"] is None:
+            continue
         if section:
             lines.append(f"{section:-^{WIDTH}}")
+        if section == GOODPUT:
+            lines.append(_line("SLOs (ms)", row["slo_ms"]))
         lines += [_line(line.title, _number(row[line.column], line.decimals)) for line in numbers]
     return "\n".join([*lines, "=" * WIDTH])
 

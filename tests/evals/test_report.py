@@ -22,6 +22,10 @@ def test_table(evaluate: Any) -> None:
     assert cells[4][4:7] == ["mean TTFT (ms)", "mean queue time (ms)", "mean TPOT (ms)"]
     assert cells[6][:5] == ["4", "25.0%", "2.500", "0.375", "2000.0"]
     assert cells[6][6] == "10.00"
+    assert lines[lines.index("```") : lines.index("```") + 6] == [
+        "```", "Accuracy: 0.500", "Invalid: 0.250", f"Latency: {report.record.metrics['duration_s']:.3f} s",
+        f"Output throughput: {report.record.metrics['output_throughput']:.3f} token/s", "```",
+    ]  # fmt: skip
     assert "float32 on cpu. Speculation: no speculation, schedule v2." in lines[-3]
     assert "from bundled gsm8k train (200 questions" in lines[-2]
     for part in (report.prompts_sha256[:16], "up to 512 tokens", report.lm_eval_version, "seed 1234", "plain text"):

@@ -71,14 +71,41 @@ def test_block_has_the_format_of_other_benchmarks():
     assert "---------------Time to First Token----------------" in lines
     assert all(line.index(":") < 40 for line in lines if ":" in line)
     assert value(text, "Successful requests") == "8"
-    assert value(text, "Traffic request rate (req/s)") == "inf"
+    assert value(text, "Traffic request rate") == "inf"
     assert value(text, "Max request concurrency") == "4"
     assert value(text, "P99 TTFT (ms)") == "-"  # too few requests
     assert value(text, "P99 ITL (ms)") == f"{row['p99_itl_ms']:.2f}"
     assert value(text, "Mean ITL (ms)") == f"{row['mean_itl_ms']:.2f}"
     assert value(text, "Accept length") == f"{row['accept_length']:.2f}"
-    titles = [line.title for lines in BLOCK.values() for line in lines]
+    titles = [line.title for section, lines in BLOCK.items() for line in lines if section != "Goodput"]
     assert len(titles) == len(set(titles)) == sum(f"{title}:" in text for title in titles)
+
+
+# sglang/benchmark/serving.py of 0.5.23, for text
+SGLANG = """Backend|Traffic request rate|Max request concurrency|Successful requests|Benchmark duration (s)|
+Total input tokens|Total input text tokens|Total generated tokens|Total generated tokens (retokenized)|
+Request throughput (req/s)|Input token throughput (tok/s)|Output token throughput (tok/s)|
+Peak output token throughput (tok/s)|Peak concurrent requests|Total token throughput (tok/s)|Concurrency|Accept length|
+SLOs (ms)|Request goodput (req/s)|
+SLO attainment (%)|Mean E2E Latency (ms)|Median E2E Latency (ms)|P90 E2E Latency (ms)|P95 E2E Latency (ms)|
+P99 E2E Latency (ms)|Mean TTFT (ms)|Median TTFT (ms)|P90 TTFT (ms)|P95 TTFT (ms)|P99 TTFT (ms)|Mean TPOT (ms)|
+Median TPOT (ms)|P90 TPOT (ms)|P95 TPOT (ms)|P99 TPOT (ms)|Mean ITL (ms)|Median ITL (ms)|P90 ITL (ms)|P95 ITL (ms)|
+P99 ITL (ms)|Max ITL (ms)""".replace("\n", "").split("|")
+
+
+def test_block_has_every_line_of_sglang_in_its_order():
+    made = swept("v2", 4, slo={"ttft_s": 0.5, "tpot_s": 0.03})
+    made.metrics |= {"goodput": 1.5, "slo_share": 0.75}
+    text = block(serving_rows([made])[0])
+    found = [line.partition(":")[0] for line in text.splitlines() if ":" in line]
+    assert [title for title in found if title in SGLANG] == SGLANG
+    assert value(text, "SLOs (ms)") == "ttft:500 tpot:30"
+    assert (value(text, "Request goodput (req/s)"), value(text, "SLO attainment (%)")) == ("1.50", "75.00")
+    assert value(text, "Peak concurrent requests") == "4"
+    assert value(text, "Total generated tokens (retokenized)") == "-"
+    assert "Goodput" not in block(serving_rows([swept("v2", 4)])[0])
+    arriving = serving_rows([swept("v2", 4, request_rate=2.0)])[0]
+    assert value(block(arriving), "Peak concurrent requests") == "-"
 
 
 def test_missing_measurements_are_dashes_and_none():
@@ -92,7 +119,7 @@ def test_missing_measurements_are_dashes_and_none():
 
 def test_arrivals_and_simulation_are_shown():
     text = block(serving_rows([swept("v1", simulate=2.4, request_rate=10.5)])[0])
-    assert value(text, "Traffic request rate (req/s)") == "10.5"
+    assert value(text, "Traffic request rate") == "10.5"
     assert value(text, "SIMULATED acceptance") == "geometric, mean 2.4"
     assert "SIMULATED" not in block(serving_rows([swept("v1")])[0])
 
