@@ -22,8 +22,8 @@ class EmbeddedPrompt:
     The token ids there are placeholders of the vocabulary, as chat templates insert them for images. N-gram lookup uses
     these ids, and so do drafts whose embeddings have another width than the target's. All other drafters that read
     tokens (EAGLE, EAGLE-3, MTP, a draft model) get the given embeddings, except that the draft model of a chain looks
-    up the last token of a prompt. DFLASH reads no tokens of a prompt. Prefixes are shared up to the first such
-    position. Positions count tokens: a target with two-dimensional positions for images (mrope) sees them as text.
+    up the last token of a prompt. DFLASH and DSpark read no tokens of a prompt. Prefixes are shared up to the first
+    such position. Positions count tokens: a target with two-dimensional positions for images (mrope) sees them as text.
     """
 
     token_ids: Sequence[int]

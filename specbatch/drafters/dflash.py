@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -11,13 +12,15 @@ from specbatch.core.attention_metadata import PrefillMetadata, positions_from
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
+from specbatch.drafters.choose import sample_drafts
 from specbatch.errors import of_draft, refuse
 from specbatch.kernels.attention.context_kv import write_context_kv, write_verified_kv
 from specbatch.kernels.sampling.argmax_topk import Scores, argmax
-from specbatch.kernels.sampling.rng import DRAFT, verify_keys
 from specbatch.memory.kv_cache import KVCache
+from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.dflash import DFlash, DFlashConfig, published_shape, token_ids
+from specbatch.models.layers import Reader
 from specbatch.runtime.loader import Loader
 from specbatch.weights.dummy import DummyCheckpoint
 
@@ -33,10 +36,10 @@ class DFlashDrafter(NoDraft):
     """
 
     def __init__(self, model: DFlash, cache: KVCache, count: int) -> None:
-        """count: maximum number of drafts, one less than the block size. A pass always runs a whole block."""
+        """count: maximum number of drafts. A pass always runs the rows for all of them."""
         self._model = model
         self._cache = cache
-        self._count = count
+        self._rows = count if model.config.from_anchor else count + 1
 
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
         context = self._context(features)
@@ -45,42 +48,50 @@ class DFlashDrafter(NoDraft):
     def propose(self, step: StepInput) -> Proposal:
         if not step.num_drafts:
             return no_drafts(step)
-        model, count = self._model, self._count
-        masks = step.slots.new_full((len(step.slots), count), model.config.mask_token)
+        model = self._model
+        masks = step.slots.new_full((len(step.slots), self._rows - 1), model.config.mask_token)
         tokens, positions = step.batch.stage(step.slots, masks, None)
-        metadata = step.decode_metadata(step.lengths, count + 1, masks=model.config.masks)
+        metadata = step.decode_metadata(step.lengths, self._rows, masks=model.config.masks)
         hidden = model.block.forward(tokens, positions, metadata.bind(self._cache)).last
-        # Row i predicts the token at its own position; the first one, the root, is known.
-        is_greedy = not step.sampling.flags.sampled
-        scores = self._scores(hidden.unflatten(0, (-1, count + 1)), step.num_drafts, greedy=is_greedy)
-        drafted = step.batch.filled(step.num_drafts, step.slots)
-        if is_greedy:
-            return Proposal(argmax(scores, model.ids), drafted)
-        assert isinstance(scores, torch.Tensor)
-        return self._draw(step, scores, drafted)
+        drafts, distributions = self._choose(
+            step, hidden.unflatten(0, (-1, self._rows)), tokens.view(-1, self._rows)[:, 0]
+        )
+        return Proposal(drafts, step.batch.filled(step.num_drafts, step.slots), distributions)
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         write_verified_kv(self._context(features), self._model.heads, *self._stores, step.verified(accepted))
 
-    def _draw(self, step: StepInput, logits: torch.Tensor, drafted: torch.Tensor) -> Proposal:
-        """Sample each draft from the distribution of its own row. Given the context they are independent."""
-        keys = verify_keys(positions_from(step.lengths + 1, step.num_drafts), step.lengths[:, None])
-        tokens, distributions = step.sampling.sample_with_probabilities(logits, keys, DRAFT)
-        ids, total = self._model.ids, self._model.config.vocab_size
-        if ids is None:
-            return Proposal(tokens, drafted, distributions)
-        # Tokens outside the draft vocabulary have probability 0.
-        padded = distributions.new_zeros(*distributions.shape[:2], total).index_copy_(2, ids, distributions)
-        return Proposal(ids[tokens], drafted, padded)
+    def _choose(
+        self, step: StepInput, hidden: torch.Tensor, roots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Choose drafts int64 [B, n] from the hidden states of a block [B, rows, H] after roots int64 [B]. Returns the
+        distributions float32 [B, n, V] that they were sampled from, None for argmax.
+
+        Each has a row of its own; given the context they are independent.
+        """
+        model, is_greedy = self._model, not step.sampling.flags.sampled
+        scores = self._scores(hidden, step.num_drafts, greedy=is_greedy)
+        if is_greedy:
+            return argmax(scores, model.ids), None
+        assert isinstance(scores, torch.Tensor)
+        positions = positions_from(step.lengths + 1, step.num_drafts)
+        return sample_drafts(scores, step, positions, ids=model.ids, vocabulary=model.config.vocab_size)
 
     def _scores(self, hidden: torch.Tensor, count: int, *, greedy: bool) -> Scores:
-        """[B, block, H] -> `Decoder.scores` [B, count, V] of the rows after the first. For a whole block the first row
-        passes the output matrix, too: its logits are not used, but a GEMM of 512 rows takes less time than one of 480.
+        """[B, rows, H] -> `Decoder.scores` [B, count, V] of the rows that draft. For all drafts a row of the root that
+        drafts nothing passes the output matrix, too: its logits are not used, but a GEMM of 512 rows takes less time
+        than one of 480.
         """
-        first = 0 if count == self._count else 1
-        rows = hidden[:, first : count + 1]
+        first = self._first_row
+        skipped = 0 if first + count == self._rows else first
+        rows = hidden[:, skipped : first + count]
         scores: Scores = self._model.block.scores(rows.flatten(0, 1), greedy=greedy).unflatten(0, rows.shape[:2])
-        return scores[:, 1 - first :]
+        return scores[:, first - skipped :]
+
+    @property
+    def _first_row(self) -> int:
+        """The row of the first draft."""
+        return 0 if self._model.config.from_anchor else 1
 
     def _context(self, features: Features) -> torch.Tensor:
         assert features.aux is not None
@@ -95,13 +106,27 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     """The draft is a published checkpoint, or with load_format "dummy" random weights: draft="dummy" has the shape of
     published drafts. Raises SpecbatchError if the draft does not fit the target.
     """
+    return block_plan(target, config, log, Block(DFlashConfig, DFlash, DFlashDrafter, published_shape))
+
+
+class Block(NamedTuple):
+    """What a block draft consists of: its config, network and drafter, and the published config for a target."""
+
+    config: type[DFlashConfig]
+    network: Callable[[Reader, Decoder, int], Any]
+    drafter: Callable[[Any, KVCache, int], DFlashDrafter]
+    published: Callable[[ModelConfig], dict[str, Any]]
+
+
+def block_plan(target: Checkpoint, config: EngineConfig, log: Log, parts: Block) -> DraftPlan:
+    """The plan of a draft that fills a block. Raises SpecbatchError if it does not fit the target."""
     asked = config.speculation
     if asked.draft_steps is not None and not asked.is_auto:
         raise refuse("draft_steps", asked.draft_steps, "a block is drafted in one pass; leave it out")
-    draft = _open(target, config, log)
+    draft = _open(target, config, log, parts)
     shape = draft.config
-    if not isinstance(shape, DFlashConfig):
-        raise refuse("draft", asked.draft, "a DFLASH draft is a folder of safetensors or a hub id")
+    if not isinstance(shape, parts.config):
+        raise refuse("draft", asked.draft, f"a draft for {asked.algorithm!r} is a folder of safetensors or a hub id")
     differences = shape.differences(target.config)
     if differences:
         raise refuse("draft", asked.draft, f"it was not trained for {target.name}: {'; '.join(differences)}")
@@ -110,7 +135,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < shape.vocab_size:
             works = f"its d2t must have offsets to {len(ids)} different tokens of {shape.vocab_size}"
             raise refuse("draft", asked.draft, works)
-    most = shape.block_size - 1
+    most = shape.most_drafts
     count = (asked.draft_steps if asked.is_auto else asked.draft_tokens) or most
     assert isinstance(count, int)
     if count > most:
@@ -120,8 +145,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         log(line)
 
     def build(model: Decoder, loader: Loader) -> DFlashDrafter:
-        own = DFlash(loader.draft_reader(shape, draft.tensor), model, loader.max_positions)
-        return DFlashDrafter(own, loader.cache(own.config, shape.num_layers, "draft"), count)
+        own = parts.network(loader.draft_reader(shape, draft.tensor), model, loader.max_positions)
+        return parts.drafter(own, loader.cache(own.config, shape.num_layers, "draft"), count)
 
     needs_all_hidden, aux = target.config.ends_in(shape.target_layers), shape.target_layers
     return DraftPlan(
@@ -129,13 +154,13 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     )
 
 
-def _open(target: Checkpoint, config: EngineConfig, log: Log) -> Checkpoint:
+def _open(target: Checkpoint, config: EngineConfig, log: Log, parts: Block) -> Checkpoint:
     asked, seed = config.speculation.draft, config.seed + 1
     assert asked is not None
     dummy = config.load_format == "dummy"
-    read = DFlashConfig.from_dict
+    read = parts.config.from_dict
     if dummy and asked == "dummy":
-        own = read(published_shape(target.config))
+        own = read(parts.published(target.config))
         return DummyCheckpoint(own, name=f"a draft for {target.name}", seed=seed, tokenizer=None)
     with of_draft(asked):
         return weights.open_checkpoint(asked, "dummy" if dummy else "auto", seed=seed, log=log, read=read)

@@ -22,13 +22,12 @@ from specbatch.core.request import Completion
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import Diagnosis, DraftPlan, NoDraft, no_drafts
+from specbatch.drafters.choose import choose_next
 from specbatch.drafters.tree import Beams, expand
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.drafting.draft_inputs import PendingInputs, beam_inputs, buffer_features, pending_inputs
 from specbatch.kernels.elementwise.gather_rows import gather_rows
-from specbatch.kernels.sampling.argmax_topk import argmax_embedding
-from specbatch.kernels.sampling.rng import DRAFT, verify_keys
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
@@ -190,15 +189,16 @@ class FeatureChain(NoDraft):
         """Choose one token for each hidden [B, hidden_size] of the pairs at positions `places` int64 [B] and write it
         to `out` int64 [B]. Returns its embedding [B, hidden_size] and the distribution float32 [B, 1, V] that it was
         sampled from, None for argmax."""
-        head, ids = self._head, self._head.vocabulary
-        if not step.sampling.flags.sampled:
-            return argmax_embedding(head.scores(hidden, greedy=True), head.embedding, ids, out), None
-        keys = verify_keys(places + 2, step.lengths)[:, None]  # the pair of a token is at the position before it
-        tokens, distribution = step.sampling.sample_with_probabilities(head.logits(hidden)[:, None], keys, DRAFT)
-        if ids is not None:  # tokens outside the draft vocabulary have probability 0
-            padded = distribution.new_zeros(*distribution.shape[:2], self._vocabulary)
-            tokens, distribution = ids[tokens], padded.index_copy_(2, ids, distribution)
-        return head.embed(out.copy_(tokens[:, 0])), distribution
+        head = self._head
+        return choose_next(
+            head.scores(hidden, greedy=not step.sampling.flags.sampled),
+            step,
+            places + 2,  # the pair of a token is at the position before it
+            head.embedding,
+            out,
+            ids=head.vocabulary,
+            vocabulary=self._vocabulary,
+        )
 
     def _newest(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the buffered pairs. Returns the hidden state [B, hidden_size] of the newest pair, whose token is the

@@ -45,6 +45,7 @@ DRAFTS: Final = {
     "eagle3": ("eagle3", "dummy"),
     "mtp": ("mtp", None),
     "dflash": ("dflash", "dummy"),
+    "dspark": ("dspark", "dummy"),
 }
 _TREE = {"draft_topk": 2}
 # Settings: fields of Speculation, Graphs and EngineConfig that differ from the default.

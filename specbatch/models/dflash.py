@@ -9,11 +9,12 @@ and values there are computed from the same norm(c). Only the block itself passe
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 
 from specbatch.config_values import count_of, flag_of, names_of, places_of, table_of
+from specbatch.draft_shape import MOST
 from specbatch.errors import refuse
 from specbatch.kernels.attention.context_kv import ContextKVLayout
 from specbatch.kernels.attention.verify_attention import Mask
@@ -23,13 +24,15 @@ from specbatch.models.decoder import Decoder
 from specbatch.models.layers import Attention, Reader
 
 ARCHITECTURE = "DFlashDraftModel"
+DEEPSPEC = ("Qwen3DSparkModel", "DSparkDraftModel")  # of DeepSpec and SpecForge
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 # Options of later drafts, with the values that turn them off. With an ignored option the draft would be another model.
 _OFF: dict[str, tuple[Any, ...]] = {
     "input_embedding_scale": (None, 1.0),
     "output_multiplier": (None, 1.0),
     "final_logit_softcapping": (None, 0, 0.0),
-    "sample_from_anchor": (None, False),
+    "enable_correction_head": (None, False),
+    "attention_mode": (None, "gqa"),
     "conv_kernel_size": (None,),
     "selector_rank": (None,),
     "quantization_config": (None,),
@@ -40,51 +43,77 @@ _OFF: dict[str, tuple[Any, ...]] = {
 class DFlashConfig(ModelConfig):
     """Sizes of the draft's layers, and how it reads its target.
 
-    block_size     tokens of a pass: the newest token, then mask tokens
+    block_size     tokens of a pass: the newest token (the anchor), then mask tokens
     mask_token     id of the mask token in the target's vocabulary
     target_layers  the layers, counted from 0, whose output the draft reads, in this order
     target_depth   layers of the target it was trained for, if the config states it
     masks          attention mask within a block, per layer
+    from_anchor    each row drafts the token after its position, also that of the anchor. Else each row drafts the token
+                   at its position, and the anchor's row nothing
     whole_file     the file contains copies of the target's embedding and output matrix, which are not read
     draft_vocab    number of tokens that it can draft, if not all of the target's. The file then has its own output
                    matrix for them, and `d2t`, the offset from a draft token's index to its id
     """
+
+    algorithm: ClassVar[str] = "dflash"
 
     block_size: int
     mask_token: int
     target_layers: tuple[int, ...]
     target_depth: int | None
     masks: tuple[Mask, ...]
+    from_anchor: bool = False
     whole_file: bool = False
     draft_vocab: int | None = None
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> DFlashConfig:
-        """Read a config.json of z-lab or of speculators. Raises SpecbatchError for what is not supported.
+    def from_dict(cls, config: dict[str, Any]) -> Self:
+        """Read a config.json of z-lab, DeepSpec, SpecForge or speculators. Raises SpecbatchError for what is not
+        supported.
 
-        z-lab's own keys are at the top level or inside `dflash_config`, which takes precedence.
+        The keys of the block are at the top level or inside `dflash_config` or `dspark_config`, which take precedence.
         """
         if config.get("speculators_model_type") is not None:
             return cls._from_speculators(config)
-        if config.get("architectures") != [ARCHITECTURE]:
-            raise refuse("architectures", config.get("architectures"), f"a DFLASH draft has [{ARCHITECTURE!r}]")
+        own = dict(config)
+        for inside in ("dflash_config", "dspark_config"):
+            own |= {key: value for key, value in table_of(config, inside).items() if value is not None}
+        names = config.get("architectures")
+        if names not in ([ARCHITECTURE], *([name] for name in DEEPSPEC)):
+            works = f"a DFLASH draft has [{ARCHITECTURE!r}] or [{DEEPSPEC[0]!r}], a DSpark draft [{DEEPSPEC[0]!r}]"
+            raise refuse("architectures", names, works)
+        of_deepspec = names != [ARCHITECTURE]
+        cls._check_algorithm(own, may_be_dspark=of_deepspec)
         if config.get("model_type") != "qwen3":
-            raise refuse("model_type", config.get("model_type"), "the layers of a DFlash draft are 'qwen3'")
-        own = config | {key: value for key, value in table_of(config, "dflash_config").items() if value is not None}
+            raise refuse("model_type", config.get("model_type"), "the layers of a block draft are 'qwen3'")
         depth = None if own.get("num_target_layers") is None else count_of(own, "num_target_layers")
         layers = places_of(own, "target_layer_ids")
         if layers is None:
             if depth is None:
                 raise refuse("target_layer_ids", None, "the config must give it, or num_target_layers")
             layers = published_layers(depth, count_of(own, "num_hidden_layers"))
-        return cls._of(config, own, layers, depth, None if own.get("is_causal") is None else flag_of(own, "is_causal"))
+        causal = None if own.get("is_causal") is None else flag_of(own, "is_causal")
+        read = cls._of(config, own, layers, depth, causal, from_anchor=of_deepspec)
+        return replace(read, whole_file=of_deepspec)
 
     @classmethod
-    def _from_speculators(cls, config: dict[str, Any]) -> DFlashConfig:
+    def _check_algorithm(cls, own: dict[str, Any], *, may_be_dspark: bool) -> None:
+        """Refuse the drafts of the other algorithm: DSpark drafts without a Markov head are DFLASH drafts."""
+        rank = count_of(own, "markov_rank", None if may_be_dspark else 0, least=0)
+        if rank and not may_be_dspark:
+            raise refuse("markov_rank", rank, f"a draft with a Markov head has architectures=[{DEEPSPEC[0]!r}]")
+        found, which = ("dspark", "a") if rank else ("dflash", "no")
+        if found != cls.algorithm:
+            raise refuse("markov_rank", rank, f"the draft has {which} Markov head; use algorithm {found!r}")
+
+    @classmethod
+    def _from_speculators(cls, config: dict[str, Any]) -> Self:
         """The format of vllm-project/speculators: the layers are in `transformer_layer_config`, without the defaults of
         its class; feature layers are boundaries, where k is the input of layer k."""
-        if config["speculators_model_type"] != "dflash":
-            raise refuse("speculators_model_type", config["speculators_model_type"], "a DFLASH draft has 'dflash'")
+        kind = config["speculators_model_type"]
+        if kind not in ("dflash", "dspark"):
+            raise refuse("speculators_model_type", kind, "a DFLASH draft has 'dflash', a DSpark draft 'dspark'")
+        cls._check_algorithm(config, may_be_dspark=kind == "dspark")
         given = table_of(config, "transformer_layer_config")
         inner = _class_defaults(given.get("model_type", "qwen3")) | given
         known, total = config.get("draft_vocab_size"), count_of(inner, "vocab_size")
@@ -97,14 +126,22 @@ class DFlashConfig(ModelConfig):
         if boundaries is None:
             raise refuse("aux_hidden_state_layer_ids", None, "the config must list the layers")
         causal = False if flag_of(config, "sliding_window_non_causal") else None
-        read = cls._of(inner, config, [boundary - 1 for boundary in boundaries], None, causal)
+        layers = [boundary - 1 for boundary in boundaries]
+        read = cls._of(inner, config, layers, None, causal, from_anchor=kind == "dspark")
         return replace(read, whole_file=True, draft_vocab=None if known == total else known)
 
     @classmethod
     def _of(
-        cls, inner: dict[str, Any], own: dict[str, Any], layers: list[int], depth: int | None, causal: bool | None
-    ) -> DFlashConfig:
-        """inner: the keys of the Qwen3 layers; own: those of the block."""
+        cls,
+        inner: dict[str, Any],
+        own: dict[str, Any],
+        layers: list[int],
+        depth: int | None,
+        causal: bool | None,
+        *,
+        from_anchor: bool,
+    ) -> Self:
+        """inner: the keys of the Qwen3 layers; own: those of the block; from_anchor: the format's default."""
         for key, off in _OFF.items():
             if own.get(key) not in off:
                 raise refuse(key, own[key], "not supported; leave it out")
@@ -116,9 +153,10 @@ class DFlashConfig(ModelConfig):
             raise refuse("target_layer_ids", layers, "list layers of the target, counted from 0")
         if len(set(layers)) < len(layers):
             raise refuse("target_layer_ids", layers, "each layer may occur once")
-        block = count_of(own, "block_size")
-        if not 2 <= block <= 64:
-            raise refuse("block_size", block, "use 2 to 64 (a verify has at most 64 rows)")
+        block, from_anchor = count_of(own, "block_size"), flag_of(own, "sample_from_anchor", from_anchor)
+        most = MOST if from_anchor else MOST + 1
+        if not 2 <= block <= most:
+            raise refuse("block_size", block, f"use 2 to {most} (a verify has at most {MOST + 1} rows)")
         return cls(
             **vars(plain) | {"tie_embeddings": False},
             block_size=block,
@@ -126,7 +164,24 @@ class DFlashConfig(ModelConfig):
             target_layers=tuple(layers),
             target_depth=depth,
             masks=_masks(inner, plain.num_layers, causal, block),
+            from_anchor=from_anchor,
+            **cls._heads(own, plain),
         )
+
+    @classmethod
+    def _heads(cls, own: dict[str, Any], plain: ModelConfig) -> dict[str, Any]:
+        """Fields for what follows the layers, of which `plain` is the config."""
+        return {}
+
+    @property
+    def most_drafts(self) -> int:
+        """Tokens that a whole block drafts."""
+        return self.block_size if self.from_anchor else self.block_size - 1
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Number of tokens that it can draft."""
+        return self.vocab_size if self.draft_vocab is None else self.draft_vocab
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the file's weights."""
@@ -177,7 +232,7 @@ class DFlashConfig(ModelConfig):
         order = "none causal" if not causal else "all causal" if causal == self.num_layers else f"{causal} causal"
         return [
             f"  features of layers {', '.join(map(str, self.target_layers))} (outputs, counted from 0); block of "
-            f"{self.block_size}, mask token {self.mask_token}{known}",
+            f"{self.block_size}, mask token {self.mask_token}, {self.most_drafts} drafts{known}",
             f"  {self.num_layers} layers{windows}, {order} in the block; {self.num_heads} heads of {self.head_dim}, "
             f"{self.num_kv_heads} for keys; {self.rope}",
         ]

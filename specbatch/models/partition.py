@@ -60,9 +60,23 @@ def vocabulary_part(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 def scores(head: Linear, hidden: torch.Tensor, *, greedy: bool, norm: Norm | None = None) -> Scores:
     """Logits [T, V] of hidden [T, H], or if `greedy` what suffices for their argmax: ranks then exchange a few numbers
     per row in place of their logits."""
-    if greedy and isinstance(head, VocabParallelHead):
-        return head.maxima(hidden, norm)
-    return head(hidden, norm=norm)
+    return joined_scores(head, own_logits(head, hidden, norm=norm), greedy=greedy)
+
+
+def own_logits(
+    head: Linear, hidden: torch.Tensor, *, norm: Norm | None = None, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Logits of hidden [T, H] for the rows of the output matrix on this rank, plus a residual like them, whose memory
+    may be used up."""
+    matrix = head.part if isinstance(head, VocabParallelHead) else head
+    return matrix(hidden, norm=norm, residual=residual)
+
+
+def joined_scores(head: Linear, own: torch.Tensor, *, greedy: bool) -> Scores:
+    """`scores` from the `own_logits` of all ranks."""
+    if not isinstance(head, VocabParallelHead):
+        return own
+    return head.maxima(own) if greedy else head.whole(own)
 
 
 class _Divided(Linear):
@@ -104,12 +118,21 @@ class VocabParallelHead(_Divided):
         super().__init__(part, ranks)
         self.shape = torch.Size((vocabulary, part.shape[1]))
 
-    def maxima(self, x: torch.Tensor, norm: Norm | None) -> Maxima:
+    @property
+    def part(self) -> Linear:
+        """The rows of this rank."""
+        return self._part
+
+    def whole(self, own: torch.Tensor) -> torch.Tensor:
+        """Logits [T, V] from those of this rank's rows on each rank."""
+        return self._combined(own, None)
+
+    def maxima(self, own: torch.Tensor) -> Maxima:
         """The maxima of all ranks' parts of the logits."""
         rank, ranks, (vocabulary, _) = self._ranks.rank, self._ranks.size, self.shape
         rows = rows_per_rank(vocabulary, ranks)
         first = min(rank * rows, vocabulary)
-        keys = argmax_keys(self._part(x, norm=norm), first, min(rows, vocabulary - first))
+        keys = argmax_keys(own, first, min(rows, vocabulary - first))
         if keys.numel() % 2:  # communicators take whole vectors of 16 bytes
             keys = F.pad(keys, (0, 1), value=torch.iinfo(torch.int64).min)
         gathered = self._ranks.all_gather(keys.view(torch.float32)).view(torch.int64)  # their bits

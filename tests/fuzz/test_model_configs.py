@@ -30,6 +30,12 @@ DRAFTS = {
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3], "target_hidden_size": 40,
     },
     "dflash": LLAMA | BLOCK | {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2},
+    "dspark": LLAMA
+    | BLOCK
+    | {
+        "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "num_hidden_layers": 2, "markov_rank": 6,
+        "markov_head_type": "gated", "enable_confidence_head": True,
+    },
     "standalone": LLAMA | {"num_hidden_layers": 2},
 }  # fmt: skip
 ROPES: list[dict[str, Any]] = [

@@ -42,6 +42,7 @@ SPECULATIONS = {
     "eagle3": Speculation("eagle3", draft="dummy"),
     "mtp-tree": Speculation("mtp", draft_steps=2, draft_topk=2, draft_tokens=3),
     "block": Speculation("dflash", draft="toy-block", draft_tokens=3),
+    "dspark": Speculation("dspark", draft="dummy", draft_tokens=3),
     "ngram-tree": Speculation("ngram", draft_steps=2, draft_topk=2, ngram_min=1),
     "self-tree": Speculation("standalone", draft="self:skip=1", draft_steps=3, draft_topk=2, draft_tokens=4),
 }
@@ -117,6 +118,7 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
         "eagle3": {"argmax_embedding"} | pairs,
         "mtp-tree": {"beam_inputs"} | levels | pairs,
         "block": {"argmax", "write_context_kv", "write_verified_kv"},
+        "dspark": {"argmax_embedding", "write_context_kv", "write_verified_kv"},
         "ngram-tree": {"ngram_match"},
         "self-tree": levels,
     }

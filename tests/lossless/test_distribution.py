@@ -21,6 +21,8 @@ CASES = [
     ("nemotron-h", "eagle"),
     ("qwen3-moe", "eagle3"),
     ("llama", "dflash"),
+    ("llama", "dspark"),
+    ("llama", "dspark-block-auto"),
     ("qwen3-next", "eagle-tree"),
     ("llama", "ngram"),
     ("llama", "ngram-tree"),

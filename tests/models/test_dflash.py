@@ -153,7 +153,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (speculators(target_hidden_size=64), "target_hidden_size=64"),
     (speculators(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids=None"),
     (speculators(aux_hidden_state_layer_ids=[0, 3]), "counted from 0"),
-    (speculators(sample_from_anchor=True), "sample_from_anchor=True"),
+    (speculators(sample_from_anchor=1), "sample_from_anchor=1"),
+    (speculators(sample_from_anchor=True, block_size=64), "use 2 to 63"),
+    ({"markov_rank": 256}, "markov_rank=256: a draft with a Markov head has architectures=.*Qwen3DSparkModel"),
     (speculators(speculators_model_type="eagle3"), "speculators_model_type='eagle3'"),
 ]
 

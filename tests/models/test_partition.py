@@ -67,7 +67,7 @@ def test_argmax_of_a_divided_output_matrix_is_that_of_all_logits(ranks: int, voc
         reader = Reader(config, lambda name: logits.T.contiguous(), torch.float32, CPU, ranks=communicator)  # type: ignore[arg-type]
         head: Any = reader.output_matrix("lm_head.weight", vocabulary)
         # A product with the identity would not do: 0 * inf is not a number.
-        head._part = lambda x, norm: part_of_logits(logits, communicator.rank, ranks).contiguous()
+        head._part = lambda x, **_: part_of_logits(logits, communicator.rank, ranks).contiguous()
         found = scores(head, torch.eye(9), greedy=True)
         assert isinstance(found, Maxima)
         return *found.best(), argmax(found)
