@@ -17,7 +17,7 @@ INSTALLED = $(VENV)/.installed
 demo: $(INSTALLED)
 	$(BIN)/specbatch models pull smollm2-135m
 	$(BIN)/specbatch eval one_digit_sums --limit 10 --spec v2
-	$(BIN)/specbatch sweep --concurrency 1,4 --output-len 32 --repeats 3
+	$(BIN)/specbatch sweep --concurrency 1,4 --output-len 32
 
 test: check
 	$(BIN)/pytest -q -n 2 --dist worksteal

@@ -22,8 +22,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHER_PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "results").rglob("*.md"))]
 SMALLER = {"--steps": "2", "--concurrency": "1,2", "--prompts": "2"}
 TOY = ["--model", "toy", "--load-format", "dummy", "--device", "cpu"]
-SHORT = {"sweep": ["--output-len", "4", "--prompts-per-concurrency", "1"], "check": ["--max-new-tokens", "4"]}
-SHORT["train-draft"] = ["--max-new-tokens", "6"]
+SHORT = {
+    "sweep": ["--output-len", "4", "--prompts-per-concurrency", "1", "--repeats", "1"],
+    "check": ["--max-new-tokens", "4"],
+    "train-draft": ["--max-new-tokens", "6"],
+}
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from specbatch.sweeps.run.server import Server
 
 _WORKLOAD, _TEMPLATE, _LOAD, _SERVER = "Workload", "Chat template", "Load", "HTTP server"  # boxes of --help
-_LEAST_ROUNDS = 3  # with --until-precise
 
 
 @takes_engine(without=("spec",), sampling=SAMPLING_OPTIONS, cluster=CLUSTER_OPTIONS)
@@ -33,8 +32,12 @@ def sweep(
     sampling: dict[str, Any],
     cluster: dict[str, Any],
     concurrency: Annotated[
-        str, Option(help="Maximum numbers of requests in flight, separated by commas.", rich_help_panel=_LOAD)
-    ] = "1,8,32,128",
+        str | None,
+        Option(
+            help="Maximum numbers of requests in flight, separated by commas. Default: 1,8,32,128; 1,8,32 on a CPU.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
     configs: Annotated[
         str,
         Option(
@@ -142,13 +145,17 @@ def sweep(
         ),
     ] = None,
     repeats: Annotated[
-        int, Option(help="Rounds over the configurations, interleaved: A B C A B C.", rich_help_panel=_LOAD)
-    ] = 1,
+        int,
+        Option(
+            help="Rounds over the configurations, interleaved: A B C A B C. One has no intervals.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = 3,
     until_precise: Annotated[
         str | None,
         Option(
             metavar="P%",
-            help="Add rounds, after at least --repeats (here 3 by default), until the 95% interval of every ratio of "
+            help="Add rounds, after --repeats, until the 95% interval of every ratio of "
             "output tok/s to the baseline is at most ±P%.",
             rich_help_panel=_LOAD,
         ),
@@ -213,7 +220,7 @@ def sweep(
 
     specbatch sweep --concurrency 1,4
 
-    specbatch sweep --output-len 256 --repeats 3
+    specbatch sweep --output-len 256 --repeats 5
 
     specbatch sweep --output-len 256 --until-precise 2%
 
@@ -278,12 +285,12 @@ def sweep(
     from specbatch.sweeps.run.runner import SweepOptions, run_server, run_sweep
     from specbatch.sweeps.run.workloads import RANDOM, Workload
 
-    steps = whole_numbers("concurrency", concurrency)
     engine, workers = clustered(engine, cluster, replicas=False)
     if workers is not None and engine_kind != "specbatch":
         raise refuse("distributed", cluster["distributed"], "does not apply to a server; leave it out")
     on_cpu = engine_kind == "specbatch" and device_type(engine.device) == "cpu"
     lengths = CPU if on_cpu else GPU
+    steps = whole_numbers("concurrency", lengths.concurrency if concurrency is None else concurrency)
     chosen = dataset or default_dataset(input_len_given=input_len is not None)
     if input_len is not None and chosen not in RANDOM:
         raise refuse("input_len", input_len, "goes with --dataset random and gsp; leave it out")
@@ -313,8 +320,7 @@ def sweep(
     if precise is not None and (engine_kind != "specbatch" or workers is not None):
         where = "a server, which has no baseline" if workers is None else "the workers of a cluster"
         raise refuse("until_precise", until_precise, f"does not apply to {where}; use --repeats")
-    rounds = repeats if precise is None or is_given(context, "repeats") else _LEAST_ROUNDS
-    options = SweepOptions(steps, rounds, workload, until_precise=precise, most_repeats=most_repeats)
+    options = SweepOptions(steps, repeats, workload, until_precise=precise, most_repeats=most_repeats)
     server = only_server(engine, context.params, lambda name: is_given(context, name))
     engines: dict[str, EngineConfig | Server] = {}
     if server is None:
@@ -329,7 +335,7 @@ def sweep(
     settings = resolved(
         options,
         engines if server is None else [server.model],
-        shortened=on_cpu and None in (output_len, prompts_per_concurrency),
+        shortened=on_cpu and None in (concurrency, output_len, prompts_per_concurrency),
     )
     if dry_run:
         from specbatch.sweeps.run.estimate import dry_run as planned

@@ -1,4 +1,4 @@
-"""Default workload of a sweep: GSM8K questions, with fewer prompts and shorter answers on a CPU."""
+"""Default workload of a sweep: GSM8K questions, with fewer prompts, shorter answers and less concurrency on a CPU."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lengths:
-    """output_len: tokens per answer. prompts_per_concurrency: prompts of a point per concurrent request."""
+    """concurrency: as the option has it. output_len: tokens per answer. prompts_per_concurrency: prompts of a point per
+    concurrent request."""
 
+    concurrency: str
     output_len: int
     prompts_per_concurrency: int
 
 
-GPU = Lengths(128, 4)
-CPU = Lengths(32, 1)  # concurrency 1,8,32,128 of the bundled model takes less than ten minutes on two cores
-LONG_RUN = f"--output-len {GPU.output_len} --prompts-per-concurrency {GPU.prompts_per_concurrency} --repeats 3"
+GPU = Lengths("1,8,32,128", 128, 4)
+CPU = Lengths("1,8,32", 32, 1)  # the bundled model takes about ten minutes on two cores
+LONG_RUN = (
+    f"--output-len {GPU.output_len} --prompts-per-concurrency {GPU.prompts_per_concurrency} "
+    f"--concurrency {GPU.concurrency}"
+)
 
 
 def default_dataset(*, input_len_given: bool) -> str:

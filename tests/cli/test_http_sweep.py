@@ -28,7 +28,9 @@ def sweep(run, tmp_path, tokenizer):
 
     def call(script: Script, *words: object, out: str = "out"):
         with serving(script) as url:
-            return run("sweep", "--engine", "http", "--base-url", url, "--output", tmp_path / out, *words)
+            return run(
+                "sweep", "--repeats", 1, "--engine", "http", "--base-url", url, "--output", tmp_path / out, *words
+            )
 
     return call
 
@@ -162,6 +164,7 @@ def test_other_points_run_after_answers_that_do_not_fit(run, tmp_path, tokenizer
 
     with misbehaving(script) as url:
         words = ("sweep", "--engine", "http", "--base-url", url, "--output", tmp_path / "out", "--concurrency", "1,2")
+        words += ("--repeats", 1)
         result = run(*words, "--input-len", 3, *TINY_SWEEP[2:])
     assert result.exit_code == 1, result.output
     first, second = records(tmp_path / "out").values()

@@ -50,7 +50,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 def test_sweep_reports_where_speculation_is_slower_and_why(run):
     # Eight passes of half a model that agrees with the whole one by chance cannot pay.
     words = "--draft self:skip=0 --draft-tokens 8 --input-len 8 --output-len 12"
-    result = run(f"sweep --concurrency 1,3 {words} --output out")
+    result = run(f"sweep --concurrency 1,3 --repeats 1 {words} --output out")
     assert "low acceptance: below break-even: v1 at concurrency 1 (accept length " in result.stderr
     assert "; v1 at concurrency 3 (accept length " in result.stderr
     assert result.stderr.count("below break-even") == 1
@@ -200,7 +200,7 @@ def test_dry_run_loads_and_writes_nothing(run):
 @pytest.mark.slow
 def test_several_models_run_one_after_the_other(run):
     Path("grid.toml").write_text('[baseline]\nspec = "off"\nseed = [1, 2]\n[ngram]\nalgorithm = "ngram"\nseed = 1\n')
-    command = "sweep --concurrency 2 --input-len 8 --output-len 6 --configs grid.toml --out out"
+    command = "sweep --concurrency 2 --repeats 1 --input-len 8 --output-len 6 --configs grid.toml --out out"
     assert run(command).stdout.count("## toy-") == 2
     names = sorted(str(path.parent) for path in Path("out").glob("*/*/c2/r1/record.json"))
     assert names == ["out/toy-1/baseline/c2/r1", "out/toy-1/ngram/c2/r1", "out/toy-2/baseline/c2/r1"]

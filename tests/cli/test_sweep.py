@@ -22,7 +22,9 @@ from .conftest import TINY_SWEEP
 @pytest.fixture
 def sweep(run, tmp_path):
     """`sweep(options)` writes to tmp_path / "out"."""
-    return lambda options, *more: run("sweep", *options.split(), "--output", tmp_path / "out", *TINY_SWEEP, *more)
+    return lambda options, *more: run(
+        "sweep", "--repeats", 1, *options.split(), "--output", tmp_path / "out", *TINY_SWEEP, *more
+    )
 
 
 def read(tmp_path, name):
@@ -333,7 +335,7 @@ def test_rounds_are_added_until_the_ratios_are_precise(sweep, run, monkeypatch, 
 
     monkeypatch.setattr(runner, "_measure", measured)
     stops_at = {("v2", 1): 4}
-    command = "--concurrency 1,2,4 --configs baseline,v2 --until-precise 5% --most-repeats 6"
+    command = "--concurrency 1,2,4 --configs baseline,v2 --until-precise 5% --most-repeats 6 --repeats 3"
     assert sweep(command).exit_code == 130
     assert len(list(tmp_path.glob("out/*/c1/r*/record.json"))) == 9  # of the fifth round only the baseline
     assert "UNFINISHED: 1 points (1 of v2 at concurrency 1)" in (tmp_path / "out/summary.md").read_text()

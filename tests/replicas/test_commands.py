@@ -124,7 +124,19 @@ def test_check_compares_replicas_with_replicas(run: Run) -> None:
 
 
 def test_sweep_shares_the_concurrency_out(run: Run) -> None:
-    words = ("sweep", "--concurrency", "1,5", "--input-len", 9, "--output-len", 30, "--configs", "baseline,v2")
+    words = (
+        "sweep",
+        "--repeats",
+        1,
+        "--concurrency",
+        "1,5",
+        "--input-len",
+        9,
+        "--output-len",
+        30,
+        "--configs",
+        "baseline,v2",
+    )
     assert run(1, *words, "--out", "one").exit_code == 0
     result = run(2, *words, "--out", "two")
     assert result.exit_code == 0, result.output
@@ -144,7 +156,7 @@ def test_sweep_shares_the_concurrency_out(run: Run) -> None:
 
 
 def test_a_point_that_lost_a_replica_runs_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["sweep", "--configs", "v2", "--concurrency", "2,4", "--prompts-per-concurrency", 3]
+    words = ["sweep", "--repeats", 1, "--configs", "v2", "--concurrency", "2,4", "--prompts-per-concurrency", 3]
     words += ["--input-len", 5, "--output-len", 6, "--out", "out"]
     killed: list[int] = []
 
@@ -171,14 +183,14 @@ def test_a_point_that_lost_a_replica_runs_again(run: Run, monkeypatch: pytest.Mo
     ],
 )
 def test_a_concurrency_that_a_replica_cannot_hold_its_share_of_is_refused(run: Run, words: Any, message: str) -> None:
-    result = run(2, "sweep", "--concurrency", "5", "--input-len", 9, "--output-len", 30, *words)
+    result = run(2, "sweep", "--repeats", 1, "--concurrency", "5", "--input-len", 9, "--output-len", 30, *words)
     assert result.exit_code == 2
     assert message in result.stderr
 
 
 def test_a_grid_with_several_numbers_of_replicas_is_refused(run: Run) -> None:
     Path("grid.toml").write_text('[a]\nspec = "off"\n[b]\nspec = "off"\ndata-parallel = 3\n')
-    result = run(2, "sweep", "--configs", "grid.toml", "--concurrency", "1")
+    result = run(2, "sweep", "--repeats", 1, "--configs", "grid.toml", "--concurrency", "1")
     assert result.exit_code == 2
     assert "data_parallel='2, 3': the configurations of a sweep run on the same replicas" in result.stderr
 
