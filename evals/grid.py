@@ -32,7 +32,6 @@ from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import PreparedEval, Progress, prepare
 from specbatch.records.answers import Score
-from specbatch.records.intervals import interval
 from specbatch.records.markdown import markdown_table
 from specbatch.records.mcnemar import changes, is_binary
 from specbatch.records.metrics import METRICS
@@ -40,6 +39,7 @@ from specbatch.records.run_record import speculation_of
 from specbatch.records.runs import Replicates
 from specbatch.records.store import RECORD
 from specbatch.records.sweep_plan import PLAN, Point, check_plan, folder_name, points, save
+from specbatch.records.verdicts import ONE_REPEAT, speedup_of
 from specbatch.text_files import read_json
 
 if TYPE_CHECKING:
@@ -134,10 +134,8 @@ class Grid:
 
     def _cells(self, row: dict[str, Any]) -> dict[str, str]:
         report = self.reports[row["concurrency"], row["configuration"]][0]
-        cells = {"concurrency": str(row["concurrency"]), "configuration": row["configuration"], "speedup": "-"}
-        if row.get("speedup"):
-            low, high = row.get("speedup_low"), row.get("speedup_high")
-            cells["speedup"] = f"{row['speedup']:.2f}" + ("" if low is None else f" ({low:.2f} to {high:.2f})")
+        cells = {"concurrency": str(row["concurrency"]), "configuration": row["configuration"]}
+        cells["speedup"] = row.get("speedup_text", "-")
         cells[_named(report.overall[0], report)] = _score_text(report.overall[0])
         cells["difference"] = _difference_text(row) if "difference" in row else "-"
         cells |= {
@@ -166,7 +164,15 @@ class Grid:
         over = "; ".join(f"{', '.join(names)} from {base}" for base, names in bases.items())
         repeats = max(row["repeats"] for row in rows)
         spread = f"mean of {repeats} repeats, with its 95% interval" if repeats > 1 else "one repeat, so no interval"
+        records = {name: reports[0].record for (_, name), reports in self.reports.items()}
+        what = "".join(
+            f"* {name}: {one.speculation}; {Graphs(**one.config['graphs'])}\n" for name, one in records.items()
+        )
+        examples = f"{first.num_fewshot} from {first.fewshot_source}" if first.num_fewshot else "none"
+        warning = f" Warning: {first.warning}." if first.warning else ""
         return (
+            f"Model: {first.record.config['model']}, {first.record.caps['dtype']} on {first.record.processor}. Data: "
+            f"{first.data_source}. Few-shot examples: {examples}.{warning}\n\n{what}\n"
             f"{first.task} (version {first.task_version}, lm-eval {first.lm_eval_version}): {len(first.questions)} "
             f"answers per point ({first.sampled}), prompts sha256 {first.prompts_sha256[:16]}. Scores: "
             f"{first.overall[0].metric} ± standard error. Speedup (ratio of output tok/s, {spread}) and difference (of "
@@ -386,15 +392,13 @@ def _paired(base: EvalReport, report: EvalReport) -> dict[str, Any]:
 
 
 def _speedup(base: list[EvalReport], reports: list[EvalReport]) -> dict[str, Any]:
-    """The ratio of output tok/s to `base`; of several repeats, with its interval."""
-    metric = METRICS["output_throughput"]
+    """The ratio of output tok/s to `base`, with its interval and verdict."""
     before, after = (Replicates([Path()] * len(each), [one.record for one in each]) for each in (base, reports))
-    old, new = before.mean(metric.key), after.mean(metric.key)
-    if not old or not new:
+    found = speedup_of(METRICS["output_throughput"], before, after)
+    if found is None:
         return {}
-    found = interval(metric, before, after)
-    ends = {} if found.low is None or found.high is None else {"low": found.low, "high": found.high}
-    return {"speedup": new / old} | {f"speedup_{name}": 1 + end / old for name, end in ends.items()}
+    numbers = {"speedup": found.ratio, "speedup_low": found.low, "speedup_high": found.high, "verdict": found.verdict}
+    return {**numbers, "speedup_text": str(found) if found.verdict != ONE_REPEAT else f"{found.ratio:.2f}"}
 
 
 def _score_text(score: Score) -> str:

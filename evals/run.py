@@ -118,7 +118,8 @@ class PreparedEval:
             )
             engine.reset_record()
             results = self._evaluate(model)
-            report = self._report(engine, model, results)
+            with quiet():
+                report = self._report(engine, model, results)
             if options.output is not None:
                 report.save(options.output)
         return report
@@ -285,17 +286,16 @@ def _verdicts(task: EvalTask, samples: dict[str, list[dict[str, Any]]]) -> dict[
     verdicts: dict[int, dict[str, Any]] = {}
     for name, first in task.first_ids().items():
         for sample in samples[name]:
-            row = verdicts.setdefault(
-                first + sample["doc_id"],
-                {
+            if (number := first + sample["doc_id"]) not in verdicts:
+                verdicts[number] = {
                     **({"task": name} if task.is_group else {}),
                     "question": str(task.tasks[name].doc_to_text(sample["doc"])),
                     "target": sample["target"],
                     "prompt_hash": sample["prompt_hash"],
                     "filtered": {},
                     "scores": {},
-                },
-            )
+                }
+            row = verdicts[number]
             row["filtered"][sample["filter"]] = _filtered(sample)
             row["scores"][sample["filter"]] = {metric: sample[metric] for metric in sample["metrics"]}
     return verdicts

@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from io import StringIO
 from itertools import accumulate
 from pathlib import Path
@@ -170,21 +170,24 @@ def seed_globals() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the progress bars and logs of lm-eval and the data libraries; commands show their own progress."""
+    """Silence the progress bars and logs of lm-eval and the data libraries; commands show their own progress. Templates
+    are compiled once: lm-eval compiles one for each text, 24,000 for GSM8K, which takes longer than to generate."""
+    from lm_eval import utils
     from lm_eval.api import metrics
     from lm_eval.api import task as module
 
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
-    bar, bootstrap = module.tqdm, metrics.bootstrap_stderr
+    bar, bootstrap, from_string = module.tqdm, metrics.bootstrap_stderr, utils.env.from_string
     try:
+        utils.env.from_string = cache(from_string)
         metrics.bootstrap_stderr = _bootstrap_stderr
         module.tqdm = partial(bar, disable=True)  # TQDM_DISABLE is read at import, which is over
         for logger in loggers:
             logger.setLevel(logging.ERROR)
         yield
     finally:
-        module.tqdm, metrics.bootstrap_stderr = bar, bootstrap
+        module.tqdm, metrics.bootstrap_stderr, utils.env.from_string = bar, bootstrap, from_string
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 

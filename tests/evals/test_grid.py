@@ -99,7 +99,7 @@ def test_table_has_accuracy_beside_speed(
         assert ({params.max_new_tokens for params in warm_up["params"]}, warm_up["concurrency"]) == ({16}, 4)
         assert ({params.max_new_tokens for params in measured["params"]}, len(measured["prompts"])) == ({512}, 8)
         assert engine.forgotten == [1, 3]  # between warm-up and measurement
-    main, details, notes = found.table().split("\n\n")
+    main, details, model, settings, notes = found.table().split("\n\n")
     header, _, baseline, v1, _ = main.splitlines()[:5]
     assert [cell.strip() for cell in header.split("|")[3:-1]] == [
         *("speedup", "strict-match", "difference", "accept length", "TTFT", "TPOT", "tok/s")
@@ -107,6 +107,9 @@ def test_table_has_accuracy_beside_speed(
     assert [cell.strip() for cell in baseline.split("|")[3:7]] == ["-", "0.250 ± 0.164", "-", "-"]
     assert [cell.strip() for cell in v1.split("|")[3:7]] == ["1.00", "0.250 ± 0.164", "+0.000 (p = 1)", "2.500"]
     assert "75.0% unparsed" in details
+    assert model.startswith("Model: fake, float32 on ")
+    assert "Few-shot examples: 3 from shots.jsonl" in model
+    assert settings.splitlines()[1].startswith("* v1: ngram, 4 drafted, schedule v1")
     assert "are of v1, v2 from baseline" in notes
     assert [row["speedup"] for row in csv.DictReader((tmp_path / "summary.csv").open())][:2] == ["", "1.0"]
     assert json.loads((tmp_path / "summary.json").read_text())["rows"] == rows

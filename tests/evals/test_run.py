@@ -91,6 +91,16 @@ def test_limit_takes_the_first_questions(report: Any, evaluate: Any) -> None:
     assert part.limit == 3
 
 
+def test_templates_are_compiled_once(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval import utils
+
+    compiled, compile, from_string = [], utils.env.compile, utils.env.from_string
+    monkeypatch.setattr(utils.env, "compile", lambda text, *rest, **how: (compiled.append(text), compile(text))[1])
+    evaluate(num_fewshot=0)
+    assert 0 < len(compiled) <= 2 * len(set(compiled)), "once to prepare and to run, once to report"
+    assert utils.env.from_string == from_string
+
+
 def test_one_question_has_no_standard_error(evaluate: Any) -> None:
     report = evaluate(limit=1)
     assert [(score.value, score.stderr) for score in report.scores] == [(1.0, None), (1.0, None)]
