@@ -50,7 +50,8 @@ def test_a_folder_is_itself(tmp_path) -> None:
         assert found == tmp_path
 
 
-def test_report_and_frames_read_an_archive(archive, tmp_path) -> None:
+def test_report_and_frames_read_an_archive(archive, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("specbatch.sweeps.report.report.draw_all", lambda records: [])  # slow
     write_report(tmp_path / "sweep")
     write_report(archive, tmp_path / "out")
     same = ("summary.md", "summary.csv", "acceptance.md", "acceptance.json", "concurrency.csv")

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from specbatch.cli.app import app
 from specbatch.jobs.output_files import read_output
+from specbatch.records.archive import pack, unpacked
 from specbatch.records.runs import load_run
 from specbatch.sweeps.bench import limits
 from specbatch.sweeps.bench.tables import load_sections, write_tables
@@ -106,6 +107,9 @@ def test_sections_are_sweeps(run: Callable[..., Result]) -> None:
     for name in ("summary.md", "summary.csv"):
         Path("out", name).unlink()
     assert write_tables(Path("out")) == text  # from the records alone
+    pack(Path("out"), Path("records.tar.xz"))
+    with unpacked("records", Path("records.tar.xz")) as folder:
+        assert write_tables(folder) == text
     # Each section is a sweep for the other commands.
     assert write_report(Path("out/closed"))[-1].exists()
     assert {key.section for key in load_run("before", Path("out"), read_output).points} == set(records)

@@ -63,7 +63,8 @@ def test_report_is_complete_and_reproducible(folder, tmp_path):
     assert after["report.html"].replace(again, command_of(folder, None).encode()) == before["report.html"]
 
 
-def test_summary_of_an_evaluation_is_kept(tmp_path):
+def test_summary_of_an_evaluation_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("specbatch.sweeps.report.report.draw_all", lambda records: [])  # slow
     copy = saved(tmp_path / "eval", swept("baseline"), swept("v1"))
     for path in [copy / "summary.md", *(point / "questions.jsonl" for point in copy.glob("*/c4/r1"))]:
         path.write_text("scores")
