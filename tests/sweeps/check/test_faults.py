@@ -20,7 +20,7 @@ from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.report import CheckReport
 from specbatch.sweeps.check.run import run_check
 
-TOKENS, LONGEST = 24, 64
+TOKENS, LONGEST = 16, 64
 
 
 def write_prompts(path: Path, random: random_module.Random, count: int) -> Path:

@@ -40,10 +40,10 @@ def check(targets: Targets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """`check(name of SPECULATIONS, **settings of CheckOptions)` over a tiny Llama."""
 
     def call(name: str, **options: Any) -> SampledReport:
-        config = config_of(targets, monkeypatch, "llama", name, max_running=200, max_model_len=64)
+        config = config_of(targets, monkeypatch, "llama", name, max_running=100, max_model_len=64)
         source = tmp_path / "in.jsonl"
         source.write_text(json.dumps({"prompt_token_ids": targets.prompts("llama")[4]}) + "\n")
-        options = {"source": source, "sampled": True, "seeds": 400, "concurrency": 200} | options
+        options = {"source": source, "sampled": True, "seeds": 250, "concurrency": 100} | options
         return run_sampled(config, CheckOptions(**options), tmp_path)
 
     return call
@@ -51,7 +51,7 @@ def check(targets: Targets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", slow_but(("model",), DRAFTERS))
 def test_sampled_tokens_follow_the_distribution(check: Any, tmp_path: Path, name: str) -> None:
-    report = check(name, seeds=150 if name == "model" else 400)
+    report = check(name, seeds=150 if name == "model" else 250)
     assert not report.fails, report.markdown()
     assert len(report.rows) == 2 * len(SAMPLING)
     tested = [row for row in report.rows if row["freedom"]]
