@@ -28,6 +28,7 @@ from specbatch.sweeps.microbench import (
     cpu_gemm,
     equal_rows,
     gemm,
+    http_client,
     job_memory,
     moe,
     prefill,
@@ -84,7 +85,7 @@ for kernels in (accept, attention, attention_tiles, gemm, moe, prefill, recurren
 for alone in (all_reduce, equal_rows):
     _add(alone, needs_cuda=True)
 _add(cpu_gemm, needs_cuda=False, inference=True)
-for engines in (acceptance, cpu_decode, job_memory):
+for engines in (acceptance, cpu_decode, http_client, job_memory):
     _add(engines, needs_cuda=False)
 app.command("state-sizes", help=state_sizes.__doc__)(state_sizes.main)
 

@@ -29,7 +29,8 @@ RECORD = {
     "caps": "what the engine could hold after the memory plan, and its device, dtype and backends",
     "metrics": "the numbers of the run: the table of metrics below",
     "counters": "counts that metrics and tables are computed from: iterations, graph replays, acceptance by draft "
-    "position and by context",
+    "position and by context; of a server `errors`, `server_acceptance` (verifies with drafts, and how many accepted "
+    "each draft), where the accept length comes from, and `client_cpu_share`",
     "requests": "not in the file: the lines of `requests.jsonl`",
     "workload": "what was run: the command, the prompts with their hash, lengths, sampling, latency objectives "
     "(`slo`), and the place of a point in its sweep",
@@ -68,6 +69,8 @@ REQUEST = {
     "tokens, verifies, emitted tokens)",
     "itl_s": "seconds between arrivals of tokens, divided among the tokens of an arrival",
     "retractions": "times that the request gave its KV pages back",
+    "text_digest": "of `sweep`: the start of the SHA-256 of the answer's text, to compare answers",
+    "token_digest": "the same of its token ids; absent for a server, which reports none",
 }
 
 

@@ -139,8 +139,9 @@ class HttpEngine:
             "idle_timeout_s": self.server.idle_timeout,
             "request_timeout_s": self.server.request_timeout,
         }
-        alone = {"model": self.model, "tokenizer": self.tokenizer.name}
-        return found | (alone if self.server.alongside is None else {})
+        if self.server.alongside is None:
+            found |= {"model": self.model, "tokenizer": self.tokenizer.name}
+        return found
 
     def _start_window(self) -> None:
         self._completions: list[Completion] = []
