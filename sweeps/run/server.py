@@ -49,10 +49,14 @@ class Server:
         try:
             parts = urlsplit(self.base_url)
             is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            secret = "@" in parts.netloc
         except ValueError:
-            is_one = False
+            is_one, secret = False, False
         if not is_one:
             raise refuse("base_url", self.base_url, "give the server's address, such as http://localhost:8000")
+        if secret:
+            works = "leave user and password out, because records keep the address; --api-key-env sends a key"
+            raise refuse("base_url", f"{parts.scheme}://...@{parts.hostname}", works)
         if self.send not in SENDS:
             raise refuse("send", self.send, f"use one of {', '.join(SENDS)}")
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):

@@ -78,6 +78,7 @@ REFUSED = [
     ("sweep --base-url http://x", "base_url='http://x': applies to servers only; add --engine http"),
     ("sweep --engine vllm", "engine='vllm': use specbatch, or http"),
     ("sweep --engine http", "base_url='': give the server's address"),
+    ("sweep --engine http --base-url http://me:pw@host:1", "base_url='http://...@host': leave user and password out"),
     (f"{HTTP} --dry-run", "no answer from /v1/models"),
     (f"{HTTP} --draft-tokens 3", "draft_tokens='3': does not apply to a server"),
     (f"{HTTP} --no-prefix-cache", "prefix_cache=False: does not apply to"),
