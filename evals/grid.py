@@ -178,8 +178,16 @@ class Grid:
             f"{first.overall[0].metric} ± standard error. Speedup (ratio of output tok/s, {spread}) and difference (of "
             "the first score on the same questions, with the two-sided p value of McNemar's test, or ± standard error "
             "where answers are not right or wrong) are of "
-            f"{over or 'none'}. TTFT and TPOT: means in ms; tok/s: of output tokens. Same answers: token for token."
+            f"{over or 'none'}. TTFT and TPOT: means in ms; tok/s: of output tokens. Same answers: token for "
+            f"token.{self._deterministic()}"
         )
+
+    def _deterministic(self) -> str:
+        found = {name: reports[0].record.is_deterministic for (_, name), reports in self.reports.items()}
+        names = [name for name, is_on in found.items() if is_on]
+        if not names:
+            return ""
+        return f" Deterministic: {'yes' if len(names) == len(found) else ', '.join(names)}."
 
 
 def bases_of(configs: Mapping[str, EngineConfig]) -> dict[str, str]:

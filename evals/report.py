@@ -122,7 +122,8 @@ class EvalReport(EvalAnswers):
         if not self.generates:
             by, answers = "Given texts were scored; nothing was generated or drafted.", ""
         replicas = f" in {self.record.replicas} replicas" if self.record.replicas > 1 else ""
-        yield f"Model: {config['model']}, {caps['dtype']} on {caps['device']}{replicas}. {by}"
+        mode = ", deterministic" if self.record.is_deterministic else ""
+        yield f"Model: {config['model']}, {caps['dtype']} on {caps['device']}{replicas}{mode}. {by}"
         examples = f"{self.num_fewshot} from {self.fewshot_source}" if self.num_fewshot else "none"
         yield f"Data: {self.data_source}. Few-shot examples: {examples}."
         if self.warning:

@@ -5,21 +5,26 @@ An operation is declared once, next to its reference:
     rms_norm = op(rms_norm_ref, "specbatch.kernels.elementwise.elementwise_triton:rms_norm")
 
 Callers only know `rms_norm`. Triton is imported with the first call that needs the kernel.
+
+In deterministic mode (`use_deterministic`) the bits of a row do not depend on the rows that are computed with it. Most
+references have this property once their sums, exponentials and GEMMs do, see `common/rowwise` and `gemm/fixed_rows`.
+An operation whose algorithm depends on the number of rows declares a third implementation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from contextvars import ContextVar
+from functools import cache, wraps
 from importlib import import_module
-from types import ModuleType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _forced: bool | None = None
+_deterministic = ContextVar("deterministic", default=False)
 
 
 class OnDevice(Protocol):
@@ -46,24 +51,45 @@ def force_kernels(enabled: bool = True) -> Iterator[None]:
         _forced = before
 
 
-def op(reference: Callable[P, T], kernel: str) -> Callable[P, T]:
+def is_deterministic() -> bool:
+    """Whether the bits of a row must not depend on the rows beside it."""
+    return _deterministic.get()
+
+
+@contextmanager
+def use_deterministic(enabled: bool = True) -> Iterator[None]:
+    """Within this context operations on a CPU are deterministic, if `enabled`. An engine sets it for all of its passes
+    or for none."""
+    token = _deterministic.set(enabled)
+    try:
+        yield
+    finally:
+        _deterministic.reset(token)
+
+
+def op(reference: Callable[P, T], kernel: str, deterministic: str | None = None) -> Callable[P, T]:
     """The operation with this torch reference and the Triton implementation `kernel`, "module:function".
 
-    Both take the same arguments, of which the first one, a tensor or a named tuple with `is_cuda`, decides. The kernel
-    may have more optional arguments: tests and microbenchmarks call it directly.
+    All take the same arguments, of which the first one, a tensor or a named tuple with `is_cuda`, decides. The kernel
+    may have more optional arguments: tests and microbenchmarks call it directly. deterministic: what runs in place of
+    the reference in deterministic mode; None: the reference.
     """
-    path, _, name = kernel.partition(":")
-    module: ModuleType | None = None
+    find_kernel = _lazily(kernel)
+    find_deterministic = _lazily(deterministic) if deterministic else lambda: reference
 
     @wraps(reference)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        nonlocal module
         first: Any = args[0]
-        if not runs_kernels(first):
-            return reference(*args, **kwargs)
-        if module is None:
-            module = import_module(path)
-        result: T = getattr(module, name)(*args, **kwargs)
-        return result
+        if runs_kernels(first):
+            result: T = find_kernel()(*args, **kwargs)
+            return result
+        return (find_deterministic() if is_deterministic() else reference)(*args, **kwargs)
 
     return run
+
+
+def _lazily(place: str) -> Callable[[], Callable[..., Any]]:
+    """The function at "module:function", imported when it is first asked for."""
+    path, _, name = place.partition(":")
+    load = cache(import_module)
+    return lambda: getattr(load(path), name)

@@ -328,6 +328,12 @@ class EngineConfig:
     draft_attention_backend: str = setting(
         "auto", "Attention backend for the prompts of a draft model.", choices=ATTENTION_BACKENDS
     )
+    deterministic: bool = setting(
+        False,
+        "Tokens and log-probabilities of a request do not depend, in any bit, on the draft, the batch, the schedule, "
+        "chunks or cached prefixes. On a CPU.",
+        FLAG,
+    )
     seed: int = setting(
         0, "Seed for requests that have none, for random prompts and for dummy weights.", whole(0, MOST_SEED)
     )
@@ -349,6 +355,16 @@ class EngineConfig:
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", str(self.device)):
             raise refuse("device", self.device, "use auto, cpu, cuda or cuda:N")
         check_fields(self)
+        if self.deterministic:
+            self._check_deterministic()
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def _check_deterministic(self) -> None:
+        if self.speculation.verification != "token":
+            works = "with deterministic=True drafts are not verified by rejection sampling; use 'token'"
+            raise refuse("verification", self.speculation.verification, works)
+        if self.tensor_parallel > 1:
+            works = "with deterministic=True a model is not divided, because sums over devices are not fixed; use 1"
+            raise refuse("tensor_parallel", self.tensor_parallel, works)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.errors import SpecbatchError, refuse
+from specbatch.evals.gate.equal import compare_answers
 from specbatch.evals.gate.policy import Accuracy, Bound, Policy, load_policy
 from specbatch.jobs.output_files import read_output
 from specbatch.records.answers import EvalAnswers, load_answers
@@ -128,6 +129,9 @@ def run_gate(policy_file: Path, run: Path, baseline: Path | None = None) -> Gate
             continue
         checks.append(_finished(str(place), point))
         checks += _graphs(str(place), point)
+        if policy.answers is not None:
+            assert old is not None  # the policy needs a baseline
+            checks.append(_equal(str(place), point, old))
         if policy.accuracy is not None:
             found, test = _accuracy(policy.accuracy, str(place), point, old)
             checks += found
@@ -149,6 +153,8 @@ def _needs_baseline(path: Path, policy: Policy) -> SpecbatchError:
     rules = [f"worsens_at_most of {', '.join(relative)}"] if relative else []
     if policy.accuracy is not None and not policy.accuracy.may_fall:
         rules.insert(0, "may_fall = false in [accuracy], the default,")
+    if policy.answers is not None:
+        rules.insert(0, "equal in [answers]")
     verb = "compare" if len(rules) > 1 else "compares"
     works = "name its run with --baseline, or leave the rule out (may_fall = true)"
     return refuse("policy", str(path), f"{' and '.join(rules)} {verb} with a baseline; {works}")
@@ -248,17 +254,25 @@ def _accuracy(
     return checks, test
 
 
+def _equal(point: str, after: Replicates, before: Replicates) -> Check:
+    """Every answer is the baseline's."""
+    found = compare_answers(_answers("baseline", before), _answers("run", after))
+    same = found.questions - len(found.differing)
+    name, allowed = "answers equal the baseline's", f"all {found.questions}"
+    return Check(name, point, not found.differing, str(same), allowed, detail=found.divergence)
+
+
 def _answers(setting: str, point: Replicates) -> EvalAnswers:
     path, *others = point.paths
     if others:
         raise refuse(
             setting,
             str(path.parent),
-            f"holds {1 + len(others)} runs, and the rules of [accuracy] apply to a single run; name one of them",
+            f"holds {1 + len(others)} runs, and the rules for answers apply to a single run; name one of them",
         )
     report = load_answers(setting, path)
     if report is None:
-        raise refuse(setting, str(path), "holds no answers of specbatch eval, which the rules of [accuracy] need")
+        raise refuse(setting, str(path), "holds no answers of specbatch eval, which rules for answers need")
     if report.record.simulated_accept_length is not None:
         raise refuse(setting, str(path), "its acceptance was simulated, so its answers are not the model's")
     return report

@@ -9,6 +9,9 @@
     detects = 0.03                  # the test must be able to find a drop as small as this
     unparsed_at_most = 0.0          # share of answers in which the filter found nothing
 
+    [answers]
+    equal = true                    # every answer is the baseline's, token for token
+
     [bounds]                        # numbers of a record, in its units (seconds, tokens per second)
     accept_length = { at_least = 2.0, worsens_at_most = 0.02 }
     p99_ttft_s = { at_most = 0.5, worsens_at_most = 0.10 }
@@ -20,6 +23,7 @@ worsens_at_most is a share of the baseline's number, in the direction that is wo
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -58,6 +62,18 @@ class Accuracy(_Rules):
         return self
 
 
+class Answers(_Rules):
+    """Rules for answers as they are, whatever their scores."""
+
+    equal: bool
+
+    @model_validator(mode="after")
+    def _asks_something(self) -> Answers:
+        if not self.equal:
+            raise ValueError("equal = false asks nothing; leave the table out")
+        return self
+
+
 class Bound(_Rules):
     """Limits of one metric; at least one is required."""
 
@@ -74,6 +90,7 @@ class Bound(_Rules):
 
 class Policy(_Rules):
     accuracy: Accuracy | None = None
+    answers: Answers | None = None
     bounds: dict[str, Bound] = Field(default_factory=dict)
 
     @field_validator("bounds")
@@ -90,17 +107,19 @@ class Policy(_Rules):
 
     @model_validator(mode="after")
     def _says_something(self) -> Policy:
-        if self.accuracy is None and not self.bounds:
-            raise ValueError("has no rule; write a table [accuracy] or [bounds]")
+        if self.accuracy is None and self.answers is None and not self.bounds:
+            raise ValueError("has no rule; write a table [accuracy], [answers] or [bounds]")
         return self
 
     @property
     def needs_baseline(self) -> bool:
         fall = self.accuracy is not None and not self.accuracy.may_fall
-        return fall or any(bound.worsens_at_most is not None for bound in self.bounds.values())
+        return (
+            fall or self.answers is not None or any(bound.worsens_at_most is not None for bound in self.bounds.values())
+        )
 
 
-_LEVELS: tuple[type[_Rules], ...] = (Policy, Accuracy, Bound)  # by depth in the file
+_TABLES: dict[str, type[_Rules]] = {"accuracy": Accuracy, "answers": Answers, "bounds": Bound}
 
 
 def load_policy(path: Path) -> Policy:
@@ -108,5 +127,10 @@ def load_policy(path: Path) -> Policy:
     try:
         return Policy.model_validate(read_toml("policy", path, "name a TOML file of rules"))
     except ValidationError as error:
-        problem = first_problem(error, names=lambda place: _LEVELS[len(place) - 1].model_fields)
+        problem = first_problem(error, names=_known_names)
         raise refuse("policy", str(path), problem) from error
+
+
+def _known_names(place: Sequence[int | str]) -> Iterable[str]:
+    """The names that there are where a name is unknown."""
+    return (Policy if len(place) == 1 else _TABLES[str(place[0])]).model_fields

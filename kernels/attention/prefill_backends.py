@@ -26,6 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from specbatch.errors import refuse
 from specbatch.kernels.attention.paged_attention import prefill_attention_ref
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.attention.span_attention import span_prefill_attention
+from specbatch.kernels.dispatch import is_deterministic
 
 NAMES = ("auto", "triton", "torch", "flashinfer", "flash-attn")
 HALVES = (torch.float16, torch.bfloat16)
@@ -140,6 +142,8 @@ class _Torch:
                 window_size_left=window - 1 if window else None, window_size_right=0 if window else None,
             )[0]  # fmt: skip
             return attended
+        if is_deterministic():
+            return span_prefill_attention(q, k_cache, v_cache, spans, window)
         parts: list[torch.Tensor] = []
         # On a GPU the fused kernels may round float32 to tf32; on a CPU they do not.
         allowed = sdpa_kernel(SDPBackend.MATH) if q.device.type == "cuda" else nullcontext()

@@ -21,7 +21,7 @@ from specbatch.kernels.attention.paged_attention import (
 )
 from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope_ref
 from specbatch.kernels.common.kv_slots import kv_slots
-from specbatch.kernels.dispatch import runs_kernels
+from specbatch.kernels.dispatch import is_deterministic, runs_kernels
 
 
 class Mask(NamedTuple):
@@ -72,6 +72,10 @@ def decode_attention(queries: DecodeQueries, masks: Iterable[Mask], group: int, 
         from specbatch.kernels.attention import verify_attention_triton
 
         return partial(verify_attention_triton.verify_attention, queries)
+    if is_deterministic():
+        from specbatch.kernels.attention.span_attention import SpanDecodeAttention
+
+        return SpanDecodeAttention(queries, masks)
     return DecodeAttentionRef(queries, masks, group, dtype)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from specbatch.kernels.dispatch import op
+from specbatch.kernels.common.rowwise import row_sum
+from specbatch.kernels.dispatch import is_deterministic, op
 
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -15,7 +16,8 @@ def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
     Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
     wide = x.float()
-    scale = torch.rsqrt(torch.linalg.vecdot(wide, wide) / x.shape[-1] + eps)
+    squares = row_sum(wide * wide) if is_deterministic() else torch.linalg.vecdot(wide, wide)
+    scale = torch.rsqrt(squares / x.shape[-1] + eps)
     return ((wide * scale[..., None]).to(x.dtype) * weight).to(x.dtype)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from specbatch.kernels.common.rowwise import multiply_add
+
 
 def rope_table(
     inverse_frequencies: torch.Tensor, length: int, scale: float | torch.Tensor
@@ -22,4 +24,4 @@ def rope_table(
 def apply_rope_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate x [T, heads, head_dim] by cos, sin [T, 1, head_dim] of its tokens' positions (from `rope_table`)."""
     half = x.shape[-1] // 2
-    return torch.addcmul(x * cos, torch.cat([x[..., half:], x[..., :half]], -1), sin)
+    return multiply_add(x * cos, torch.cat([x[..., half:], x[..., :half]], -1), sin)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels.dispatch import op
+from specbatch.kernels.dispatch import is_deterministic, op
 from specbatch.kernels.elementwise.activations import relu_squared, silu_and_mul
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm import fp8_activations
+from specbatch.kernels.gemm.fixed_rows import linear_in_blocks
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.weight import Weight
 
@@ -24,11 +25,12 @@ def fp8_linear_ref(
     """x @ weight.T + bias + residual for x [T, in], FP8 weight [out, in] with scales, bias [out], residual [T, out]; in
     the memory of `out` [T, out] if given. With FP8 x it is computed in float32 and cast once, to the type before
     quantization."""
+    linear = linear_in_blocks if is_deterministic() else F.linear
     if isinstance(x, FP8Activations):
-        y = F.linear(x.dequantize(), weight.dequantize(torch.float32), None if bias is None else bias.float())
+        y = linear(x.dequantize(), weight.dequantize(torch.float32), None if bias is None else bias.float())
         y = (y if residual is None else residual + y).to(x.dtype)
     else:
-        y = F.linear(x, weight.dequantize(x.dtype), bias)
+        y = linear(x, weight.dequantize(x.dtype), bias)
         y = y if residual is None else residual + y
     return y if out is None else out.copy_(y)
 

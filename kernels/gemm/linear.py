@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels.dispatch import runs_kernels
+from specbatch.kernels.dispatch import is_deterministic, runs_kernels
 from specbatch.kernels.elementwise.activations import relu_squared, silu_and_mul
 from specbatch.kernels.elementwise.norm import rms_norm
+from specbatch.kernels.gemm.fixed_rows import gemm_in_blocks
 
 
 class Norm(NamedTuple):
@@ -28,7 +29,7 @@ class Linear:
     On a CPU a float32 weight is kept in oneDNN's blocked layout, as inductor does when it freezes a model: for up to
     some 40 rows the GEMM then runs at the speed at which the weight can be read, about twice that of `F.linear`.
     oneDNN compiles and keeps a kernel, of about half a megabyte, for every number of rows. Rows are therefore padded to
-    few different numbers.
+    few different numbers. In deterministic mode they are computed in blocks, see `fixed_rows`.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -50,14 +51,21 @@ class Linear:
             y = self._on_cuda(x, norm, residual, out)
         else:
             x = x if norm is None else rms_norm(x, *norm)
-            if self._blocked:
+            if is_deterministic():
+                y = gemm_in_blocks(self._on_cpu, x, (*self.shape, self.bias is None, self._blocked))
+            elif self._blocked:
                 padding = _padded(len(x)) - len(x)
-                padded = F.pad(x, (0, 0, 0, padding)) if padding else x
-                y = torch.ops.mkldnn._linear_pointwise(padded, self._weight, self.bias, "none", [], "")[: len(x)]
+                y = self._on_cpu(F.pad(x, (0, 0, 0, padding)) if padding else x)[: len(x)]
             else:
-                y = F.linear(x, self._weight, self.bias)
+                y = self._on_cpu(x)
             y = y if residual is None else residual + y
         return y if out is None or y is out else out.copy_(y)
+
+    def _on_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._blocked:
+            return F.linear(x, self._weight, self.bias)
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+        return y
 
     def _on_cuda(
         self, x: torch.Tensor, norm: Norm | None, residual: torch.Tensor | None, out: torch.Tensor | None

@@ -49,7 +49,10 @@ def experts_ref(
         h = gemm(x[token], up.of(expert))
         h = silu_and_mul_ref(h) if activation == "swiglu" else h.relu().square()
         outputs[token, place] = gemm(h, down.of(expert))
-    return (weights[..., None] * outputs.float()).sum(1).to(x.dtype)
+    y = weights[:, :1] * outputs[:, 0].float()
+    for place in range(1, experts.shape[1]):
+        y = y + weights[:, place, None] * outputs[:, place].float()
+    return y.to(x.dtype)
 
 
 def fused_moe_ref(

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from specbatch.errors import refuse
+from specbatch.kernels.common.rowwise import row_sum, sigmoid, softmax
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ def route_ref(logits: torch.Tensor, rule: Routing) -> tuple[torch.Tensor, torch.
     logits = logits.float()
     routed = logits[:, : rule.experts]
     if rule.score == "softmax":
-        scores, keys = routed.softmax(-1), routed
+        scores, keys = softmax(routed), routed
     else:
-        scores = routed.sigmoid()
+        scores = sigmoid(routed)
         keys = scores if rule.bias is None else scores + rule.bias
         if rule.groups > 1:
             grouped = keys.unflatten(1, (rule.groups, -1))
@@ -76,11 +77,11 @@ def route_ref(logits: torch.Tensor, rule: Routing) -> tuple[torch.Tensor, torch.
     experts = _greatest(keys, rule.top_k)
     weights = scores.gather(1, experts)
     if rule.normalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if rule.score == "sigmoid" else 0))
+        weights = weights / (row_sum(weights)[:, None] + (1e-20 if rule.score == "sigmoid" else 0))
     weights = weights * rule.scale
     if rule.shared:
         always = torch.arange(rule.experts, rule.experts + rule.shared, device=logits.device)
-        gate = logits[:, rule.experts :].sigmoid() if rule.gated else logits.new_ones(len(logits), 1)
+        gate = sigmoid(logits[:, rule.experts :]) if rule.gated else logits.new_ones(len(logits), 1)
         experts = torch.cat([experts, always.expand(len(logits), -1)], 1)
         weights = torch.cat([weights, gate.expand(-1, rule.shared)], 1)
     return weights, experts.int()

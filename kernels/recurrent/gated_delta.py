@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.common.rowwise import exp, row_sum, sigmoid, silu, softplus
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
@@ -83,7 +83,7 @@ def delta_prefill_ref(
     state [R, values, key_dim, value_dim] of all device rows: read where a span continues from one, then set to the
     state after the last token of the span.
     """
-    q, k, v, g, beta = (x.transpose(0, 1) for x in _split(qkv, b, a, heads))
+    q, k, v, g, beta = (x.transpose(0, 1) for x in split_inputs(qkv, b, a, heads))
     o = torch.empty_like(v)
     for begin, end, start, row in zip(spans.offsets, spans.offsets[1:], spans.starts, spans.rows, strict=False):
         s = state[row].float() if start else torch.zeros_like(state[row], dtype=torch.float32)
@@ -111,7 +111,7 @@ def delta_verify_ref(
     state takes those in; pending, of M >= N rows, then holds the rows of this verify. Device row 0 is left alone.
     """
     batch, rows = len(replay.rows), replay.rows[:, None]
-    q, k, v, g, beta = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in _split(qkv, b, a, heads))
+    q, k, v, g, beta = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in split_inputs(qkv, b, a, heads))
     count = q.shape[2]
     order, there = replay.replayed_rows(pending.k.shape[1])
     order = order.where(there, 0)
@@ -133,20 +133,20 @@ def gated_rms_norm_ref(o: torch.Tensor, z: torch.Tensor, heads: DeltaHeads) -> t
     Normalised in float32, cast, multiplied by the weight in the type of o, gated in float32 and cast.
     """
     wide = o.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + heads.eps)
+    scale = torch.rsqrt(row_sum(wide.square())[..., None] / wide.shape[-1] + heads.eps)
     normal = (wide * scale).to(o.dtype) * heads.norm
-    return (normal.flatten(1).float() * F.silu(z.float())).to(o.dtype)
+    return (normal.flatten(1).float() * silu(z.float())).to(o.dtype)
 
 
-def _split(qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, heads: DeltaHeads) -> tuple[torch.Tensor, ...]:
+def split_inputs(qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, heads: DeltaHeads) -> tuple[torch.Tensor, ...]:
     """q, k [T, values, key_dim], v [T, values, value_dim], g and beta [T, values], float32."""
     key = heads.keys * heads.key_dim
     q, k, v = qkv.float().split([key, key, heads.values * heads.value_dim], 1)
     q, k = (x.unflatten(1, (heads.keys, -1)) for x in (q, k))
-    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q, k = (x * torch.rsqrt(row_sum(x.square())[..., None] + 1e-6) for x in (q, k))
     q, k = (x.repeat_interleave(heads.values // heads.keys, 1) for x in (q * heads.key_dim**-0.5, k))
-    g = -heads.a_log.exp() * F.softplus(a.float() + heads.dt_bias)
-    return q, k, v.unflatten(1, (heads.values, -1)), g, b.float().sigmoid()
+    g = -exp(heads.a_log) * softplus(a.float() + heads.dt_bias)
+    return q, k, v.unflatten(1, (heads.values, -1)), g, sigmoid(b.float())
 
 
 def _together(
@@ -175,5 +175,13 @@ def _state_after(s: torch.Tensor, k: torch.Tensor, u: torch.Tensor, g: torch.Ten
     return total[..., -1, None, None].exp() * s + (k * later).transpose(-1, -2) @ u
 
 
-delta_prefill = op(delta_prefill_ref, "specbatch.kernels.recurrent.gated_delta_prefill_triton:delta_prefill")
-delta_verify = op(delta_verify_ref, "specbatch.kernels.recurrent.gated_delta_triton:delta_verify")
+delta_prefill = op(
+    delta_prefill_ref,
+    "specbatch.kernels.recurrent.gated_delta_prefill_triton:delta_prefill",
+    "specbatch.kernels.recurrent.row_by_row:delta_prefill",
+)
+delta_verify = op(
+    delta_verify_ref,
+    "specbatch.kernels.recurrent.gated_delta_triton:delta_verify",
+    "specbatch.kernels.recurrent.row_by_row:delta_verify",
+)

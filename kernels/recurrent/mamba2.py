@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.common.rowwise import exp, row_sum, silu, softplus
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.recurrent.state_replay import StateReplay
@@ -69,8 +69,8 @@ def gated_group_norm_ref(
 
     y, z [T, d], weight [d]; in float32, cast once, to the type of z.
     """
-    u: torch.Tensor = (y.float() * F.silu(z.float())).unflatten(1, (groups, -1))
-    u = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
+    u: torch.Tensor = (y.float() * silu(z.float())).unflatten(1, (groups, -1))
+    u = u * torch.rsqrt(row_sum(u.square())[..., None] / u.shape[-1] + eps)
     return (u.flatten(1) * weight.float()).to(z.dtype)
 
 
@@ -83,13 +83,13 @@ class _Tokens(NamedTuple):
     dt: torch.Tensor
 
 
-def _tokens(heads: SsdHeads, x: torch.Tensor, b: torch.Tensor, dt: torch.Tensor) -> _Tokens:
+def prepare_tokens(heads: SsdHeads, x: torch.Tensor, b: torch.Tensor, dt: torch.Tensor) -> _Tokens:
     """x [B, T, H * P], b [B, T, G * n], dt [B, T, H] as they come."""
     grouped = (heads.groups, heads.count // heads.groups)
     return _Tokens(
         x.float().unflatten(2, (*grouped, heads.dim)),
         b.float().unflatten(2, (heads.groups, heads.state)),
-        F.softplus(dt.float() + heads.dt_bias).unflatten(2, grouped),
+        softplus(dt.float() + heads.dt_bias).unflatten(2, grouped),
     )
 
 
@@ -124,7 +124,7 @@ def ssd_prefill_ref(
     the last token.
     """
     x, b, c = xbc.split(heads.columns, 1)
-    decay, d = _grouped(heads)
+    decay, d = decays(heads)
     y = xbc.new_empty(x.shape)
     for start, row, first, stop in zip(spans.starts, spans.rows, spans.offsets, spans.offsets[1:], strict=False):
         state = memory.state[row].float().unflatten(0, decay.shape)[None]
@@ -132,7 +132,7 @@ def ssd_prefill_ref(
             state = torch.zeros_like(state)
         for at in range(first, stop, _CHUNK):
             part = slice(at, min(at + _CHUNK, stop))
-            tokens = _tokens(heads, x[None, part], b[None, part], dt[None, part])
+            tokens = prepare_tokens(heads, x[None, part], b[None, part], dt[None, part])
             sees = torch.ones(1, len(x[part]), len(x[part]), device=x.device).tril().bool()
             there = c[None, part].float().unflatten(2, (heads.groups, heads.state))
             y[part] = _outputs(state, tokens, there, sees, decay, d)[0].flatten(1)
@@ -148,12 +148,12 @@ def ssd_verify_ref(
 
     What was kept of the last verify goes into the state first; these rows are then pending.
     """
-    decay, d = _grouped(heads)
+    decay, d = decays(heads)
     count, widths = len(replay.rows), (heads.columns[0], heads.columns[1], heads.count)
     order, kept = replay.replayed_rows(memory.pending.shape[1])
     # What is not kept may be anything, NaN too; a step of 0 leaves the state as it is.
     past = memory.pending[replay.rows[:, None], order.where(kept, 0)].where(kept[..., None], 0)
-    tokens = _tokens(heads, *past.split(widths, 2))
+    tokens = prepare_tokens(heads, *past.split(widths, 2))
     tokens = tokens._replace(dt=tokens.dt.where(kept[..., None, None], 0))
     state = _advance(memory.state[replay.rows].float().unflatten(1, decay.shape), tokens, decay)
     memory.state[replay.rows] = state.flatten(1, 2).to(memory.state.dtype)
@@ -161,15 +161,23 @@ def ssd_verify_ref(
     x, b, c, dt = (part.unflatten(0, (count, -1)) for part in (*xbc.split(heads.columns, 1), dt))
     rows = x.shape[1]
     there = c.float().unflatten(2, (heads.groups, heads.state))
-    y = _outputs(state, _tokens(heads, x, b, dt), there, replay.sees(rows), decay, d)
+    y = _outputs(state, prepare_tokens(heads, x, b, dt), there, replay.sees(rows), decay, d)
     memory.pending[replay.rows, :rows] = torch.cat([x, b, dt], 2)
     return gated_group_norm_ref(y.flatten(2).flatten(0, 1).to(z.dtype), z, *heads.norm, heads.groups)
 
 
-def _grouped(heads: SsdHeads) -> tuple[torch.Tensor, torch.Tensor]:
+def decays(heads: SsdHeads) -> tuple[torch.Tensor, torch.Tensor]:
     """A and D, [G, R] each."""
-    return -heads.a_log.exp().unflatten(0, (heads.groups, -1)), heads.d.unflatten(0, (heads.groups, -1))
+    return -exp(heads.a_log).unflatten(0, (heads.groups, -1)), heads.d.unflatten(0, (heads.groups, -1))
 
 
-ssd_prefill = op(ssd_prefill_ref, "specbatch.kernels.recurrent.mamba2_triton:ssd_prefill")
-ssd_verify = op(ssd_verify_ref, "specbatch.kernels.recurrent.mamba2_triton:ssd_verify")
+ssd_prefill = op(
+    ssd_prefill_ref,
+    "specbatch.kernels.recurrent.mamba2_triton:ssd_prefill",
+    "specbatch.kernels.recurrent.row_by_row:ssd_prefill",
+)
+ssd_verify = op(
+    ssd_verify_ref,
+    "specbatch.kernels.recurrent.mamba2_triton:ssd_verify",
+    "specbatch.kernels.recurrent.row_by_row:ssd_verify",
+)

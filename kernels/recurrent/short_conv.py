@@ -10,10 +10,13 @@ cast once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.common.rowwise import silu
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
@@ -40,10 +43,8 @@ def conv_prefill_ref(
     for begin, end, start, row in zip(spans.offsets, spans.offsets[1:], spans.starts, spans.rows, strict=False):
         old = window[row] if start else torch.zeros_like(window[row])
         inputs = torch.cat([old.float(), u[begin:end].float()])
-        sums = inputs[: end - begin] * weight[:, 0].float()
-        for tap in range(1, taps):
-            sums.addcmul_(inputs[tap : tap + end - begin], weight[:, tap].float())
-        y[begin:end] = _finish(sums, bias, activation)
+        at_taps = (inputs[tap : tap + end - begin] for tap in range(taps))
+        y[begin:end] = _convolve(at_taps, weight, bias, activation)
         window[row] = inputs[end - begin :]
     return y if after is None else after * y
 
@@ -76,11 +77,11 @@ def conv_verify_ref(
     recent = history.gather(1, places[..., None].expand(-1, -1, x.shape[1]))
     inputs = torch.cat([recent.float(), u.float()], 1)
     sequence = torch.arange(batch, device=device)[:, None, None]
-    sums = (inputs[sequence, _lineage(replay, count, taps)] * weight.T.float()).sum(2)
+    at_taps = inputs[sequence, _lineage(replay, count, taps)].unbind(2)
     real = replay.rows != 0
     window[replay.rows[real]] = recent[real]
     pending[replay.rows[real], :count] = u[real].to(pending.dtype)
-    y = _finish(sums, bias, activation).flatten(0, 1).to(x.dtype)
+    y = _convolve(at_taps, weight, bias, activation).flatten(0, 1).to(x.dtype)
     return y if after is None else after * y
 
 
@@ -95,9 +96,16 @@ def _lineage(replay: StateReplay, rows: int, taps: int) -> torch.Tensor:
     return torch.where(nearest >= 0, nearest, beyond).flip(-1)
 
 
-def _finish(sums: torch.Tensor, bias: torch.Tensor | None, activation: bool) -> torch.Tensor:
+def _convolve(
+    inputs: Iterable[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, activation: bool
+) -> torch.Tensor:
+    """inputs: float32 [..., C] for each tap, oldest first. They are added in this order."""
+    first, *others = (x * taps for x, taps in zip(inputs, weight.T.float(), strict=True))
+    sums = first
+    for product in others:
+        sums += product
     sums = sums if bias is None else sums + bias.float()
-    return F.silu(sums) if activation else sums
+    return silu(sums) if activation else sums
 
 
 conv_prefill = op(conv_prefill_ref, "specbatch.kernels.recurrent.short_conv_triton:conv_prefill")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from specbatch.kernels.common.rowwise import logsumexp
 from specbatch.kernels.dispatch import op
 
 
@@ -77,7 +78,7 @@ def topk_logprobs_ref(
     wide = logits.float()
     keys = _packed(wide, torch.arange(wide.shape[-1], device=wide.device))
     best = keys.topk(topk).indices  # topk of the logits would break ties in any order
-    found = wide.gather(-1, best) - wide.logsumexp(-1, keepdim=True)
+    found = wide.gather(-1, best) - logsumexp(wide)[..., None]
     # A draft with a NaN has no probability; the target finds it by itself.
     return found.nan_to_num(-torch.inf, neginf=-torch.inf).clamp(max=0), best if ids is None else ids[best]
 

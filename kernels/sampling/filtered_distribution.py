@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from specbatch.kernels.common.rowwise import softmax
+
 
 class SamplingFlags(Protocol):
     """sampled: some row has a temperature; truncated: some row uses top-k, top-p or min-p."""
@@ -59,12 +61,12 @@ def probabilities_ref(
         ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(logits.shape[-1], device=logits.device)
         ordered = ordered.masked_fill((top_k > 0)[:, None] & (rank >= top_k[:, None]), -torch.inf)
-        p = ordered.softmax(-1)
+        p = softmax(ordered)
         before = p.cumsum(-1) - p
         # The most likely token always stays, whatever rounding does to its sum.
         drop = ((before >= top_p[:, None]) & (top_p < 1)[:, None] | (p < min_p[:, None] * p[:, :1])) & (rank > 0)
         ordered = ordered.masked_fill(drop, -torch.inf)
         scaled = torch.empty_like(scaled).scatter_(-1, order, ordered)
-    p = scaled.softmax(-1)
+    p = softmax(scaled)
     one_hot = torch.zeros_like(p).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     return torch.where(greedy[:, None], one_hot, p)

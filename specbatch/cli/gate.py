@@ -16,7 +16,9 @@ from specbatch.extras import needs
 
 def gate(
     run: Annotated[Path, Argument(metavar="RUN", help=RUN_HELP)],
-    policy: Annotated[Path, Option(metavar="FILE.toml", help="The rules: tables \\[accuracy] and \\[bounds].")],
+    policy: Annotated[
+        Path, Option(metavar="FILE.toml", help="The rules: tables \\[accuracy], \\[answers] and \\[bounds].")
+    ],
     baseline: Annotated[
         Path | None, Option(metavar="RUN", help="The run to compare with; it must have the same model and prompts.")
     ] = None,

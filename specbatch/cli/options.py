@@ -59,7 +59,7 @@ _PANELS = {
     **dict.fromkeys(
         ("max_running", "max_model_len", "page_size", "kv_pages", "memory_fraction", "prefill_chunk"), _BATCH
     ),
-    **dict.fromkeys(("prefix_cache", "kv_dtype", "fp8_activations", "state_dtype"), _CACHE),
+    **dict.fromkeys(("prefix_cache", "kv_dtype", "fp8_activations", "state_dtype", "deterministic"), _CACHE),
 }
 _LONGEST_METAVAR = 24  # a longer one takes the width of the terminal from the help texts
 # Option: type, default, and text to append to the help of the field.

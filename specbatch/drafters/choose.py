@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.core.step_input import StepInput
+from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.sampling.argmax_topk import Scores, argmax_embedding
-from specbatch.kernels.sampling.rng import DRAFT, verify_keys
+from specbatch.kernels.sampling.rng import DRAFT, TARGET, verify_keys
 
 
 def choose_next(
@@ -34,13 +35,21 @@ def choose_next(
 
 def sample_drafts(
     logits: torch.Tensor, step: StepInput, positions: torch.Tensor, *, ids: torch.Tensor | None, vocabulary: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Sample tokens int64 [B, n] at positions int64 [B, n] from logits [B, n, Vd]. Returns them and their distributions
     float32 [B, n, vocabulary].
 
     ids int64 [Vd]: the target's token of each draft token, None if they are the same; tokens outside the draft
     vocabulary have probability 0. vocabulary: size of the target's.
+
+    In deterministic mode a draft is sampled with the random number that the target will use at its position, and is
+    accepted if the target chooses the same token: there are no distributions (None), and the tokens of a seed do not
+    depend on the draft. Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Speculative
+    Decoding".
     """
+    if is_deterministic():
+        tokens = step.sampling.sample(logits, positions, TARGET)
+        return tokens if ids is None else ids[tokens], None
     keys = verify_keys(positions, step.lengths[:, None])
     tokens, distributions = step.sampling.sample_with_probabilities(logits, keys, DRAFT)
     if ids is None:

@@ -13,10 +13,10 @@ from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
+from specbatch.drafters.choose import sample_drafts
 from specbatch.drafters.tree import Beams, expand
 from specbatch.errors import of_draft, refuse
 from specbatch.kernels.sampling.argmax_topk import argmax
-from specbatch.kernels.sampling.rng import DRAFT, verify_keys
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
@@ -68,10 +68,11 @@ class DraftModelChain(NoDraft):
             rows = 1
             if step.sampling.flags.sampled:
                 logits = self._fit(self._model.logits(newest))
-                keys = verify_keys(start, step.lengths)[:, None]
-                drawn, distribution = step.sampling.sample_with_probabilities(logits[:, None], keys, DRAFT)
+                drawn, distribution = sample_drafts(
+                    logits[:, None], step, start[:, None], ids=None, vocabulary=self._vocabulary
+                )
                 tokens = drafts[:, index].copy_(drawn[:, 0])
-                distributions.append(distribution)
+                distributions += [] if distribution is None else [distribution]
             else:
                 is_larger = self._model.config.vocab_size > self._vocabulary
                 best = self._fit(self._model.logits(newest)) if is_larger else self._model.scores(newest, greedy=True)

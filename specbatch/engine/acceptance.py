@@ -36,6 +36,7 @@ import torch
 from specbatch.core.sampling import Sampling
 from specbatch.core.sampling_params import MOST_TOP_LOGPROBS
 from specbatch.core.step_input import Proposal, StepInput
+from specbatch.kernels.common.rowwise import log_softmax
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.sampling.accept import BatchRows, commit_ref
 from specbatch.kernels.sampling.argmax_topk import Maxima, Scores, topk_logprobs
@@ -165,7 +166,7 @@ def are_finite(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """log p(token) under the model's own distribution: logits [B, N, V], tokens [B, N] -> float32 [B, N]."""
-    return logits.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    return log_softmax(logits.float()).gather(-1, tokens[..., None])[..., 0]
 
 
 def top_logprobs_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -316,6 +316,7 @@ def _load(
         draft_lengths=config.speculation.lengths,
         recorder=recorder if config.graphs.decode == "whole" else None,
         fp8=fp8,
+        deterministic=config.deterministic,
         token_check=token_check,
     )
     caps: dict[str, Any] = {
@@ -323,6 +324,7 @@ def _load(
         "dtype": type_name(dtype),
         "kv_dtype": type_name(cache.dtype),
         "fp8_activations": "on" if fp8 else "off",
+        "deterministic": "on" if config.deterministic else "off",
         "attention_backend": cache.attention.name,
         "max_running": config.max_running,
         "max_model_len": plan.max_model_len,
@@ -397,8 +399,11 @@ def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:
 
 
 def _check_device(config: EngineConfig, device: torch.device) -> None:
-    """Refuse what only a CUDA device can do."""
+    """Refuse what the device cannot do."""
     if device.type == "cuda":
+        if config.deterministic:
+            works = "has not been shown on a CUDA device, where kernels depend on the number of rows; use device='cpu'"
+            raise refuse("deterministic", True, works)
         return
     for setting, value in (("decode_graph", config.graphs.decode), ("prefill_graph", config.graphs.prefill)):
         if value != "off":

@@ -28,6 +28,7 @@ from specbatch.engine.step import DecodeStep
 from specbatch.engine.token_check import TokenCheck
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.common.upload import upload
+from specbatch.kernels.dispatch import use_deterministic
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.memory.kv_cache import KVCache
 from specbatch.progress import Report
@@ -89,7 +90,8 @@ def launches(method: Callable[Concatenate[DeviceWorker, P], T]) -> Callable[Conc
     def call(self: DeviceWorker, *args: P.args, **kwargs: P.kwargs) -> T:
         others = self.others
         if others is None:
-            return method(self, *args, **kwargs)
+            with use_deterministic(self._deterministic):
+                return method(self, *args, **kwargs)
         assert not kwargs, "calls are sent by position"
         with DeferredInterrupts():
             try:
@@ -143,12 +145,13 @@ class DeviceWorker:
         draft_lengths: tuple[int, ...],
         recorder: Recorder | None,
         fp8: bool,
+        deterministic: bool = False,
         token_check: TokenCheck | None = None,
     ) -> None:
         """caches: of target and draft; forwards: their prefill passes by role, for their counters and recordings;
         prefill_chunk: most tokens of a pass; draft_lengths: numbers of drafts that a step may have; recorder: for
-        graphs of whole decode steps, None to run them eagerly; fp8: see `use_fp8_activations`; token_check: of a model
-        that is divided over ranks."""
+        graphs of whole decode steps, None to run them eagerly; fp8, deterministic: see `use_fp8_activations` and
+        `use_deterministic`; token_check: of a model that is divided over ranks."""
         self.others: OtherRanks | None = None
         self.batch = batch
         self.prefill_step = prefill_step
@@ -159,6 +162,7 @@ class DeviceWorker:
         self._page_size = page_size
         self._prefill_chunk = prefill_chunk
         self._fp8 = fp8
+        self._deterministic = deterministic
         self.token_check = token_check
         self.decode_counters = GraphCounters()
         self.graphs: WholeGraphs | None = None

@@ -10,6 +10,7 @@ import torch
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.core.device_batch import DeviceBatch
+from specbatch.kernels.common.rowwise import logsumexp
 from specbatch.kernels.common.upload import upload
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.models.decoder import Decoder
@@ -75,4 +76,4 @@ class ScoreStep:
             logits = self.model.logits(hidden[first : first + most])
             greedy = logits.argmax(-1)[row] == token
             logits = logits.float()
-            yield logits[row, token] - logits.logsumexp(-1)[row], greedy
+            yield logits[row, token] - logsumexp(logits)[row], greedy

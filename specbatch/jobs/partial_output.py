@@ -23,7 +23,7 @@ SECONDS_BETWEEN_SYNCS = 5.0
 # Settings of the engine that must not change when a job continues.
 MAKES_TOKENS = (
     *("model", "tensor_parallel", "dtype", "kv_dtype", "fp8_activations", "state_dtype"),
-    *("load_format", "tokenizer", "seed", "speculation"),
+    *("deterministic", "load_format", "tokenizer", "seed", "speculation"),
 )
 Row = dict[str, Any]
 _MISSING = -1

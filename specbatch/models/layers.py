@@ -18,6 +18,7 @@ from specbatch.core.attention_metadata import AttentionContext, RecurrentOp
 from specbatch.errors import refuse
 from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.collectives.communicator import Communicator
+from specbatch.kernels.common.rowwise import sigmoid
 from specbatch.kernels.gemm.fp8_linear import linear
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight, concat_outputs, contains_nan, keeps_fp8
@@ -96,7 +97,7 @@ class Attention:
 
     def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         if self.gate is not None:
-            mixed = mixed * self.gate(x, norm=self.norm).sigmoid()
+            mixed = mixed * sigmoid(self.gate(x, norm=self.norm))
         return self.out(mixed, residual=x)
 
 

@@ -70,6 +70,11 @@ class RunRecord:
         return int(self.config.get("data_parallel", 1))
 
     @property
+    def is_deterministic(self) -> bool:
+        """Whether no bit of an answer depended on drafts and batches; see `EngineConfig.deterministic`."""
+        return self.caps.get("deterministic") == "on"
+
+    @property
     def error(self) -> str | None:
         """Why nothing was measured; None if it was."""
         return self.workload.get("error")

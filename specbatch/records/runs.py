@@ -27,7 +27,16 @@ _WORKLOAD_SETTINGS = (
     *("max_new_tokens", "new_tokens", "sampling", "chat_template", "request_rate", "slo", "concurrency", "seed"),
     *("prompts", "input_sha256", "prompts_sha256"),
 )
-_COMPARED_CAPS = ("device", "dtype", "kv_dtype", "fp8_activations", "attention_backend", "draft_shape", *CAPS)
+_COMPARED_CAPS = (
+    "device",
+    "dtype",
+    "kv_dtype",
+    "fp8_activations",
+    "deterministic",
+    "attention_backend",
+    "draft_shape",
+    *CAPS,
+)
 
 
 class PointKey(NamedTuple):

@@ -81,6 +81,7 @@ class Config(_Table):
     dtype: str
     load_format: str
     fp8_activations: Flag = None
+    deterministic: Flag = None
     server: str = ""
     speculation: _SpeculationSettings
     graphs: _GraphModes
@@ -93,6 +94,7 @@ class Caps(_Table):
     device: str = ""
     dtype: str = ""
     fp8_activations: str = ""
+    deterministic: str = ""
     max_running: Count = 0
     max_model_len: Count = 0
     kv_pages: Count = 0

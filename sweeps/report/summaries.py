@@ -26,8 +26,16 @@ def run_on(records: list[RunRecord]) -> dict[str, str]:
         "device": f"{_resolved('device', records)} ({device})",
         **({"replicas": str(first.replicas)} if first.replicas > 1 else {}),
         "dtype": _resolved("dtype", records),
+        **({"deterministic": _deterministic(records)} if any(one.is_deterministic for one in records) else {}),
         "versions": f"unknown; client with {versions}" if "server" in config else versions,
     }
+
+
+def _deterministic(records: list[RunRecord]) -> str:
+    if all(record.is_deterministic for record in records):
+        return "yes"
+    names = dict.fromkeys(record.workload.get("configuration") for record in records if record.is_deterministic)
+    return f"{', '.join(map(str, names))} only"
 
 
 def _resolved(name: str, records: list[RunRecord]) -> str:

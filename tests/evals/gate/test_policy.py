@@ -15,7 +15,7 @@ from specbatch.evals.gate.policy import load_policy
         ("", "has no rule"),
         ("[bounds]", "has no rule"),
         ("bounds = [", "is not TOML"),
-        ("[speed]\na = 1", "speed is unknown; use one of accuracy, bounds$"),
+        ("[speed]\na = 1", "speed is unknown; use one of accuracy, answers, bounds$"),
         ("[accuracy]\natleast = 0.5", r"accuracy\.atleast is unknown; did you mean at_least\?$"),
         ("[accuracy]\nat_least = 1.5", r"accuracy\.at_least=1\.5: use at most 1$"),
         ("[accuracy]\nat_least = true", r"accuracy\.at_least=true: use a number$"),

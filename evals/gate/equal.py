@@ -1,0 +1,72 @@
+"""Are all answers of a run those of the baseline, token for token? The rule `equal` of a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from specbatch.errors import SpecbatchError, refuse
+from specbatch.records.answers import EvalAnswers
+
+_SHOWN = 40  # characters of each text at the divergence
+_TEXT, _TOKENS = "text", "token_ids"
+
+
+@dataclass(frozen=True)
+class Equality:
+    """differing: questions with an answer that is not the baseline's; divergence: the first of them in words."""
+
+    questions: int
+    differing: list[int]
+    divergence: str
+
+
+def compare_answers(before: EvalAnswers, after: EvalAnswers) -> Equality:
+    """Compare tokens, or in a task that scores texts their log-likelihoods. Refused: other questions, and answers
+    without tokens."""
+    old, new = (_rows(report) for report in (before, after))
+    if apart := sorted(key for key in {*old, *new} if _prompt(old.get(key)) != _prompt(new.get(key))):
+        raise SpecbatchError(
+            f"the answers cannot be paired: question {apart[0][0]} and {len(apart) - 1} more have another prompt or "
+            "are missing in one run"
+        )
+    pairs = [(old[key], new[key]) for key in sorted(old)]
+    differing = [pair for pair in pairs if _value(pair[0], before) != _value(pair[1], after)]
+    names = list(dict.fromkeys(row["doc_id"] for row, _ in differing))
+    return Equality(len({row["doc_id"] for row, _ in pairs}), names, _divergence(*differing[0]) if differing else "")
+
+
+def _rows(report: EvalAnswers) -> dict[tuple[int, int], dict[str, Any]]:
+    if report.generates and (lacking := next((row for row in report.questions if _TOKENS not in row), None)):
+        works = f"its answer to question {lacking['doc_id']} has no {_TOKENS}; run specbatch eval again"
+        raise refuse("equal", True, works)
+    return {(row["doc_id"], row.get("repeat", 0)): row for row in report.questions}
+
+
+def _prompt(row: dict[str, Any] | None) -> str | None:
+    return None if row is None else row["prompt_hash"]
+
+
+def _value(row: dict[str, Any], report: EvalAnswers) -> Any:
+    return row[_TOKENS] if report.generates else row
+
+
+def _divergence(before: dict[str, Any], after: dict[str, Any]) -> str:
+    place = f"first divergence: question {before['doc_id']}"
+    if _TOKENS not in before:
+        names = [name for name in before if before[name] != after.get(name)]
+        return f"{place}, {', '.join(f'{name} {before[name]!r} -> {after.get(name)!r}' for name in names)}"
+    old, new = before[_TOKENS], after[_TOKENS]
+    at = _common(old, new)
+    tokens = " -> ".join("the end" if at == len(found) else str(found[at]) for found in (old, new))
+    texts = [row.get(_TEXT, "") for row in (before, after)]
+    start = _common(*texts)
+    shown = " -> ".join(repr(text[start : start + _SHOWN]) for text in texts)
+    return f"{place}, token {at} of {len(old)}: {tokens}; text from there: {shown}"
+
+
+def _common(before: Sequence[Any], after: Sequence[Any]) -> int:
+    """The length of the prefix that both have."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))

@@ -1,0 +1,73 @@
+"""The rule `equal`: every answer is the baseline's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import make_report
+
+from specbatch.errors import SpecbatchError
+from specbatch.evals.gate.gate import GateResult, run_gate
+from specbatch.evals.gate.report import markdown
+
+RULE = "[answers]\nequal = true\n"
+NAME = "answers equal the baseline's"
+
+
+def write(folder: Path, answers: list[tuple[list[int], str]], **changes: Any) -> Path:
+    """A run whose answers have these tokens and texts; changes: other fields of the last row."""
+    report = make_report("1" * len(answers))
+    for row, (tokens, text) in zip(report.questions, answers, strict=True):
+        row |= {"token_ids": tokens, "text": text}
+    report.questions[-1].update(changes)
+    folder.mkdir()
+    report.save(folder)
+    return folder
+
+
+BEFORE = [([5, 6, 7], "it is 7"), ([5, 8], "it is 8"), ([4], "no")]
+
+
+def gate(tmp_path: Path, policy: Any, after: Any, **changes: Any) -> GateResult:
+    return run_gate(policy(RULE), write(tmp_path / "new", after, **changes), write(tmp_path / "old", BEFORE))
+
+
+def test_equal_answers_pass(tmp_path: Path, policy: Any) -> None:
+    result = gate(tmp_path, policy, BEFORE)
+    (check,) = (item for item in result.checks if item.name == NAME)
+    assert (result.passed, check.found, check.allowed) == (True, "3", "all 3")
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "shown"),
+    [
+        (1, ([5, 9], "it is 9"), "question 1, token 1 of 2: 8 -> 9; text from there: '8' -> '9'"),
+        (1, ([5], "it is"), "question 1, token 1 of 2: 8 -> the end; text from there: ' 8' -> ''"),
+        (2, ([4, 4], "no no"), "question 2, token 1 of 1: the end -> 4; text from there: '' -> ' no'"),
+    ],
+)
+def test_one_differing_answer_fails_and_is_shown(
+    tmp_path: Path, policy: Any, question: int, answer: Any, shown: str
+) -> None:
+    result = gate(tmp_path, policy, [*BEFORE[:question], answer, *BEFORE[question + 1 :]])
+    (check,) = result.failed
+    assert (check.name, check.found, check.detail) == (NAME, "2", f"first divergence: {shown}")
+    assert shown in markdown(result)
+
+
+def test_answers_that_cannot_be_compared_are_refused(tmp_path: Path, policy: Any) -> None:
+    with pytest.raises(SpecbatchError, match="cannot be paired: question 2"):
+        gate(tmp_path, policy, BEFORE, prompt_hash="another")
+    with pytest.raises(SpecbatchError, match="equal in \\[answers\\] compares with a baseline"):
+        run_gate(policy(RULE), tmp_path / "new")
+    with pytest.raises(SpecbatchError, match="equl is unknown; did you mean equal"):
+        run_gate(policy(RULE + "equl = true"), tmp_path / "new")
+    with pytest.raises(SpecbatchError, match="equal = false asks nothing"):
+        run_gate(policy("[answers]\nequal = false"), tmp_path / "new")
+    without = make_report("1")
+    (tmp_path / "bare").mkdir()
+    without.save(tmp_path / "bare")
+    with pytest.raises(SpecbatchError, match="its answer to question 0 has no token_ids"):
+        run_gate(policy(RULE), tmp_path / "bare", tmp_path / "bare")

@@ -1,0 +1,114 @@
+"""Texts through a model in random company: in chunks, batches, chains and trees of draft tokens, on scattered pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+import torch
+from targets import TargetCheckpoint
+from trees import ancestor_masks, path_of, random_parents
+
+from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk
+from specbatch.kernels.attention.prefill_backends import prefill_backend
+from specbatch.kernels.common.verified_rows import VerifiedRows
+from specbatch.memory.kv_cache import KVCache
+from specbatch.memory.recurrent_state import RecurrentStates, state_types
+from specbatch.models.decoder import Decoder
+
+CPU, PAGE, MOST_ROWS = torch.device("cpu"), 8, 16
+
+
+@dataclass
+class Text:
+    """A sequence on a slot, of which `done` tokens are computed, the first `prompt` of them in prompt passes."""
+
+    slot: int
+    tokens: list[int]
+    prompt: int
+    done: int = 0
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        return len(self.tokens) - self.done
+
+
+class Company:
+    """A tiny target whose texts are computed together. state: the type of matrix states."""
+
+    def __init__(self, name: str, dtype: torch.dtype, state: str = "fp32") -> None:
+        found = TargetCheckpoint(name)
+        self._config, self._dtype, self._state = found.config, dtype, state
+        self._model = Decoder(found.config, found.tensor, dtype=dtype, device=CPU, max_positions=256)
+
+    @torch.inference_mode()
+    def alone(self, tokens: list[int]) -> torch.Tensor:
+        """Logits [len(tokens), V] from one prompt pass."""
+        text = Text(1, tokens, len(tokens))
+        self._prefill(self._cache([text], Random(0)), [(text, len(tokens))])
+        return torch.cat(text.logits)
+
+    @torch.inference_mode()
+    def together(self, texts: list[list[int]], rng: Random) -> list[torch.Tensor]:
+        """Logits of each text from passes of random rows."""
+        held = [Text(slot, tokens, rng.randint(1, len(tokens))) for slot, tokens in enumerate(texts, 1)]
+        self._cache(held, rng)
+        while running := [text for text in held if text.left]:
+            prompts = [text for text in running if text.done < text.prompt]
+            decoding = [text for text in running if text.done >= text.prompt]
+            if prompts and (not decoding or rng.random() < 0.5):
+                some = rng.sample(prompts, rng.randint(1, len(prompts)))
+                most = rng.choice((1, 5, 40, 200))
+                self._prefill(self._kv, [(text, min(rng.randint(1, most), text.prompt - text.done)) for text in some])
+            else:
+                some = rng.sample(decoding, rng.randint(1, len(decoding)))
+                self._verify(some, rng.randint(1, MOST_ROWS), is_tree=rng.random() < 0.4, rng=rng)
+        return [torch.cat(text.logits) for text in held]
+
+    def _cache(self, texts: list[Text], rng: Random) -> KVCache:
+        pages = max(len(text.tokens) for text in texts) // PAGE + 4
+        numbers = rng.sample(range(1, pages * len(texts) + 1), pages * len(texts))
+        self._table = torch.zeros(len(texts) + 1, pages, dtype=torch.int64)
+        self._table[1:] = torch.tensor(numbers).view(-1, pages)
+        config, types = self._config, state_types(self._dtype, self._state)
+        layers = max(self._model.recurrent_layers, 1)
+        states = RecurrentStates(config.state_shapes, layers, len(texts) + 1, MOST_ROWS, types, CPU)
+        attention = prefill_backend("torch", CPU, self._dtype, config.head_dim)
+        count = self._model.attention_layers
+        self._kv = KVCache(config, count, pages * len(texts), PAGE, self._dtype, CPU, attention, states)
+        return self._kv
+
+    def _prefill(self, cache: KVCache, parts: list[tuple[Text, int]]) -> None:
+        chunks = [PromptChunk(text.slot, text.done, text.done + count) for text, count in parts]
+        metadata = PrefillMetadata(self._table, chunks, PAGE)
+        cache.begin(metadata.slots)
+        tokens = torch.tensor([token for text, count in parts for token in text.tokens[text.done :][:count]])
+        hidden = self._model.forward(tokens, metadata.positions, metadata.bind(cache)).last
+        for (text, count), logits in zip(parts, self._model.logits(hidden).split([n for _, n in parts]), strict=True):
+            text.logits.append(logits)
+            text.done += count
+
+    def _verify(self, texts: list[Text], rows: int, *, is_tree: bool, rng: Random) -> None:
+        """The next token of each text and draft tokens after it, right ones on the path to a random node."""
+        parents = [random_parents(rng, rows, is_tree) for _ in texts]
+        paths = [path_of(tree, rng.randrange(rows))[: text.left] for tree, text in zip(parents, texts, strict=True)]
+        tokens = torch.tensor([[rng.randrange(self._config.vocab_size) for _ in range(rows)] for _ in texts])
+        depths = torch.tensor([[len(path_of(tree, node)) - 1 for node in range(rows)] for tree in parents])
+        for row, (text, path) in enumerate(zip(texts, paths, strict=True)):
+            tokens[row, path] = torch.tensor(text.tokens[text.done :][: len(path)])
+        lengths = torch.tensor([text.done for text in texts])
+        slots = torch.tensor([text.slot for text in texts])
+        masks = torch.tensor([ancestor_masks(tree) for tree in parents]) if is_tree else None
+        bound = rng.choice((None, int(lengths.max()) + rows))
+        metadata = DecodeMetadata(self._table, slots, lengths, rows, PAGE, bound, masks)
+        hidden = self._model.forward(
+            tokens.flatten(), (lengths[:, None] + depths).flatten(), metadata.bind(self._kv)
+        ).last
+        logits = self._model.logits(hidden).unflatten(0, (-1, rows))
+        orders = torch.tensor([[*path, *sorted(set(range(rows)) - set(path))] for path in paths])
+        accepted = torch.tensor([len(path) - 1 for path in paths])
+        self._kv.commit(VerifiedRows(self._table, slots, lengths, accepted), orders)  # of a chain 0, 1, ...
+        for text, path, found in zip(texts, paths, logits, strict=True):
+            text.logits.append(found[path])
+            text.done += len(path)

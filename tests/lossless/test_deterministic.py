@@ -1,0 +1,263 @@
+"""In deterministic mode no bit of a request's results depends on what is computed with it, or how."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import cache, partial
+from random import Random
+from typing import Any
+
+import lossless
+import pytest
+import torch
+import torch.nn.functional as F
+from company import Company
+from lossless import Case
+from stand_ins import late_results, random_draft_lengths
+from targets import SPECULATIONS, TARGETS, Targets
+
+from specbatch import Completion, EngineConfig, SamplingParams, SpecbatchError, Speculation
+from specbatch.engine.builder import prepare
+from specbatch.kernels.attention import span_attention
+from specbatch.kernels.attention.verify_attention import DecodeAttentionRef, DecodeQueries
+from specbatch.kernels.common.rowwise import row_sum
+from specbatch.kernels.dispatch import use_deterministic
+from specbatch.kernels.gemm import fixed_rows
+from specbatch.kernels.gemm.linear import Linear
+from specbatch.kernels.moe import experts
+from specbatch.kernels.recurrent import gated_delta, mamba2, row_by_row, short_conv
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def differing(name: str, dtype: torch.dtype, rounds: int, state: str = "fp32", lengths: Any = (150, 9, 70)) -> int:
+    """At how many positions a bit of the logits differs between a prompt pass of a text alone and random company."""
+    company, rng = Company(name, dtype, state), Random(f"{name} {dtype}")
+    texts = [[rng.randrange(3, 37) for _ in range(length)] for length in lengths]
+    found = 0
+    with use_deterministic():
+        alone = [company.alone(text) for text in texts]
+        for _ in range(rounds):
+            for one, other in zip(alone, company.together(texts, rng), strict=True):
+                found += int((one.view(torch.uint8) != other.view(torch.uint8)).any(1).sum())
+    return found
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama", BF16), ("nemotron-h-moe", FP32), ("qwen3.5", FP16)])
+def test_logits_do_not_depend_on_company(name: str, dtype: torch.dtype) -> None:
+    assert differing(name, dtype, 1, lengths=(90, 9, 30) if name == "llama" else (14, 20)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("name", TARGETS)
+def test_logits_of_every_family_do_not_depend_on_company(name: str, dtype: torch.dtype, state: str) -> None:
+    assert differing(name, dtype, 3, state, (150, 70, 9, 33)) == 0
+
+
+# -- what an engine returns ------------------------------------------------------------------------------------------
+
+_SAMPLED = [SamplingParams(**{**vars(params), "max_new_tokens": lossless.LONGER}) for params in lossless.SAMPLED]
+
+
+def _engine_cases() -> list[Any]:
+    """Every pair of drafter and target, with schedules and memory settings in turn; quick: one of each kind."""
+    quick = [
+        Case("model", "v2", "eager", "tight", "llama"),
+        Case("ngram-tree", "v1", "eager", "no-cache", "lfm2"),
+        Case("mtp", "v2", "eager", "roomy", "qwen3.5"),
+    ]
+    drafters = [name for name, how in SPECULATIONS.items() if how.get("verification") != "block"]
+    turns = itertools.cycle(itertools.product(("v1", "v2", "v2-late"), lossless.MEMORY))
+    every = [
+        Case(drafter, schedule, "eager", memory, target)
+        for (drafter, target), (schedule, memory) in zip(itertools.product(drafters, TARGETS), turns, strict=False)
+    ]
+    return [
+        *(pytest.param(case, id=str(case)) for case in quick),
+        *(pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in every if case not in quick),
+    ]
+
+
+@pytest.mark.parametrize("case", _engine_cases())
+def test_results_do_not_depend_on_draft_schedule_and_memory(
+    targets: Targets, monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    if case.schedule == "v2-late":
+        late_results(monkeypatch)
+    if case.is_auto:
+        random_draft_lengths(monkeypatch)
+    settings = case.settings() | {"dtype": "bfloat16", "deterministic": True}
+    engine = targets.engine(case.target, case.drafter, case.schedule[:2], **settings)
+    assert _results(engine.generate(targets.prompts(case.target), _SAMPLED)) == _one_by_one(targets, case.target)
+    record = engine.record()
+    assert record.caps["deterministic"] == "on"
+    if case.drafter != "none":
+        assert record.metrics["drafted_tokens"]
+
+
+@cache
+def _one_by_one(targets: Targets, name: str) -> list[Any]:
+    """The baseline's results, one request at a time."""
+    settings: dict[str, Any] = {"dtype": "bfloat16", "deterministic": True, "max_running": 1, "prefix_cache": False}
+    engine = targets.engine(name, "none", "v1", **settings)
+    pairs = zip(targets.prompts(name), _SAMPLED, strict=True)
+    return [result for prompt, params in pairs for result in _results(engine.generate([prompt], params))]
+
+
+def _results(done: list[Completion]) -> list[Any]:
+    return [(item.token_ids, item.logprobs) for item in done]
+
+
+# -- every rule is needed: without it bits differ --------------------------------------------------------------------
+
+
+def _rows_of_a_gemm(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("specbatch.kernels.gemm.fp8_linear.linear_in_blocks", F.linear)
+
+
+def _place_in_a_gemm(patch: pytest.MonkeyPatch) -> None:
+    """A library whose order of additions depends on a row's place, and the check that finds it switched off."""
+    on_cpu = Linear._on_cpu
+
+    def gemm(self: Linear, x: torch.Tensor) -> torch.Tensor:
+        return on_cpu(self, x) * torch.where(torch.arange(len(x)) % 4 == 1, 1 + 2.0**-7, 1).to(x.dtype)[:, None]
+
+    patch.setattr(Linear, "_on_cpu", gemm)
+    patch.setattr(fixed_rows, "_block_sizes", {})
+    patch.setattr(fixed_rows, "find_block_sizes", lambda *_: (fixed_rows.ROWS,))
+
+
+def _spans_of_a_prompt(patch: pytest.MonkeyPatch) -> None:
+    place = "specbatch.kernels.attention.prefill_backends"
+    patch.setattr(f"{place}.span_prefill_attention", partial(_with_spans_of, 32, span_attention.span_prefill_attention))
+
+
+def _with_spans_of(size: int, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(span_attention, "SPAN", size)
+        return function(*args)
+
+
+def _spans_of_a_verify(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        span_attention, "SpanDecodeAttention", lambda queries, masks: DecodeAttentionRef(queries, masks, 2, BF16)
+    )
+
+
+def _keys_of_a_tree(patch: pytest.MonkeyPatch) -> None:
+    """Its nodes are keys in the order in which they are stored."""
+    spans = span_attention.SpanDecodeAttention
+
+    def attention(queries: DecodeQueries, masks: Any) -> Any:
+        return spans(queries, masks) if queries.ancestors is None else DecodeAttentionRef(queries, masks, 2, FP32)
+
+    patch.setattr(span_attention, "SpanDecodeAttention", attention)
+
+
+def _sum_of_a_norm(patch: pytest.MonkeyPatch) -> None:
+    place = "specbatch.kernels.elementwise.norm"
+    patch.setattr(f"{place}.row_sum", lambda x: row_sum(x if len(x) % 2 else x.roll(1, -1)))
+
+
+def _one_exponential(patch: pytest.MonkeyPatch) -> None:
+    """torch's softplus, whose last elements are computed by other code."""
+    patch.setattr(gated_delta, "softplus", F.softplus)
+
+
+def _order_of_experts(patch: pytest.MonkeyPatch) -> None:
+    add = experts.experts_ref
+
+    def in_any_order(x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        return add(x, *((weights, chosen) if len(x) % 2 else (weights.flip(1), chosen.flip(1))), *rest, **more)
+
+    patch.setattr(experts, "experts_ref", in_any_order)
+
+
+def _order_of_taps(patch: pytest.MonkeyPatch) -> None:
+    convolve = short_conv._convolve
+
+    def in_any_order(inputs: Any, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        taps = list(inputs)
+        return convolve(taps, weight, *rest) if len(taps[0]) % 2 else convolve(taps[::-1], weight.flip(1), *rest)
+
+    patch.setattr(short_conv, "_convolve", in_any_order)
+
+
+def _chunks_of_the_delta_rule(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(row_by_row, "delta_prefill", gated_delta.delta_prefill_ref)
+
+
+def _verify_of_mamba2_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(row_by_row, "ssd_verify", mamba2.ssd_verify_ref)
+
+
+def _states_rounded_when_stored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(row_by_row, "_delta_update", lambda s, k, u, dtype: s + k[..., None] * u[..., None, :])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mutate", "name", "dtype", "state"),
+    [
+        (_rows_of_a_gemm, "qwen3-moe", FP32, "fp32"),
+        (_place_in_a_gemm, "llama", BF16, "fp32"),
+        (_spans_of_a_prompt, "llama", BF16, "fp32"),
+        (_spans_of_a_verify, "llama", BF16, "fp32"),
+        (_keys_of_a_tree, "llama", FP32, "fp32"),
+        (_sum_of_a_norm, "llama", FP32, "fp32"),
+        (_one_exponential, "qwen3.5", FP32, "fp32"),
+        (_order_of_experts, "qwen3.5-moe", FP32, "fp32"),
+        (_order_of_taps, "lfm2", FP32, "fp32"),
+        (_chunks_of_the_delta_rule, "qwen3.5", FP32, "fp32"),
+        (_verify_of_mamba2_at_once, "nemotron-h", FP32, "fp32"),
+        (_states_rounded_when_stored, "qwen3.5", FP32, "bf16"),
+    ],
+)
+def test_every_rule_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+    mutate: Callable[[pytest.MonkeyPatch], None],
+    name: str,
+    dtype: torch.dtype,
+    state: str,
+) -> None:
+    mutate(monkeypatch)
+    assert differing(name, dtype, 1, state) > 0
+
+
+def test_tokens_of_a_seed_depend_on_drafts_that_are_verified_by_rejection_sampling(
+    targets: Targets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specbatch.drafters.choose.is_deterministic", lambda: False)
+    engine = targets.engine("llama", "model", dtype="bfloat16", deterministic=True)
+    assert _results(engine.generate(targets.prompts("llama"), _SAMPLED)) != _one_by_one(targets, "llama")
+
+
+def test_gemm_whose_bits_depend_on_the_place_takes_one_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = torch.randn(8, 24), torch.randn(40, 24)
+    calls: list[int] = []
+
+    def gemm(x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        y = x @ weight.T
+        return torch.cat([y[:2], y[2:] * (1 + 2.0**-20)])
+
+    assert fixed_rows.find_block_sizes(gemm, 24, FP32) == (1,)
+    assert fixed_rows.find_block_sizes(lambda x: (x[:, None] * weight).sum(-1), 24, FP32) == (256, 16)
+    assert fixed_rows.find_block_sizes(lambda x: x @ weight.T * (1 + (len(x) > 99)), 24, FP32) == (16,)
+    monkeypatch.setattr(fixed_rows, "_block_sizes", {})
+    fixed_rows.gemm_in_blocks(gemm, x, ("a weight",))
+    assert calls[-40:] == [1] * 40
+
+
+def test_device_on_which_it_has_not_been_shown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specbatch.engine.builder.find_device", lambda device: torch.device("cuda"))
+    with pytest.raises(SpecbatchError, match="deterministic=True: has not been shown on a CUDA device"):
+        prepare(EngineConfig(deterministic=True), print)
+    with pytest.raises(SpecbatchError, match="tensor_parallel=2: with deterministic=True"):
+        EngineConfig(deterministic=True, tensor_parallel=2)
+    block = Speculation("mtp", verification="block")
+    with pytest.raises(SpecbatchError, match="verification='block': with deterministic=True"):
+        EngineConfig(deterministic=True, speculation=block)
