@@ -41,7 +41,7 @@ class DFlashHead(Head):
             base, num_layers=layers, qk_norm=True, qkv_bias=False, o_bias=False, mlp_bias=False, rope=plain_rope(base)
         )
         hidden, eps = base.hidden_size, base.rms_norm_eps
-        self.drafts = block - 1
+        self.drafts, self._rows = block - 1, block
         self.aux = feature_layers(base.depth, layers)
         self._sizes, self._depth = sizes, base.depth
         self._anchors, self._mask_token = anchors, mask_token
@@ -60,13 +60,8 @@ class DFlashHead(Head):
     def score(self, batch: Batch, target: Target, generator: torch.Generator) -> Scores:
         _, aux = target.features(batch, self.aux)
         assert aux is not None
-        anchors, drawn = self._draw(batch, generator)
-        places = anchors[..., None] + torch.arange(self.drafts + 1, device=anchors.device)  # [B, A, rows]
-        tokens = F.pad(batch.tokens, (0, self.drafts + 1))
-        truth = tokens.gather(1, places.flatten(1)).view_as(places)
-        blocks = torch.full_like(places, self._mask_token)
-        blocks[..., 0] = truth[..., 0]
-        hidden = self(aux, F.embedding(blocks, target.embedding), places)
+        places, truth, drawn = self._blocks(batch, generator)
+        hidden = self._filled(aux, places, truth, target)
         alive = drawn
         guesses = []
         for row in range(1, self.drafts + 1):
@@ -102,6 +97,22 @@ class DFlashHead(Head):
         out: torch.Tensor = self.norm(x)
         return out
 
+    def _blocks(self, batch: Batch, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Blocks after randomly drawn anchors: int64 [B, A, drafts + 1], the positions from the anchor's on and the
+        tokens there, and which blocks are valid, bool [B, A]."""
+        anchors, drawn = self._draw(batch, generator)
+        places = anchors[..., None] + torch.arange(self.drafts + 1, device=anchors.device)
+        tokens = F.pad(batch.tokens, (0, self.drafts + 1))
+        return places, tokens.gather(1, places.flatten(1)).view_as(places), drawn
+
+    def _filled(self, aux: torch.Tensor, places: torch.Tensor, truth: torch.Tensor, target: Target) -> torch.Tensor:
+        """Hidden states [B, A, rows, H] of blocks that start with the token of the anchor."""
+        rows = places[..., : self._rows]
+        blocks = torch.full_like(rows, self._mask_token)
+        blocks[..., 0] = truth[..., 0]
+        filled: torch.Tensor = self(aux, F.embedding(blocks, target.embedding), rows)
+        return filled
+
     def _draw(self, batch: Batch, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions of the anchors int64 [B, A], and which are valid, as an answer may be too short for A: bool [B,
         A]."""
@@ -121,26 +132,29 @@ class DFlashHead(Head):
             "num_hidden_layers": layers,
             "layer_types": ["full_attention"] * layers,
             "num_target_layers": self._depth,
-            "block_size": self.drafts + 1,
+            "block_size": self._rows,
             "dflash_config": {"mask_token_id": self._mask_token, "target_layer_ids": list(self.aux)},
         }
 
 
 def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> DFlashHead:
     """A draft whose mask token does not occur in `train`; see `trainer.make_head`."""
-    assert recipe.draft_layers is not None
-    assert recipe.block_size is not None
+    return DFlashHead(target, **sizes_of(recipe, target, train, spare_tokens))
+
+
+def sizes_of(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> dict[str, Any]:
+    """The arguments of `DFlashHead`. Raises SpecbatchError if there can be no such draft for the target."""
     if target.config.depth < 2:
-        raise refuse("algorithm", "dflash", f"{target.name} has one layer and DFLASH reads one below the last; use mtp")
-    return DFlashHead(
-        target,
-        layers=recipe.draft_layers,
-        block=recipe.block_size,
-        anchors=ANCHORS,
-        mask_token=_mask_token(train, target.config.vocab_size, spare_tokens),
-        max_len=recipe.max_len,
-        seed=recipe.seed,
-    )
+        works = f"{target.name} has one layer and {recipe.algorithm} reads one below the last; use mtp"
+        raise refuse("algorithm", recipe.algorithm, works)
+    return {
+        "layers": recipe.draft_layers,
+        "block": recipe.block_size,
+        "anchors": ANCHORS,
+        "mask_token": _mask_token(train, target.config.vocab_size, spare_tokens),
+        "max_len": recipe.max_len,
+        "seed": recipe.seed,
+    }
 
 
 def _mask_token(train: Sequence[Example], vocabulary: int, spare: int) -> int:
@@ -151,7 +165,7 @@ def _mask_token(train: Sequence[Example], vocabulary: int, spare: int) -> int:
     unseen = (token for token in reversed(range(vocabulary)) if token not in seen)
     token = next(unseen, None)
     if token is None:
-        raise refuse("algorithm", "dflash", "every token of the target occurs in the data, and none is left for a mask")
+        raise refuse("data", len(train), "every token of the target occurs in the data, and none is left for a mask")
     return token
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specbatch.algorithms import ALGORITHMS
+from specbatch.draft_shape import MOST
 from specbatch.errors import MOST_SEED, refuse
 from specbatch.settings import check_fields, number, setting, whole
 
@@ -14,6 +15,7 @@ _OWN: dict[str, dict[str, int | None]] = {  # settings of one algorithm, with de
     "eagle3": {"unroll": 5, "vocab": None},
     "mtp": {"unroll": 5},
     "dflash": {"draft_layers": 2, "block_size": 8},
+    "dspark": {"draft_layers": 2, "block_size": 7, "markov_rank": 256},
 }
 ANSWER_TOKENS = 512  # default limit of an answer
 USUAL_VOCABULARY = 32000  # draft vocabulary of published EAGLE-3 heads
@@ -43,10 +45,13 @@ class Recipe:
         "eagle3: size of the draft vocabulary, made of the most frequent tokens. Default: 32000 or all.",
         whole(1),
     )
-    draft_layers: int | None = setting(None, "dflash: number of layers. Default: 2.", whole(1, 64))
+    draft_layers: int | None = setting(None, "dflash, dspark: number of layers. Default: 2.", whole(1, 64))
     block_size: int | None = setting(
-        None, "dflash: rows of a block, including the newest token. Default: 8.", whole(2, 64)
+        None,
+        "dflash, dspark: rows of a block, including the newest token, where dspark drafts, too. Default: 8 and 7.",
+        whole(2, 64),
     )
+    markov_rank: int | None = setting(None, "dspark: rank of the Markov head. Default: 256.", whole(1, 4096))
 
     def __post_init__(self) -> None:
         if self.algorithm not in HEADS:
@@ -60,6 +65,8 @@ class Recipe:
                 takers = ", ".join(algorithm for algorithm, names in _OWN.items() if name in names)
                 raise refuse(name, value, f"algorithm {self.algorithm!r} has no such setting; it belongs to {takers}")
         check_fields(self)
+        if self.algorithm == "dspark" and self.block_size is not None and self.block_size > MOST:
+            raise refuse("block_size", self.block_size, f"use at most {MOST}, as the first row drafts, too")
         if self.batch_tokens < self.max_len:
             works = f"use at least max_len={self.max_len}, or lower that: an example is never split"
             raise refuse("batch_tokens", self.batch_tokens, works)

@@ -17,6 +17,7 @@ from specbatch.errors import SpecbatchError
 WEIGHTS = {
     "eagle3": ["midlayer.hidden_norm.weight", "lm_head.weight", "fc.weight", "midlayer.mlp.up_proj.weight"],
     "dflash": ["fc.weight", "hidden_norm.weight", "layers.1.self_attn.k_proj.weight", "layers.0.mlp.up_proj.weight"],
+    "dspark": ["markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj.weight"],
     "mtp": ["mtp.fc.weight", "mtp.layers.0.input_layernorm.weight"],
     "standalone": ["model.layers.3.mlp.up_proj.weight", "model.embed_tokens.weight", "lm_head.weight"],
 }

@@ -14,6 +14,7 @@ from specbatch import Engine, EngineConfig, SamplingParams, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.training.data import Batch, Example, split
 from specbatch.training.dflash import DFlashHead, feature_layers
+from specbatch.training.dspark import DSparkHead
 from specbatch.training.eagle3 import Eagle3Head
 from specbatch.training.files import takes_a_head, write_beside
 from specbatch.training.mtp import MtpHead
@@ -34,6 +35,10 @@ def weights(stem: str, *names: str) -> set[str]:
 PUBLISHED = {
     "eagle3": {"d2t", "t2d"} | weights("", "fc", "norm", "lm_head") | weights("midlayer.", "hidden_norm", *LAYER),
     "dflash": weights("", "fc", "hidden_norm", "norm") | weights("layers.0.", *NORMED) | weights("layers.1.", *NORMED),
+    "dspark": weights("", "fc", "hidden_norm", "norm", "embed_tokens", "lm_head", "confidence_head.proj")
+    | weights("layers.0.", *NORMED)
+    | weights("markov_head.", "markov_w1", "markov_w2")
+    | {"confidence_head.proj.bias"},
     "mtp": weights("mtp.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     | weights("mtp.layers.0.", *NORMED),
 }
@@ -55,7 +60,10 @@ def test_configs_hold_the_keys_that_readers_need(trained):
     assert dflash["architectures"] == ["DFlashDraftModel"]
     assert (dflash["model_type"], dflash["block_size"], dflash["num_target_layers"]) == ("qwen3", 5, LAYERS)
     assert dflash["dflash_config"] == {"mask_token_id": VOCABULARY - 2, "target_layer_ids": [1, 4, 6]}
-    for config in (eagle, dflash):
+    dspark = json.loads((trained["dspark"][0] / "config.json").read_text())
+    assert (dspark["architectures"], dspark["block_size"], dspark["markov_rank"]) == (["Qwen3DSparkModel"], 4, 8)
+    assert (dspark["mask_token_id"], dspark["target_layer_ids"]) == (VOCABULARY - 2, [1, 4, 6])
+    for config in (eagle, dflash, dspark):
         assert (config["rope_theta"], config["head_dim"], config["vocab_size"]) == (500.0, DIM, VOCABULARY)
 
 
@@ -87,9 +95,11 @@ def read_back(algorithm, folder, target):
         d2t = load_file(folder / "model.safetensors")["d2t"]
         head = Eagle3Head(target, torch.arange(24) + d2t, steps=3, max_len=MAX_LEN, seed=99)
     else:
-        mask = json.loads((folder / "config.json").read_text())["dflash_config"]["mask_token_id"]
-        sizes = {"layers": 2, "block": 5, "anchors": MAX_LEN}
-        head = DFlashHead(target, **sizes, mask_token=mask, max_len=MAX_LEN, seed=99)
+        config = json.loads((folder / "config.json").read_text())
+        sizes = {"layers": config["num_hidden_layers"], "block": config["block_size"], "anchors": MAX_LEN}
+        sizes |= {"max_len": MAX_LEN, "seed": 99}
+        sizes |= {"mask_token": (config | config.get("dflash_config", {}))["mask_token_id"]}
+        head = DFlashHead(target, **sizes) if algorithm == "dflash" else DSparkHead(target, rank=8, **sizes)
     file = folder / ("model-mtp.safetensors" if algorithm == "mtp" else "model.safetensors")
     named = {name.removeprefix("mtp."): tensor for name, tensor in load_file(file).items()}
     head.load_state_dict({name: named[name] for name in head.state_dict()})

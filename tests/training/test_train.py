@@ -18,12 +18,13 @@ def test_trained_head_beats_an_untrained_one(trained, algorithm):
     record = trained[algorithm][1]
     history = record["history"]
     before, after = history["measured"][0], history["measured"][record["recipe"]["steps"]]
-    assert len(after["accuracy"]) == (4 if algorithm == "dflash" else 3)
+    assert len(after["accuracy"]) == (4 if algorithm in ("dflash", "dspark") else 3)
     for untrained, learnt in zip(before["accuracy"], after["accuracy"], strict=True):
-        assert learnt > untrained + 0.25
+        assert learnt > untrained + 0.25 or learnt == 1  # an untrained DSpark row may copy what its token predicts
     assert after["accept_length"] > before["accept_length"] + 0.5
     losses = list(history["losses"].values())
-    assert losses[-1] < losses[0] / 2
+    # The loss of a confidence head cannot fall to 0.
+    assert losses[-1] < losses[0] * (0.8 if algorithm == "dspark" else 0.5)
 
 
 def test_training_is_deterministic_per_seed(train, answers_file, tmp_path):

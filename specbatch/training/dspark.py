@@ -1,0 +1,106 @@
+"""Training of DSpark drafts, in the format of DeepSpec (`Qwen3DSparkModel`), with a vanilla Markov head.
+
+"DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation" and its code
+(github.com/deepseek-ai/DeepSpec). Blocks are filled as in the training of DFLASH drafts, but row j learns the token
+after anchor + j, so that the anchor's row learns, too. The Markov head reads the target's tokens. A row's loss is
+0.1 * cross entropy with the target's token + 0.9 * L1 distance from the target's distribution + the cross entropy of
+the confidence head with the chance that a draft sampled there is accepted, 1 - L1 / 2. Row j has the loss weight
+exp(-j / 4). Losses are averaged by row, where DeepSpec averages over all rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from specbatch.training.data import Batch, Example
+from specbatch.training.dflash import DFlashHead, sizes_of
+from specbatch.training.head import Guess, Scores
+from specbatch.training.layers import initialize
+from specbatch.training.recipe import Recipe
+from specbatch.training.target import Target
+
+ARCHITECTURE = "Qwen3DSparkModel"
+TOKENS, DISTANCE = 0.1, 0.9  # weights of the losses
+DECAY = 4.0  # rows after which the weight of a row has fallen to 1 / e
+
+
+class MarkovHead(nn.Module):
+    def __init__(self, vocabulary: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocabulary, rank)
+        self.markov_w2 = nn.Linear(rank, vocabulary, bias=False)
+
+
+class ConfidenceHead(nn.Module):
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(inputs, 1)
+
+
+class DSparkHead(DFlashHead):
+    def __init__(self, target: Target, *, rank: int, block: int, seed: int, **sizes: Any) -> None:
+        """rank: of the Markov head; the others as for `DFlashHead`."""
+        super().__init__(target, block=block, seed=seed, **sizes)
+        self.drafts = block
+        self.markov_head = MarkovHead(target.config.vocab_size, rank)
+        self.confidence_head = ConfidenceHead(target.config.hidden_size + rank)
+        initialize(self.markov_head, seed + 1)
+        with torch.no_grad():  # at first without bias, and all drafts as likely to be accepted as not
+            for parameter in (self.markov_head.markov_w2.weight, *self.confidence_head.parameters()):
+                parameter.zero_()
+        self.to(target.device)
+        self._ends = {"embed_tokens.weight": target.embedding, "lm_head.weight": target.head}
+
+    def score(self, batch: Batch, target: Target, generator: torch.Generator) -> Scores:
+        last, aux = target.features(batch, self.aux)
+        assert aux is not None
+        places, truth, drawn = self._blocks(batch, generator)
+        hidden = self._filled(aux, places, truth, target)
+        before = self.markov_head.markov_w1(truth)
+        examples = torch.arange(len(places), device=places.device)[:, None].expand_as(drawn)
+        alive = drawn
+        guesses = []
+        for row in range(self.drafts):
+            valid = drawn & (places[..., row + 1] < batch.lengths[:, None])
+            own, embedded = hidden[:, :, row][valid], before[:, :, row][valid]
+            logits = (F.linear(own, target.head) + self.markov_head.markov_w2(embedded)).float()
+            wanted = truth[..., row + 1][valid]
+            theirs = target.logits(last[examples[valid], places[..., row][valid]]).softmax(-1)
+            distance = (logits.softmax(-1) - theirs).abs().sum(-1)
+            confidence = self.confidence_head.proj(torch.cat([own, embedded], -1))[..., 0].float()
+            accepted = (1 - distance.detach() / 2).clamp(0, 1)
+            losses = TOKENS * F.cross_entropy(logits, wanted, reduction="none") + DISTANCE * distance
+            losses = losses + F.binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
+            hits = logits.argmax(-1) == wanted
+            alive = alive & valid
+            alive[valid] &= hits
+            guesses.append(Guess(losses, hits, alive[valid]))
+        return Scores.of(guesses, math.exp(-1 / DECAY))
+
+    def config(self) -> dict[str, Any]:
+        described = super().config()
+        return described | {
+            "architectures": [ARCHITECTURE],
+            **described.pop("dflash_config"),
+            "num_anchors": self._anchors,
+            "markov_rank": self.markov_head.markov_w2.in_features,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The file holds copies of the target's embedding and output matrix, as DeepSpec's code needs them."""
+        return super().tensors() | {name: tensor.clone() for name, tensor in self._ends.items()}
+
+
+def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> DSparkHead:
+    """A draft whose mask token does not occur in `train`; see `trainer.make_head`."""
+    assert recipe.markov_rank is not None
+    return DSparkHead(target, rank=recipe.markov_rank, **sizes_of(recipe, target, train, spare_tokens))
