@@ -29,6 +29,7 @@ from specbatch.cli.doctor import doctor
 from specbatch.cli.eval import evaluate
 from specbatch.cli.gate import gate
 from specbatch.cli.generate import generate
+from specbatch.cli.help import Command
 from specbatch.cli.models import models
 from specbatch.cli.output import say
 from specbatch.cli.report import report
@@ -102,7 +103,7 @@ def _one_line(error: OSError) -> str:
     return f"{text}; name another path" if isinstance(error, UnwritableError) else text
 
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 @app.callback(invoke_without_command=True)
@@ -143,9 +144,9 @@ def _help(command: Callable[..., None]) -> str:
     return "\n\n".join(text if len(text.split("\n")[0]) < 80 else text.replace("\n", " ") for text in paragraphs)
 
 
-app.command("eval", help=_help(evaluate))(bounded(evaluate))
+app.command("eval", cls=Command, help=_help(evaluate))(bounded(evaluate))
 for command in (check, sweep, report, bench, trace, compare, acceptance, gate, train_draft, generate, send_one, doctor):
-    app.command(command.__name__.replace("_", "-"), help=_help(command))(bounded(command))
+    app.command(command.__name__.replace("_", "-"), cls=Command, help=_help(command))(bounded(command))
 app.add_typer(models, name="models")
 
 

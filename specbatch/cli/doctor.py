@@ -12,7 +12,6 @@ from specbatch.cli.options import Json
 from specbatch.cli.output import show
 from specbatch.extras import is_installed, missing
 from specbatch.records.environment import hardware, versions
-from specbatch.records.markdown import markdown_table
 
 HUB = ("huggingface.co", 443)
 
@@ -81,6 +80,8 @@ def examine() -> dict[str, Any]:
 
 def report(found: dict[str, Any]) -> str:
     """The same as Markdown: tables of the environment and of the features."""
+    from specbatch.records.markdown import markdown_table
+
     machine = found["hardware"]
     lines = {
         "versions": ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
@@ -99,6 +100,8 @@ def report(found: dict[str, Any]) -> str:
 
 def _matrices(found: dict[str, Any]) -> tuple[list[str], list[str]]:
     """The support matrix: two tables in which numbers stand for reasons, and the reasons."""
+    from specbatch.records.markdown import markdown_table
+
     reasons: dict[str, str] = {}
     tables = []
     for name, heading in (("families", "target"), ("settings", "setting")):

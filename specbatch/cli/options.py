@@ -43,13 +43,29 @@ class DerivedOption:
     help: str
     panel: str | None
     metavar: str | None = None
+    choices: tuple[str, ...] = ()
 
     def parameter(self, name: str) -> inspect.Parameter:
         """What Typer reads."""
-        option = Option(help=self.help, metavar=self.metavar, rich_help_panel=self.panel)
+        complete = _completion(name, self.choices)
+        option = Option(help=self.help, metavar=self.metavar, rich_help_panel=self.panel, autocompletion=complete)
         return inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[self.type, option]
         )
+
+
+def _completion(name: str, choices: tuple[str, ...]) -> Callable[[str], list[str]] | None:
+    """What a shell completes the value of an option with; None where any value is possible."""
+    if not choices and name != "model":
+        return None
+
+    def complete(incomplete: str) -> list[str]:
+        from specbatch.weights import known_models
+
+        found = [row["name"] for row in known_models.rows()] if name == "model" else choices
+        return [value for value in found if value.startswith(incomplete)]
+
+    return complete
 
 
 _MODEL, _SPECULATION, _BATCH, _EXECUTION = "Model", "Speculation", "Batch and memory", "Execution"
@@ -89,6 +105,7 @@ def _derived() -> dict[str, DerivedOption]:
         "Default: v2 if --algorithm or --draft is given, else off.",
         _SPECULATION,
         "|".join(SPECS),
+        SPECS,
     )
     speculation = {"spec": spec} | options_of(Speculation, _SPECULATION, without=("schedule",))
     engine = options_of(EngineConfig, _EXECUTION, _PANELS, without=("speculation", "graphs"))
@@ -117,7 +134,8 @@ def options_of(
         metavar = "INTEGER|auto" if name == "draft_tokens" else "|".join(choices) if choices else None
         if metavar and len(metavar) > _LONGEST_METAVAR:
             metavar, help = "NAME", f"{help} One of {', '.join(choices)}."
-        found[name] = DerivedOption(kind, default, f"{help} {note}".strip(), panels.get(name, panel), metavar)
+        text = f"{help} {note}".strip()
+        found[name] = DerivedOption(kind, default, text, panels.get(name, panel), metavar, tuple(choices or ()))
     return found
 
 

@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import typer
@@ -114,3 +116,38 @@ def test_help_has_an_example_and_the_options_of_the_command(command):
 
 def test_version(run):
     assert re.fullmatch(r"specbatch \d+\.\d+\.\d+\n", run("--version").stdout)
+
+
+def commands(group: Any, *names: str) -> Iterator[tuple[str, ...]]:
+    yield names
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, *names, name)
+
+
+@pytest.mark.parametrize("names", [*commands(typer.main.get_command(app))], ids=lambda names: " ".join(names) or "main")
+def test_names_of_options_are_whole_at_80_columns(names):
+    command: Any = typer.main.get_command(app)
+    for name in names:
+        command = command.commands[name]
+    shown = CliRunner().invoke(app, [*names, "--help"], env={"COLUMNS": "80"}).output
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    words = set(re.split(r"[\s,│]+", shown))
+    options = {option for item in command.params for option in (*item.opts, *item.secondary_opts) if option[0] == "-"}
+    assert options <= words
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("sweep --algorithm eagle", "eagle eagle3"),
+        ("eval gsm8k --spec v", "v1 v2"),
+        ("check --model smollm2", "smollm2-135m"),
+        ("doct", "doctor"),
+    ],
+)
+def test_shells_complete_commands_and_values(words, found):
+    where = {"COMP_WORDS": f"specbatch {words}", "COMP_CWORD": str(len(words.split()))}
+    result = CliRunner().invoke(app, [], prog_name="specbatch", env={"_SPECBATCH_COMPLETE": "complete_bash", **where})
+    assert result.output.split() == found.split()
