@@ -36,12 +36,13 @@ _QUANTILES = (0.5, 0.9, 0.99, 0.999)
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens of an answer, the engine's log-probabilities of them if it was asked for them, and the referee's view of
-    them if it judged them."""
+    """Tokens of an answer, the engine's log-probabilities of them if it was asked for them, the referee's view of
+    them if it judged them, and why the request failed if it did."""
 
     tokens: list[int]
     logprobs: list[float] | None = None
     places: Places | None = None
+    error: str | None = None
 
     @property
     def below(self) -> float | None:
@@ -141,8 +142,10 @@ class CheckReport:
         """What makes the check fail, in words."""
         found = []
         diverging = sum(item.diverges for item in self.findings)
+        if errors := [side.error for item in self.findings for side in item.answers if side.error]:
+            found.append(f"{len(errors)} requests failed: {errors[0]}")
         if self.options.referee == "none":
-            return [f"{diverging} answers differ and no referee was asked"] if diverging else []
+            return [*found, f"{diverging} answers differ and no referee was asked"] if diverging else found
         if early := sum(item.ends_early for item in self.findings):
             found.append(f"{early} answers ended without an end token")
         if self.errors is not None and self.errors.is_found:

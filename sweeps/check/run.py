@@ -138,8 +138,8 @@ def _compare(plain: Completion, checked: Completion, name: str | int | None) -> 
         id=name,
         equal=len(plain.token_ids) if equal is None else equal,
         diverges=equal is not None,
-        plain=Answer(plain.token_ids, plain.logprobs),
-        checked=Answer(checked.token_ids, checked.logprobs),
+        plain=Answer(plain.token_ids, plain.logprobs, error=plain.error),
+        checked=Answer(checked.token_ids, checked.logprobs, error=checked.error),
         prompt=plain.prompt_token_ids,
     )
 

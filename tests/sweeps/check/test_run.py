@@ -108,6 +108,8 @@ def test_referee_judges_what_the_engine_saw(check: Any) -> None:
     assert report.below is not None
     assert report.below.checked < 1e-5
     assert max(max(item.checked.errors) for item in report.judged) < 1e-3
+    broken = replace(report, findings=[replace(x, plain=replace(x.plain, error="of NaN")) for x in report.findings])
+    assert broken.faults == [f"{COUNT} requests failed: of NaN"]
     everything = check(SPECULATIONS["self"], referee="none")
     assert not everything.judged
     assert not everything.fails
