@@ -98,6 +98,18 @@ def test_text_with_a_request_rate_and_suspicious_outputs(sweep, jsonl, tmp_path)
         assert f"CHECK OUTPUTS: {work['warnings'][0]} (org/toy at concurrency 2, repeat 1)." in result.stdout
 
 
+def test_messages_are_sent_to_the_chat_endpoint(run, jsonl, tmp_path, tokenizer):
+    words = ("--concurrency", 1, "--repeats", 1, *TINY_SWEEP[2:], "--dataset", jsonl({"question": "6 x 7?"}))
+    with rival(server := Rival("vllm", template_tokens=20)) as url:
+        send = ("sweep", "--engine", "http", "--base-url", url, "--send", "chat", *words)
+        result = run(*send, "--chat-template", "--output", tmp_path / "out")
+        refused = run(*send, "--output", tmp_path / "other")
+    assert result.exit_code == 0, result.output
+    path, body = server.bodies[-1]
+    assert (path, body["messages"]) == ("/v1/chat/completions", [{"role": "user", "content": "6 x 7?"}])
+    assert (refused.exit_code, "needs prompts that are messages" in refused.stderr) == (2, True)
+
+
 def test_failed_requests_are_in_the_table_and_exit_with_1(sweep, tmp_path):
     script = Script(fails=lambda number: {"status": 500, "message": "boom"} if number in (2, 3) else None)
     result = sweep(script, "--concurrency", 1, "--slo", "ttft=60,tpot=60", *TINY_SWEEP)
