@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from chi_square import smallest_p_value
 from crossed import first_quick
 from safetensors.torch import load_file
 
@@ -159,6 +160,39 @@ def test_engine_acceptance_matches_the_trainer(trained, algorithm, target, targe
         assert sum(counts) == len(wanted)
         assert histogram == counts
     assert len(mixed) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_sampled_tokens_follow_the_target_with_a_trained_dspark_draft(trained, target, target_folder, verification):
+    """Its drafts depend on each other, and many of them are accepted."""
+    requests, top_k, temperature, prompt = 3000, 3, 4.0, [5, 9, 17]
+    folder = trained["dspark"][0]
+    speculation = Speculation("dspark", draft=str(folder), draft_tokens=4, verification=verification)
+    config = EngineConfig(
+        model=str(target_folder), device="cpu", max_model_len=MAX_LEN, max_running=400, speculation=speculation
+    )
+    params = [
+        SamplingParams(temperature=temperature, top_k=top_k, seed=seed, max_new_tokens=3, ignore_eos=True)
+        for seed in range(requests)
+    ]
+    with Engine(config) as engine:
+        done = engine.generate([prompt] * requests, params)
+        metrics = engine.record().metrics
+    assert 0.1 < metrics["accepted_tokens"] / metrics["drafted_tokens"] < 0.9
+    chances = torch.zeros((VOCABULARY,) * 3)
+    texts = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for text, chance in texts.items():
+            last, _ = target.features(Batch.of([Example((*prompt, *text), len(prompt))], CPU), ())
+            best = target.logits(last[0, -1:])[0].topk(top_k)
+            for token, share in zip(best.indices.tolist(), (best.values / temperature).softmax(0), strict=True):
+                longer[(*text, token)] = chance * float(share)
+        texts = longer
+    for text, chance in texts.items():
+        chances[text] = chance
+    assert smallest_p_value(torch.tensor([item.token_ids for item in done]), chances) > 1e-3
 
 
 def test_second_mtp_head_is_refused(trained):

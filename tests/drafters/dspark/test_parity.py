@@ -4,6 +4,7 @@ before it."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from specbatch.kernels.sampling.rng import DRAFT, uniform_ref, verify_keys
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.models.dspark import DSpark, DSparkConfig
 from specbatch.models.layers import Reader
+from specbatch.weights import open_checkpoint
 
 DSPARK: dict[str, Any] = BASE | {
     "architectures": ["Qwen3DSparkModel"], "block_size": 5, "markov_rank": 8, "markov_head_type": "vanilla",
@@ -95,3 +97,38 @@ def test_confidence_matches_reference(tiny: Any, reference: Any, kind: str) -> N
     rows = by_reference.rows(features, 6, 5).float()
     found = model.confidence(rows, model.markov.embedding[[6, *drafts[:-1]]])
     torch.testing.assert_close(found.double(), by_reference.confidence(features, 6, 5, drafts), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@torch.inference_mode()
+def test_reference_matches_the_authors_code(tiny: Any, reference: Any, kind: str, tmp_path: Path) -> None:
+    """A checkout of github.com/deepseek-ai/DeepSpec in PYTHONPATH. Its checkpoint is read as it writes it."""
+    authors = pytest.importorskip("deepspec.modeling.dspark.qwen3.modeling")
+    transformers = pytest.importorskip("transformers")
+    raw, target = DSPARK | KINDS[kind] | DSPARK["dflash_config"], tiny(VOCABULARY, layers=LAYERS)
+    own = {key: value for key, value in raw.items() if key not in ("dflash_config", "rope_theta")}
+    described = transformers.Qwen3Config(
+        **own, rope_parameters={"rope_theta": raw["rope_theta"], "rope_type": "default"}, tie_word_embeddings=False,
+        layer_types=["full_attention"] * 2, num_anchors=4,
+    )  # fmt: skip
+    described._attn_implementation = "eager"
+    theirs = authors.Qwen3DSparkModel(described).eval()
+    theirs.load_state_dict(random_draft(DSparkConfig.from_dict(raw)), strict=False)
+    theirs.embed_tokens.weight.copy_(target.embedding)
+    theirs.lm_head.weight.copy_(target.logits(torch.eye(HIDDEN)).T)
+    theirs.save_pretrained(tmp_path)
+    found = open_checkpoint(str(tmp_path), read=DSparkConfig.from_dict)
+    ours = reference(raw, {name: found.tensor(name) for name in found.names()}, target)
+    features = torch.randn(9, 2 * HIDDEN, generator=torch.Generator().manual_seed(3))
+    tokens = torch.tensor([[3, *[11] * 4]])
+    hidden = theirs._forward_backbone(
+        target_hidden_states=features[None], noise_embedding=theirs.embed_tokens(tokens), attention_mask=None,
+        position_ids=torch.arange(14)[None], is_causal=False,
+    )  # fmt: skip
+    first, base = tokens[:, 0], theirs.compute_logits(hidden)
+    drafts, logits = theirs.sample_draft_tokens(base, first_prev_token_ids=first, hidden_states=hidden)
+    before = torch.cat([tokens[:, :1], drafts[:, :-1]], 1)
+    confidence = theirs.predict_confidence_step(hidden, prev_token_ids=before).sigmoid()
+    how = (features, 3, 5, drafts[0].tolist())
+    torch.testing.assert_close(logits[0].double(), ours.logits(*how), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(confidence[0].double(), ours.confidence(*how), rtol=1e-5, atol=2e-5)
