@@ -26,7 +26,7 @@ def evals(monkeypatch):
     class Ready:
         def __init__(self, options):
             seen["options"] = options
-            self.task = types.SimpleNamespace(generates=True, data_source="some questions")
+            self.task = types.SimpleNamespace(generates=True, data_source="some questions", warning="")
 
         def engine_config(self, config):
             return config
