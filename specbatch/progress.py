@@ -11,6 +11,7 @@ from typing import Protocol
 
 Report = Callable[[int, int], None]  # (done, total)
 SECONDS_BETWEEN_LINES = 60.0
+LONG = 600.0  # seconds that are shown as minutes
 SECONDS_OF_SPEED = 10.0
 
 
@@ -38,40 +39,52 @@ class Stages:
 
 
 @contextmanager
-def progress(label: str, done: int = 0) -> Iterator[NotedReport]:
-    """Yield a function to call with (done, total), as often as needed.
+def progress(label: str, done: int = 0, unit: str = "") -> Iterator[NotedReport]:
+    """Yield a function to call with (done, total), as often as needed. Shown are done / total, the rate, the time that
+    has passed and the time that is left.
 
-    done   what an earlier run had finished; it does not count for the remaining time
+    done   what an earlier run had finished; it does not count for rate and remaining time
+    unit   what is counted, such as "requests"
     """
     if not sys.stderr.isatty():
-        yield _lines(label, done)
+        yield _lines(label, done, unit)
         return
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[count]}"),
+        TextColumn("elapsed"),
         TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[left]}"),
         TextColumn("{task.fields[note]}"),
     )
+    before, start = done, time.monotonic()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=None, completed=done, note="")
+        task = bar.add_task(label, total=None, completed=done, count="", left="", note="")
 
         def report(done: int, total: int, note: str = "") -> None:
-            bar.update(task, completed=done, total=total, note=note)
+            seconds = time.monotonic() - start
+            count, left = _count(done, total, before, seconds, unit), _left(done, total, before, seconds)
+            bar.update(task, completed=done, total=total, count=count, left=left, note=note)
 
         yield report
+
+
+def _count(done: int, total: int, before: int, seconds: float, unit: str) -> str:
+    """ "23/72 requests, 0.37/s": the rate is that of what was done since `before`."""
+    what = f"{done}/{total} {unit}".rstrip()
+    return f"{what}, {(done - before) / seconds:.3g}/s" if done > before and seconds > 0 else what
+
+
+def _left(done: int, total: int, before: int, seconds: float) -> str:
+    """ "about 132 s left"; empty as long as nothing was done."""
+    if done <= before or done >= total:
+        return ""
+    rest = seconds / (done - before) * (total - done)
+    return f"about {rest:.0f} s left" if rest < LONG else f"about {rest / 60:.0f} min left"
 
 
 class Speed:
@@ -107,7 +120,7 @@ class Speed:
             self._tokens -= self._recent.popleft()[1]
 
 
-def _lines(label: str, before: int) -> NotedReport:
+def _lines(label: str, before: int, unit: str) -> NotedReport:
     start = last = time.monotonic()
 
     def report(done: int, total: int, note: str = "") -> None:
@@ -116,9 +129,9 @@ def _lines(label: str, before: int) -> NotedReport:
         if now - last < SECONDS_BETWEEN_LINES:
             return
         last = now
-        new = done - before
-        left = f", about {(now - start) / new * (total - done):.0f} s left" if new > 0 else ""
-        more = f", {note}" if note else ""
-        print(f"{label}: {done}/{total} after {now - start:.0f} s{left}{more}", file=sys.stderr, flush=True)
+        seconds = now - start
+        count, left = _count(done, total, before, seconds, unit), _left(done, total, before, seconds)
+        parts = filter(None, (count, f"{seconds:.0f} s elapsed", left, note))
+        print(f"{label}: {', '.join(parts)}", file=sys.stderr, flush=True)
 
     return report
