@@ -117,7 +117,7 @@ def test_an_ablation_shares_the_replicas(run: Run) -> None:
 
 
 def test_check_compares_replicas_with_replicas(run: Run) -> None:
-    result = run(2, "check", "--prompts", 6, "--max-new-tokens", 12, "--input-len", 9, "--output", "out")
+    result = run(2, "check", "--random", "--prompts", 6, "--max-new-tokens", 12, "--input-len", 9, "--output", "out")
     assert result.exit_code == 0, result.output
     assert "* replicas: 2\n" in result.stdout
     assert "6 of 6 prompts have the baseline's tokens." in result.stdout
