@@ -16,7 +16,6 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from specbatch.algorithms import ALGORITHMS
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.intervals import sample
 from specbatch.records.markdown import markdown_table
@@ -37,7 +36,7 @@ def published_table(table: Path, folder: Path) -> str:
 def _lines(table: Path, folder: Path) -> Iterator[list[str]]:
     for dataset, configuration, published in _read(table):
         found = _records(folder / dataset, configuration)
-        cells = _measured(found) if found else ["-", _why_not(folder / dataset, configuration), "-", "-"]
+        cells = _measured(found) if found else ["-", _why_not(folder / dataset), "-", "-"]
         yield [dataset, configuration, f"{published:.2f}", *cells]
 
 
@@ -57,12 +56,8 @@ def _records(folder: Path, configuration: str) -> list[RunRecord]:
     return [one for one in records if one.error is None and one.drafts]
 
 
-def _why_not(folder: Path, configuration: str) -> str:
-    if not folder.is_dir():
-        return f"not measured: no {folder}"
-    if configuration not in ALGORITHMS and not any(folder.glob(f"{configuration}/c*/r*")):
-        return f"not measured: specbatch has no algorithm {configuration}"
-    return "not measured: not in the sweep, or failed"
+def _why_not(folder: Path) -> str:
+    return f"not measured: {'not in the sweep, or failed' if folder.is_dir() else f'no {folder}'}"
 
 
 def _measured(records: list[RunRecord]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,7 @@ def test_grids_of_the_documentation_have_options_of_an_engine(name: str) -> None
 def test_grid_runs_on_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of docs/published-tables.md with random weights and heads."""
     text = (GRIDS / "dspark-table1.toml").read_text()
-    for draft in ("deepseek-ai/eagle3_qwen3_8b_ttt7", "z-lab/Qwen3-8B-DFlash-b16"):
-        text = text.replace(draft, "dummy")
+    text = re.sub(r"deepseek-ai/\w+", "dummy", text)
     (tmp_path / "grid.toml").write_text(text)
     (tmp_path / "rows.jsonl").write_text('{"turns": ["One?", "Two?"]}\n{"turns": ["Three?"]}\n')
     words: list[Any] = ["sweep", "--model", "toy", "--load-format", "dummy", "--device", "cpu", "--dataset"]
@@ -70,6 +70,4 @@ def test_grid_runs_on_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert done.exit_code == 0, done.output
     found = cells(published_table(GRIDS / "dspark-table1.csv", tmp_path / "out"))
     measured = {row[1]: row for row in found if row[0] == "gsm8k"}
-    assert float(measured["eagle3"][3]) >= 1
-    assert float(measured["dflash"][3]) >= 1
-    assert measured["dspark"][3:5] == ["-", "not measured: specbatch has no algorithm dspark"]
+    assert all(float(measured[name][3]) >= 1 for name in ("eagle3", "dflash", "dspark"))
