@@ -6,12 +6,14 @@ import math
 from dataclasses import asdict, replace
 
 import pytest
+from made_runs import make_record, metrics_of
 
 from specbatch.acceptance_profile import AcceptanceProfile
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import summarize
+from specbatch.sweeps.report.summaries import run_on
 from specbatch.sweeps.report.tables import (
     COLUMNS,
     View,
@@ -454,3 +456,10 @@ def test_categories_have_their_own_table_over_all_repeats():
     for made in records:
         made.requests = [{"output_tokens": 10}]
     assert categories(records) == ""
+
+
+def test_heading_says_which_configurations_were_deterministic():
+    ordinary, fixed = make_record([metrics_of()]), make_record([metrics_of()], configuration="v2")
+    fixed.caps["deterministic"] = "on"
+    found = [run_on(records).get("deterministic") for records in ([ordinary], [fixed], [ordinary, fixed])]
+    assert found == [None, "yes", "v2 only"]
