@@ -3,7 +3,7 @@ depend on its own row alone.
 
 torch's sums and vectorized functions do not have that property: the order of a sum depends on shape, strides and
 threads, and the last elements of a tensor or of a thread's share are computed by scalar code with another exponential
-(on AVX2 and AVX-512, 3% of the results of silu and sigmoid and 10% of those of softplus then differ in the last bit).
+(on AVX2 and AVX-512, 4% of the results of silu and sigmoid and 10% of those of softplus then differ in the last bit).
 Here deterministic results are made of operations that IEEE 754 defines to the last bit, in a fixed order: additions,
 multiplications, divisions and square roots of elements. They are the same with any number of rows and threads, on any
 processor.
