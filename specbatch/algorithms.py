@@ -24,8 +24,8 @@ class Algorithm:
 
     module          the module with its `plan` function
     default_tokens  length of the drafted chain when no shape is configured, as published: SGLang drafts 3 tokens with a
-                    model or head, vLLM's prompt lookup examples 4, DFLASH a block of 16 with the root,
-                    DSpark a block of 7
+                    model or head, vLLM's prompt lookup examples 4, DFLASH and DFlash 2 a block of 16
+                    with the root, DSpark a block of 7
     tree            how a tree gets its candidates: "expanded" gives each of `topk` nodes of a step `topk` children,
                     "merged" joins `topk` continuations of `steps` tokens, None means that only chains are drafted
     draft           what the setting `draft` must name; None if the algorithm takes no draft
@@ -101,6 +101,12 @@ ALGORITHMS: dict[str, Algorithm] = {
         tree=None,
         draft="a draft that was made for the model (folder or hub id)",
         training="specbatch.training.dflash",
+    ),
+    "dflash2": Algorithm(
+        "specbatch.drafters.dflash2",
+        default_tokens=15,
+        tree=None,
+        draft="a draft that was made for the model (folder or hub id)",
     ),
     "dspark": Algorithm(
         "specbatch.drafters.dspark",

@@ -64,13 +64,13 @@ class Speculation:
     draft: str | None = setting(
         None,
         "standalone: a draft model with the same vocabulary, or self:skip=12-15 (the target without those layers). "
-        "eagle, eagle3, dflash, dspark: the draft trained for the target (dummy: random weights). A folder, hub id or "
-        "known name.",
+        "eagle, eagle3, dflash, dflash2, dspark: the draft trained for the target (dummy: random weights). A folder, "
+        "hub id or known name.",
     )
     draft_tokens: int | Literal["auto"] | None = setting(
         None,
         "Draft tokens per step, excluding the last committed token (root). Default: the "
-        "algorithm's usual number; for dflash and dspark, as many as the draft's block. SGLang counts the root: 4 "
+        "algorithm's usual number; for block drafts, as many as the block. SGLang counts the root: 4 "
         "there is 3 here. "
         "auto: 0 up to the default or --draft-steps, chosen from measured step times and acceptance.",
     )

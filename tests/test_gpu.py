@@ -38,6 +38,7 @@ SPECULATIONS = {
     "mtp": Speculation("mtp", draft_tokens=2),
     "eagle3-tree": Speculation("eagle3", draft="dummy", draft_steps=3, draft_topk=2, draft_tokens=5),
     "block": Speculation("dflash", draft="toy-block"),
+    "dflash2": Speculation("dflash2", draft="dummy"),
     "dspark": Speculation("dspark", draft="dummy"),
     "ngram-tree": Speculation("ngram", draft_steps=3, draft_topk=2, ngram_min=1),
     "self-tree": Speculation("standalone", draft="self:skip=1", draft_steps=5, draft_topk=3, draft_tokens=7),

@@ -28,6 +28,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle3-tree": {"algorithm": "eagle3", "draft": "dummy", "draft_steps": 3, "draft_topk": 2, "draft_tokens": 5},
     "mtp": {"algorithm": "mtp"},
     "dflash": {"algorithm": "dflash", "draft": "dummy", "draft_tokens": 3},
+    "dflash2": {"algorithm": "dflash2", "draft": "dummy", "draft_tokens": 3},
     "dspark": {"algorithm": "dspark", "draft": "dummy", "draft_tokens": 3},
 }
 CASES = [

@@ -21,7 +21,14 @@ SHORT = SamplingParams(max_new_tokens=1)
 
 
 def spec(algorithm: str, **settings: Any) -> Callable[..., Any]:
-    draft = {"standalone": "self:skip=1", "eagle": "x", "eagle3": "x", "dflash": "x", "dspark": "x"}.get(algorithm)
+    draft = {
+        "standalone": "self:skip=1",
+        "eagle": "x",
+        "eagle3": "x",
+        "dflash": "x",
+        "dflash2": "x",
+        "dspark": "x",
+    }.get(algorithm)
     return partial(Speculation, algorithm, **{"draft": draft} | settings)
 
 
@@ -48,6 +55,7 @@ VALUES: list[tuple[Callable[..., Any], str, list[Any], str]] = [
     (spec("dflash"), "simulate_accept_length", [0.5], "1 to 16"),
     (spec("dflash"), "draft_topk", [2], "chains"),
     (spec("dspark"), "draft_topk", [2], "chains"),
+    (spec("dflash2"), "draft_topk", [2], "chains"),
     (spec("dspark"), "simulate_accept_length", [8.5], "1 to 8"),
     (Speculation, "draft_steps", [0], "at least 1"),
     (Speculation, "draft_steps", [64], "at most 63"),

@@ -145,7 +145,7 @@ def block_plan(target: Checkpoint, config: EngineConfig, log: Log, parts: Block)
         log(line)
 
     def build(model: Decoder, loader: Loader) -> DFlashDrafter:
-        own = parts.network(loader.draft_reader(shape, draft.tensor), model, loader.max_positions)
+        own = parts.network(loader.draft_reader(shape.with_drafts(count), draft.tensor), model, loader.max_positions)
         return parts.drafter(own, loader.cache(own.config, shape.num_layers, "draft"), count)
 
     needs_all_hidden, aux = target.config.ends_in(shape.target_layers), shape.target_layers

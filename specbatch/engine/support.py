@@ -45,6 +45,7 @@ DRAFTS: Final = {
     "eagle3": ("eagle3", "dummy"),
     "mtp": ("mtp", None),
     "dflash": ("dflash", "dummy"),
+    "dflash2": ("dflash2", "dummy"),
     "dspark": ("dspark", "dummy"),
 }
 _TREE = {"draft_topk": 2}

@@ -24,6 +24,7 @@ from specbatch.models.decoder import Decoder
 from specbatch.models.layers import Attention, Reader
 
 ARCHITECTURE = "DFlashDraftModel"
+SECOND = "DFlash2DraftModel"
 DEEPSPEC = ("Qwen3DSparkModel", "DSparkDraftModel")  # of DeepSpec and SpecForge
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 # Options of later drafts, with the values that turn them off. With an ignored option the draft would be another model.
@@ -56,6 +57,7 @@ class DFlashConfig(ModelConfig):
     """
 
     algorithm: ClassVar[str] = "dflash"
+    own_keys: ClassVar[tuple[str, ...]] = ()  # options of later drafts that it has
 
     block_size: int
     mask_token: int
@@ -79,11 +81,14 @@ class DFlashConfig(ModelConfig):
         for inside in ("dflash_config", "dspark_config"):
             own |= {key: value for key, value in table_of(config, inside).items() if value is not None}
         names = config.get("architectures")
-        if names not in ([ARCHITECTURE], *([name] for name in DEEPSPEC)):
-            works = f"a DFLASH draft has [{ARCHITECTURE!r}] or [{DEEPSPEC[0]!r}], a DSpark draft [{DEEPSPEC[0]!r}]"
+        if names not in ([ARCHITECTURE], [SECOND], *([name] for name in DEEPSPEC)):
+            works = (
+                f"a DFLASH draft has [{ARCHITECTURE!r}] or [{DEEPSPEC[0]!r}], a DSpark draft [{DEEPSPEC[0]!r}], and a "
+                f"DFlash 2 draft [{SECOND!r}]"
+            )
             raise refuse("architectures", names, works)
-        of_deepspec = names != [ARCHITECTURE]
-        cls._check_algorithm(own, may_be_dspark=of_deepspec)
+        of_deepspec = names[0] in DEEPSPEC
+        cls._check_algorithm(own, "dflash2" if names == [SECOND] else "dspark" if of_deepspec else "dflash")
         if config.get("model_type") != "qwen3":
             raise refuse("model_type", config.get("model_type"), "the layers of a block draft are 'qwen3'")
         depth = None if own.get("num_target_layers") is None else count_of(own, "num_target_layers")
@@ -97,14 +102,16 @@ class DFlashConfig(ModelConfig):
         return replace(read, whole_file=of_deepspec)
 
     @classmethod
-    def _check_algorithm(cls, own: dict[str, Any], *, may_be_dspark: bool) -> None:
-        """Refuse the drafts of the other algorithm: DSpark drafts without a Markov head are DFLASH drafts."""
-        rank = count_of(own, "markov_rank", None if may_be_dspark else 0, least=0)
-        if rank and not may_be_dspark:
+    def _check_algorithm(cls, own: dict[str, Any], written: str) -> None:
+        """Refuse drafts of other algorithms. written: the algorithm of the format; DSpark drafts without a Markov head
+        are DFLASH drafts."""
+        rank = count_of(own, "markov_rank", None if written == "dspark" else 0, least=0)
+        if rank and written != "dspark":
             raise refuse("markov_rank", rank, f"a draft with a Markov head has architectures=[{DEEPSPEC[0]!r}]")
-        found, which = ("dspark", "a") if rank else ("dflash", "no")
+        found = "dflash" if written == "dspark" and not rank else written
         if found != cls.algorithm:
-            raise refuse("markov_rank", rank, f"the draft has {which} Markov head; use algorithm {found!r}")
+            heads = {"dflash": "neither Markov head nor selector", "dspark": "a Markov head", "dflash2": "a selector"}
+            raise refuse("algorithm", cls.algorithm, f"the draft has {heads[found]}; use {found!r}")
 
     @classmethod
     def _from_speculators(cls, config: dict[str, Any]) -> Self:
@@ -113,7 +120,7 @@ class DFlashConfig(ModelConfig):
         kind = config["speculators_model_type"]
         if kind not in ("dflash", "dspark"):
             raise refuse("speculators_model_type", kind, "a DFLASH draft has 'dflash', a DSpark draft 'dspark'")
-        cls._check_algorithm(config, may_be_dspark=kind == "dspark")
+        cls._check_algorithm(config, kind)
         given = table_of(config, "transformer_layer_config")
         inner = _class_defaults(given.get("model_type", "qwen3")) | given
         known, total = config.get("draft_vocab_size"), count_of(inner, "vocab_size")
@@ -143,7 +150,7 @@ class DFlashConfig(ModelConfig):
     ) -> Self:
         """inner: the keys of the Qwen3 layers; own: those of the block; from_anchor: the format's default."""
         for key, off in _OFF.items():
-            if own.get(key) not in off:
+            if key not in cls.own_keys and own.get(key) not in off:
                 raise refuse(key, own[key], "not supported; leave it out")
         plain = ModelConfig.from_dict(
             inner | {"architectures": None, "model_type": "qwen3", "layer_types": None, "use_sliding_window": False}
@@ -172,6 +179,10 @@ class DFlashConfig(ModelConfig):
     def _heads(cls, own: dict[str, Any], plain: ModelConfig) -> dict[str, Any]:
         """Fields for what follows the layers, of which `plain` is the config."""
         return {}
+
+    def with_drafts(self, count: int) -> Self:
+        """This config for passes that make at most `count` drafts."""
+        return self
 
     @property
     def most_drafts(self) -> int:

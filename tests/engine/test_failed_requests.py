@@ -55,6 +55,7 @@ def damage(engine: Engine, bad: int) -> None:
         ("llama", "ngram"),
         ("llama", "eagle-tree"),
         ("llama", "dflash"),
+        ("llama", "dflash2"),
         ("llama", "dspark"),
         ("lfm2", "ngram-tree"),
     ]),

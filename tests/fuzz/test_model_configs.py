@@ -30,6 +30,12 @@ DRAFTS = {
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3], "target_hidden_size": 40,
     },
     "dflash": LLAMA | BLOCK | {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2},
+    "dflash2": LLAMA
+    | BLOCK
+    | {
+        "architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "num_hidden_layers": 2, "conv_kernel_size": 2,
+        "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5,
+    },
     "dspark": LLAMA
     | BLOCK
     | {

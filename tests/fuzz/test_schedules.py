@@ -37,6 +37,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle3-tree": {"algorithm": "eagle3", "draft": "dummy", **_TREE},
     "mtp": {"algorithm": "mtp", "draft_tokens": 2},
     "dflash": {"algorithm": "dflash", "draft": "toy-block", "draft_tokens": 4},
+    "dflash2": {"algorithm": "dflash2", "draft": "dummy", "draft_tokens": 4},
     "dspark": {"algorithm": "dspark", "draft": "dummy", "draft_tokens": 4},
 }
 # The draft state of a prefix's last token depends on the token after it, which need not be that of a later prompt.

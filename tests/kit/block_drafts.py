@@ -52,6 +52,10 @@ class Reference:
     def project(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
 
+    def convolved(self, x: torch.Tensor, read: torch.Tensor, name: str, side: int) -> torch.Tensor:
+        """The input (side 0) or output of a part of a layer, whose normed input is `read`."""
+        return x
+
     def hidden(self, features: torch.Tensor, anchor: int, count: int) -> torch.Tensor:
         """After the last norm, of the anchor and `count` masks; features [start, n * H] of all positions before."""
         config, start = self.config, len(features)
@@ -68,7 +72,8 @@ class Reference:
         x = self.embedding[[anchor] + [config["mask_token_id"]] * count]
         for index in range(config["num_hidden_layers"]):
             layer = f"layers.{index}"
-            own = self.norm(x, f"{layer}.input_layernorm")
+            read = self.norm(x, f"{layer}.input_layernorm")
+            own = self.convolved(read, read, f"{layer}.attention_conv", 0)
             given = torch.cat([context, own])
             q, k, v = (
                 self.project(of, f"{layer}.self_attn.{part}_proj").view(len(of), -1, dim)
@@ -86,10 +91,12 @@ class Reference:
                 seen &= distance.abs() < config["sliding_window"]
             scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(dim)
             weight = scores.masked_fill(~seen, -math.inf).softmax(-1)
-            x = x + self.project(torch.einsum("hqk,khd->qhd", weight, v).flatten(1), f"{layer}.self_attn.o_proj")
-            own = self.norm(x, f"{layer}.post_attention_layernorm")
+            mixed = self.project(torch.einsum("hqk,khd->qhd", weight, v).flatten(1), f"{layer}.self_attn.o_proj")
+            x = x + self.convolved(mixed, read, f"{layer}.attention_conv", 1)
+            read = self.norm(x, f"{layer}.post_attention_layernorm")
+            own = self.convolved(read, read, f"{layer}.mlp_conv", 0)
             inner = F.silu(self.project(own, f"{layer}.mlp.gate_proj")) * self.project(own, f"{layer}.mlp.up_proj")
-            x = x + self.project(inner, f"{layer}.mlp.down_proj")
+            x = x + self.convolved(self.project(inner, f"{layer}.mlp.down_proj"), read, f"{layer}.mlp_conv", 1)
         return self.norm(x, "norm")
 
     def logits(self, features: torch.Tensor, anchor: int, count: int, drafts: Sequence[int]) -> torch.Tensor:
@@ -134,7 +141,7 @@ class Run:
             tensors["lm_head.weight"] = target.logits(torch.eye(HIDDEN)).T[list(known)]
         cache = self.here.cache_of(config, config.num_layers)
         cache.keys.fill_(1e4), cache.values.fill_(1e4)  # stale entries must not be attended to
-        read = Reader(config, tensors.__getitem__, torch.float32, torch.device("cpu"), of_draft=True)
+        read = Reader(config.with_drafts(count), tensors.__getitem__, torch.float32, torch.device("cpu"), of_draft=True)
         self.by_reference = self.reference(raw, tensors, target)
         self.drafts = self.drafter(self.network(read, target, 256), cache, count)
         self.features = torch.randn(len(LENGTHS), 128, 2 * HIDDEN, generator=torch.Generator().manual_seed(9))

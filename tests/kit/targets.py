@@ -262,6 +262,7 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "mtp-tree": {"algorithm": "mtp", **_TREE},
     "dflash": {"algorithm": "dflash", "draft": "dummy", "draft_tokens": 3},
     "dflash-auto": {"algorithm": "dflash", "draft": "dummy", "draft_tokens": "auto", "draft_steps": 3},
+    "dflash2": {"algorithm": "dflash2", "draft": "dummy", "draft_tokens": 3},
     "dspark": {"algorithm": "dspark", "draft": "dummy", "draft_tokens": 3},
     "dspark-block-auto": {
         "algorithm": "dspark", "draft": "dummy", "draft_tokens": "auto", "draft_steps": 3, "verification": "block",

@@ -21,6 +21,7 @@ CASES = [
     ("nemotron-h", "eagle"),
     ("qwen3-moe", "eagle3"),
     ("llama", "dflash"),
+    ("llama", "dflash2"),
     ("llama", "dspark"),
     ("llama", "dspark-block-auto"),
     ("qwen3-next", "eagle-tree"),

@@ -46,7 +46,7 @@ def test_prefill_activations_match_the_plan(
     assert taken <= TOKENS * token_bytes(config, dtype) <= 1.25 * taken
 
 
-@pytest.mark.parametrize("algorithm", ["none", "eagle", "eagle3", "mtp", "dflash", "dspark", "model-tree"])
+@pytest.mark.parametrize("algorithm", ["none", "eagle", "eagle3", "mtp", "dflash", "dflash2", "dspark", "model-tree"])
 @pytest.mark.parametrize("name", ["qwen3-next", pytest.param("lfm2", marks=pytest.mark.slow)])
 def test_drafter_activations_match_the_plan(
     targets: Targets, name: str, algorithm: str, monkeypatch: pytest.MonkeyPatch

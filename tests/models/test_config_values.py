@@ -18,6 +18,7 @@ import specbatch.models
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
 from specbatch.models.dflash import DFlashConfig
+from specbatch.models.dflash2 import DFlash2Config
 from specbatch.models.draft_head import layer_config
 from specbatch.models.dspark import DSparkConfig
 from specbatch.models.eagle3 import Eagle3Config
@@ -25,6 +26,8 @@ from specbatch.models.eagle3 import Eagle3Config
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
 DFLASH = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_target_layers": 9, "block_size": 4}
+DFLASH2 = {"architectures": ["DFlash2DraftModel"], "conv_kernel_size": 2, "conv_group_size": 8}
+DFLASH2 |= {"selector_rank": 6, "selector_top_k": 5}
 DSPARK = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 8, "enable_confidence_head": True}
 SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 NESTED = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
@@ -41,6 +44,7 @@ READERS: dict[str, tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]] = {
         | {"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [2, 5], "mask_token_id": 3}
         | {"draft_vocab_size": 9, "transformer_layer_config": INNER},
     ),
+    "dflash2": (DFlash2Config.from_dict, SIZES | DFLASH | DFLASH2 | {"mask_token_id": 3, "target_layer_ids": [1, 2]}),
     "dspark": (DSparkConfig.from_dict, SIZES | DFLASH | DSPARK | {"mask_token_id": 3, "target_layer_ids": [1, 2]}),
     "eagle": (layer_config, SIZES | {"architectures": ["LlamaForCausalLMEagle"]}),
     "eagle3": (

@@ -132,7 +132,7 @@ def test_speculators_format() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["Qwen3ForCausalLM"]}, r"architectures=.*DFlashDraftModel"),
-    ({"architectures": ["DFlash2DraftModel"]}, r"architectures="),
+    ({"architectures": ["DFlash2DraftModel"]}, "algorithm='dflash': the draft has a selector; use 'dflash2'"),
     ({"model_type": "llama"}, "model_type='llama'"),
     ({"block_size": None}, "block_size=None"),
     ({"block_size": 1}, "block_size=1: use 2 to 64"),

@@ -93,10 +93,10 @@ def test_without_a_markov_head_it_is_a_dflash_draft() -> None:
     assert not any(name.startswith("markov") for name in config.weight_shapes())
     assert DFlashConfig.from_dict(speculators(markov_rank=0)).most_drafts == 7
     for reader, raw, message in (
-        (DSparkConfig, plain, "markov_rank=0: the draft has no Markov head; use algorithm 'dflash'"),
+        (DSparkConfig, plain, "algorithm='dspark': the draft has neither Markov head nor selector; use 'dflash'"),
         (DSparkConfig, QWEN3_8B_B7 | {"architectures": ["DFlashDraftModel"], "markov_rank": None}, "'dflash'"),
-        (DFlashConfig, QWEN3_8B_B7, "markov_rank=256: the draft has a Markov head; use algorithm 'dspark'"),
-        (DFlashConfig, speculators(), "use algorithm 'dspark'"),
+        (DFlashConfig, QWEN3_8B_B7, "algorithm='dflash': the draft has a Markov head; use 'dspark'"),
+        (DFlashConfig, speculators(), "use 'dspark'"),
     ):
         with pytest.raises(SpecbatchError, match=message):
             reader.from_dict(raw)
@@ -158,7 +158,7 @@ def test_draft_for_another_target_is_refused(tmp_path: Path) -> None:
         "mask token 151669 is outside the target's vocabulary of 257",
     ):
         assert part in str(caught.value)
-    with pytest.raises(SpecbatchError, match="the draft has a Markov head; use algorithm 'dspark'"):
+    with pytest.raises(SpecbatchError, match="the draft has a Markov head; use 'dspark'"):
         planned("toy", dflash, algorithm="dflash", draft=str(tmp_path))
 
 

@@ -1,0 +1,61 @@
+"""DFlash 2 drafting: a block is filled in one pass, then a selector chooses its tokens one after the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from specbatch.core.step_input import StepInput
+from specbatch.drafters.base import DraftPlan
+from specbatch.drafters.choose import choose_next
+from specbatch.drafters.dflash import Block, DFlashDrafter, block_plan
+from specbatch.memory.kv_cache import KVCache
+from specbatch.models.dflash2 import DFlash2, DFlash2Config, published_shape
+
+if TYPE_CHECKING:
+    from specbatch.config import EngineConfig
+    from specbatch.weights import Checkpoint, Log
+
+
+class DFlash2Drafter(DFlashDrafter):
+    """A DFLASH draft whose selector chooses each token from the most likely ones of its row, given the token before it.
+    The distribution of a draft is therefore the one over these candidates, given the drafts before it."""
+
+    def __init__(self, model: DFlash2, cache: KVCache, count: int) -> None:
+        super().__init__(model, cache, count)
+        self._selector = model
+
+    def _choose(
+        self, step: StepInput, hidden: torch.Tensor, roots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        model, count = self._selector, step.num_drafts
+        logits = self._scores(hidden, count, greedy=False)
+        assert isinstance(logits, torch.Tensor)
+        rows = hidden[:, self._first_row :][:, :count]
+        found = model.candidates(logits.flatten(0, 1), rows.flatten(0, 1))
+        candidates = [part.unflatten(0, rows.shape[:2]) for part in found]
+        drafts = roots.new_empty(len(roots), count)
+        embedded = F.embedding(roots, model.predecessors)
+        distributions: list[torch.Tensor] = []
+        for place in range(count):
+            tokens, scores, weights = (part[:, place] for part in candidates)
+            embedded, distribution = choose_next(
+                model.scores(tokens, scores, weights, embedded),
+                step,
+                step.lengths + 1 + place,
+                model.predecessors,
+                drafts[:, place],
+                ids=None,
+                vocabulary=model.config.vocab_size,
+            )
+            distributions += [] if distribution is None else [distribution]
+        return drafts, torch.cat(distributions, 1) if distributions else None
+
+
+def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
+    """The draft is a published checkpoint, or with load_format "dummy" random weights: draft="dummy" has the shape of
+    published drafts. Raises SpecbatchError if the draft does not fit the target.
+    """
+    return block_plan(target, config, log, Block(DFlash2Config, DFlash2, DFlash2Drafter, published_shape))
