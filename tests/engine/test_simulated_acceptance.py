@@ -25,6 +25,8 @@ SELF = Speculation("standalone", draft="self:skip=1", draft_tokens=7)
 SHAPES = {
     "chain": SELF,
     "block": Speculation("dflash", draft="toy-block-34", draft_tokens=4),
+    "dspark": Speculation("dspark", draft="dummy", draft_tokens=4),
+    "dflash2": Speculation("dflash2", draft="dummy", draft_tokens=4),
     "tree": replace(SELF, draft_steps=5, draft_topk=3),
     "ngram": Speculation("ngram", draft_tokens=5, ngram_min=1),
 }
