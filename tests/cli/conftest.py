@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -193,8 +192,7 @@ def run(engine: type[StubEngine]) -> Callable[..., Result]:
     from specbatch.cli.app import app
 
     def call(*words: object) -> Result:
-        room = {"COLUMNS": os.environ.get("COLUMNS", "1000")}
-        result = CliRunner().invoke(app, [str(word) for word in words], env=room)
+        result = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "1000"})
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result

@@ -18,7 +18,7 @@ REFUSED = [
     ("eval t --no-such-option", "No such option: --no-such-option (see "),
     ("sweep --spec v1", "No such option: --spec"),
     ("check --simulate-accept-length 2", "No such option: --simulate-accept-length"),
-    ("--no-such-option", "No such option: --no-such-option (see "),
+    ("--no-such-option", "No such option: --no-such-option ("),
     ("generate", "generate --help)"),
     ("no-such-command", "No such command 'no-such-command'"),
     ("eval t --spec v3", "spec='v3': use one of off, v1, v2"),

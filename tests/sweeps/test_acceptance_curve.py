@@ -48,7 +48,7 @@ def test_command_writes_what_simulate_accept_reads(tmp_path: Path, file: str) ->
         (model,) = yaml.safe_load((tmp_path / file).read_text()).items()
         lengths = {int(count): length for count, length in shown["accept_length"].items()}
         assert model == ("smollm2-135m", {"thinking_on": pytest.approx(lengths, abs=1e-6)})
-    table = CliRunner().invoke(app, ["acceptance", str(folder)]).stdout
+    table = CliRunner().invoke(app, ["acceptance", str(folder)], env={"COLUMNS": "1000"}).stdout
     assert f"| 1       | {shown['tried'][0]}" in table
 
 
