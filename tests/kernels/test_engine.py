@@ -165,7 +165,7 @@ def test_zero_drafts_before_and_after_some(
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(["none", "self by block"], ["none", "ngram", "eagle3", "block", "self by block", "self-tree"])
+    "name", slow_but(["none"], ["none", "ngram", "eagle3", "block", "self by block", "self-tree"])
 )
 def test_sampled_tokens_with_a_seed(
     toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str

@@ -102,7 +102,7 @@ def cases(schedules: tuple[str, ...], graphs: tuple[str, ...]) -> list[Any]:
             shifted(MEMORY, place, 0),
             shifted(targets, place, 1),
         )
-        for place in range(len(drafters) + len(targets))
+        for place in range(max(len(drafters), len(targets)))
     }
     slow = {Case(*values) for values in itertools.product(drafters, schedules, ("eager", "both"), MEMORY, targets)}
     return [

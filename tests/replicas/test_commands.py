@@ -123,6 +123,7 @@ def test_check_compares_replicas_with_replicas(run: Run) -> None:
     assert "6 of 6 prompts have the baseline's tokens." in result.stdout
 
 
+@pytest.mark.slow
 def test_sweep_shares_the_concurrency_out(run: Run) -> None:
     words = (
         "sweep",
