@@ -47,7 +47,7 @@ def examine() -> dict[str, Any]:
             _feature("engine on the CPU", None, "torch; float32 unless --dtype is given"),
             _feature("engine on a GPU", None if cuda else _no_gpu(), "CUDA, eager or with CUDA graphs"),
             _feature("bfloat16 on the GPU", _no_bfloat16(), "the default, if it is the checkpoint's type"),
-            _feature("tensor parallelism", _no_peers(), "--tensor-parallel N"),
+            _feature("tensor parallelism on GPUs", _no_peers(), "--tensor-parallel N"),
             _feature("CUDA graphs", None if cuda else _no_gpu(), "--decode-graph whole, --prefill-graph piecewise"),
             *(
                 _feature(
@@ -94,6 +94,9 @@ def report(found: dict[str, Any]) -> str:
     tables = markdown_table(lines.items(), ["environment", "found"]), markdown_table(rows, ["feature", "runs", "why"])
     matrices, notes = _matrices(found)
     conflicts = "; ".join(f"{one} with {other}" for one, other in found["conflicts"])
+    notes.append(
+        "mtp needs a checkpoint with `mtp.*` tensors; eagle, eagle3, dflash, dflash2 and dspark a trained draft."
+    )
     notes.append(f"Settings that run with a draft run together, except {conflicts}.")
     return "\n\n".join([*tables, *matrices, "\n".join(f"* {note}" for note in notes)])
 

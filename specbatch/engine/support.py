@@ -66,12 +66,15 @@ SETTINGS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
     "--dtype float16": ({}, {}, {"dtype": "float16"}),
     "--kv-dtype fp8": ({}, {}, {"kv_dtype": "fp8"}),
     "--tensor-parallel 2": ({}, {}, {"tensor_parallel": 2}),
+    "--deterministic": ({}, {}, {"deterministic": True}),
 }
 # Settings that do not combine with each other, whatever drafts.
 CONFLICTS: Final = (
     ("tree (--draft-topk)", "--draft-tokens auto"),
     ("tree (--draft-topk)", "--verification block"),
     ("--verification block", "--simulate-accept-length"),
+    ("--verification block", "--deterministic"),
+    ("--tensor-parallel 2", "--deterministic"),
 )
 _SMALL = "qwen3-0.6b"  # the target of settings
 

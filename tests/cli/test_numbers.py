@@ -12,7 +12,6 @@ import typer
 from typer.testing import CliRunner
 
 from specbatch.cli.app import app
-from specbatch.cli.options import ENGINE_OPTIONS
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import SpecbatchError
@@ -31,7 +30,8 @@ AS_TEXT = (
 
 
 def options() -> Iterator[Any]:
-    """Command, option and its types, for all that take numbers. Options of the engine are quick for one command."""
+    """Command, option and its types, for all that take numbers. Each option is quick for one command."""
+    seen: set[str] = set()
     for name, command in COMMANDS.items():
         if hasattr(command, "commands"):  # a group
             continue
@@ -41,8 +41,8 @@ def options() -> Iterator[Any]:
                 parts = get_args(parameters[item.name].annotation)
                 kinds = {*parts} | {kind for part in parts for kind in get_args(part)}
                 if kinds & {int, float} or item.name in AS_TEXT:
-                    is_quick = name == "generate" or item.name not in ENGINE_OPTIONS
-                    marks = () if is_quick else pytest.mark.slow
+                    marks = pytest.mark.slow if item.name in seen else ()
+                    seen.add(item.name)
                     yield pytest.param(name, item.opts[0], kinds, marks=marks, id=f"{name}{item.opts[0]}")
 
 

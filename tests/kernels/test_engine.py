@@ -164,9 +164,7 @@ def test_zero_drafts_before_and_after_some(
     assert numbers[0] == numbers[1]
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(["none"], ["none", "ngram", "eagle3", "block", "self by block", "self-tree"])
-)
+@pytest.mark.parametrize("name", slow_but(["none"], ["none", "ngram", "eagle3", "block", "self by block", "self-tree"]))
 def test_sampled_tokens_with_a_seed(
     toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str
 ) -> None:

@@ -65,7 +65,6 @@ _SAMPLED = [SamplingParams(**{**vars(params), "max_new_tokens": lossless.LONGER}
 def _engine_cases() -> list[Any]:
     """Every pair of drafter and target, with schedules and memory settings in turn; quick: one of each kind."""
     quick = [
-        Case("model", "v2", "eager", "tight", "llama"),
         Case("ngram-tree", "v1", "eager", "no-cache", "lfm2"),
         Case("mtp", "v2", "eager", "roomy", "qwen3.5"),
     ]

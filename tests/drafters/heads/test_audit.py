@@ -11,6 +11,7 @@ from typing import Any
 import draft_heads as heads
 import pytest
 import torch
+from crossed import crossed
 from safetensors.torch import save_file
 
 from specbatch import EngineConfig, SpecbatchError, Speculation
@@ -256,8 +257,7 @@ def test_published_eagle3_head_of_qwen3_8b() -> None:
     assert any("drafts 32000 of the target's 151936 tokens" in line for line in lines)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "algorithm"), crossed(SHAPES, ALGORITHMS))
 def test_every_named_shape_has_a_dummy_head(shape: str, algorithm: str) -> None:
     plan, _ = dummy(shape, algorithm, None if algorithm == "mtp" else "dummy")
     assert (plan.weights.parameter_count() if algorithm == "mtp" else plan.parameters) > 0
