@@ -56,6 +56,11 @@ def first_problem(
     """
     problems = error.errors(include_url=False)
     first = problems[0]
+    if first["type"] == "missing":  # an unknown name beside it may be the missing one, misspelled
+        beside = (
+            item for item in problems if item["type"] == "extra_forbidden" and item["loc"][:-1] == first["loc"][:-1]
+        )
+        first = next(beside, first)
     loc = _fields(first)
     others = len({place for item in problems if (place := _fields(item))[: len(loc)] != loc})
     field = prefix + ".".join(_name(part) for part in loc)

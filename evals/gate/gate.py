@@ -155,8 +155,10 @@ def _needs_baseline(path: Path, policy: Policy) -> SpecbatchError:
         rules.insert(0, "may_fall = false in [accuracy], the default,")
     if policy.answers is not None:
         rules.insert(0, "equal in [answers]")
-    verb = "compare" if len(rules) > 1 else "compares"
-    works = "name its run with --baseline, or leave the rule out (may_fall = true)"
+    verb, them = ("compare", "these rules") if len(rules) > 1 else ("compares", "the rule")
+    works = f"name its run with --baseline, or leave {them} out"
+    if policy.accuracy is not None and not policy.accuracy.may_fall:
+        works += " (may_fall = true in [accuracy])"
     return refuse("policy", str(path), f"{' and '.join(rules)} {verb} with a baseline; {works}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,14 +12,10 @@ LEAST_EXPECTED = 5.0  # counts per cell, below which the statistic does not foll
 
 
 class ChiSquare(NamedTuple):
-    """A statistic with its degrees of freedom; those of independent samples add up."""
+    """A statistic with its degrees of freedom."""
 
     statistic: float = 0.0
     freedom: int = 0
-
-    def __add__(self, other: object) -> ChiSquare:
-        assert isinstance(other, ChiSquare)
-        return ChiSquare(self.statistic + other.statistic, self.freedom + other.freedom)
 
     @property
     def p_value(self) -> float:
@@ -80,19 +76,17 @@ def holm(p_values: Sequence[float], alpha: float) -> list[bool]:
 
 
 def total(parts: Iterable[ChiSquare]) -> ChiSquare:
-    found = ChiSquare()
-    for part in parts:
-        found = found + part
-    return found
+    """The sum of statistics of independent samples."""
+    tests = list(parts)
+    return ChiSquare(math.fsum(test.statistic for test in tests), sum(test.freedom for test in tests))
 
 
 def _chance_above(value: float, freedom: float) -> float:
     return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(value / 2).double()))
 
 
-def _bisect(is_low: object, high: float) -> float:
+def _bisect(is_low: Callable[[float], bool], high: float) -> float:
     """The value up to which `is_low`."""
-    assert callable(is_low)
     low = 0.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -51,7 +51,7 @@ class CheckOptions:
         if self.random and self.source is not None:
             raise refuse("random", True, "a file has the prompts; leave one of them out")
         if self.sampled and self.random:
-            raise refuse("random", True, "with --sampled prompts are text; leave it out")
+            raise refuse("random", True, "sampled needs prompts of text; leave one of them out")
         if self.sampled and self.referee == "none":
             raise refuse("referee", self.referee, "the exact distribution is the referee's; use float32 or same")
 

@@ -27,7 +27,7 @@ from specbatch.progress import Report
 from specbatch.records.markdown import acceptance_table, markdown_table
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.check import prompts as check_prompts
-from specbatch.sweeps.check.chi_square import ChiSquare, holm, of_counts, smallest_distance
+from specbatch.sweeps.check.chi_square import ChiSquare, holm, of_counts, smallest_distance, total
 from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.referee import Referee, plan_referee
 from specbatch.sweeps.check.run import Progress, refuse_simulated
@@ -93,13 +93,28 @@ class SampledReport:
         return [row | {"deviates": deviates} for row, deviates in zip(found, wrong, strict=True)]
 
     @property
+    def untested(self) -> str | None:
+        """Why no token of a verify was tested; without drafts, no token after the first."""
+        drafts = self.record.drafts
+        if drafts and not self.record.metrics["drafted_tokens"]:
+            return "nothing was drafted; use prompts that repeat themselves, or another draft"
+        if any(item.later.freedom for item in self.tested):
+            return None
+        return (
+            f"no token {'of a verify' if drafts else 'after the first'} was counted, which needs {_LEAST_SAMPLES} "
+            "requests with the same tokens before it; use more --seeds, or prompts with a likelier next token"
+        )
+
+    @property
     def fails(self) -> bool:
-        return any(row["deviates"] for row in self.rows)
+        """A distribution is wrong, or nothing was tested."""
+        return self.untested is not None or any(row["deviates"] for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
         return {
             "deviating": sum(row["deviates"] for row in self.rows),
+            "untested": self.untested,
             "rows": self.rows,
             "metrics": self.record.metrics,
         }
@@ -126,7 +141,10 @@ class SampledReport:
         wrong = [f"{_text(row['sampling'])} ({row['tokens']} tokens)" for row in self.rows if row["deviates"]]
         if wrong:
             return f"FAILED: the distribution of sampled tokens is wrong with {'; '.join(wrong)}."
-        return f"PASSED: no deviation from the exact distribution in {len(self.rows)} tests."
+        if self.untested:
+            return f"NOT TESTED: {self.untested}."
+        count = sum(row["freedom"] > 0 for row in self.rows)
+        return f"PASSED: no deviation from the exact distribution in {count} tests."
 
     def _table(self) -> str:
         headers = ["sampling", "tokens", "samples", "cells", "p-value", "smallest distance", "verdict"]
@@ -145,16 +163,14 @@ class SampledReport:
         return markdown_table(body, headers)
 
     def _notes(self) -> str:
-        notes = [
-            f"* Chi-square tests, together at a significance level of {ALPHA:g} (Holm). Cells: degrees of freedom; "
-            "tokens that are expected fewer than 5 times share one.",
-            f"* Smallest distance: any distribution that is further from the exact one, in total variation, is found "
-            f"with a probability of at least {POWER:.0%}.",
-        ]
-        record = self.record
-        if record.drafts and not record.metrics["drafted_tokens"]:
-            notes.append("* NO DRAFTS: nothing was drafted, so acceptance was not tested.")
-        return "\n".join(notes)
+        return "\n".join(
+            [
+                f"* Chi-square tests, together at a significance level of {ALPHA:g} (Holm). Cells: degrees of freedom; "
+                "tokens that are expected fewer than 5 times share one.",
+                f"* Smallest distance: any distribution that is further from the exact one, in total variation, is "
+                f"found with a probability of at least {POWER:.0%}.",
+            ]
+        )
 
 
 def run_sampled(
@@ -239,7 +255,8 @@ class _Exact:
 
 def _test(sampling: dict[str, float], answers: Sequence[list[Text]], exact: _Exact, count: int) -> Tested:
     """answers: by prompt."""
-    found, samples = [ChiSquare(), ChiSquare()], [0, 0]
+    found: tuple[list[ChiSquare], list[ChiSquare]] = [], []
+    samples = [0, 0]
     for prompt, texts in enumerate(answers):
         for depth in range(count):
             after: dict[Text, Counter[int]] = defaultdict(Counter)
@@ -254,9 +271,9 @@ def _test(sampling: dict[str, float], answers: Sequence[list[Text]], exact: _Exa
                 counts[list(tokens)] = torch.tensor(list(tokens.values())).float()
                 test = of_counts(counts, chances)
                 if test.freedom:
-                    found[depth > 0] = found[depth > 0] + test
+                    found[depth > 0].append(test)
                     samples[depth > 0] += tokens.total()
-    return Tested(sampling, found[0], found[1], (samples[0], samples[1]))
+    return Tested(sampling, total(found[0]), total(found[1]), (samples[0], samples[1]))
 
 
 def _text(sampling: dict[str, float]) -> str:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from made_runs import make_report
+from typer.testing import CliRunner
 
+from specbatch.cli.app import app
 from specbatch.errors import SpecbatchError
 from specbatch.evals.gate.gate import GateResult, run_gate
 from specbatch.evals.gate.report import markdown
@@ -57,10 +59,18 @@ def test_one_differing_answer_fails_and_is_shown(
     assert shown in markdown(result)
 
 
+def test_one_differing_answer_exits_with_1(tmp_path: Path, policy: Any) -> None:
+    new, old = write(tmp_path / "new", [*BEFORE[:2], ([3], "no")]), write(tmp_path / "old", BEFORE)
+    words = ("gate", new, "--policy", policy(RULE), "--baseline", old)
+    result = CliRunner().invoke(app, [*map(str, words)])
+    assert result.exit_code == 1, result.output
+    assert "question 2, token 0 of 1: 4 -> 3" in " ".join(result.stdout.split())
+
+
 def test_answers_that_cannot_be_compared_are_refused(tmp_path: Path, policy: Any) -> None:
     with pytest.raises(SpecbatchError, match="cannot be paired: question 2"):
         gate(tmp_path, policy, BEFORE, prompt_hash="another")
-    with pytest.raises(SpecbatchError, match="equal in \\[answers\\] compares with a baseline"):
+    with pytest.raises(SpecbatchError, match=r"equal in .* compares with a baseline; name .* out$"):
         run_gate(policy(RULE), tmp_path / "new")
     with pytest.raises(SpecbatchError, match="equl is unknown; did you mean equal"):
         run_gate(policy(RULE + "equl = true"), tmp_path / "new")

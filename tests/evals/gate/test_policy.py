@@ -17,6 +17,7 @@ from specbatch.evals.gate.policy import load_policy
         ("bounds = [", "is not TOML"),
         ("[speed]\na = 1", "speed is unknown; use one of accuracy, answers, bounds$"),
         ("[accuracy]\natleast = 0.5", r"accuracy\.atleast is unknown; did you mean at_least\?$"),
+        ('[answers]\nequals = "yes"', r"answers\.equals is unknown; did you mean equal\? \(1 more mistake\)$"),
         ("[accuracy]\nat_least = 1.5", r"accuracy\.at_least=1\.5: use at most 1$"),
         ("[accuracy]\nat_least = true", r"accuracy\.at_least=true: use a number$"),
         ("[accuracy]\nalpha = 0", r"accuracy\.alpha=0: use a number above 0$"),

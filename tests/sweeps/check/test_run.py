@@ -270,7 +270,7 @@ def test_fault_exits_with_1(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "message"),
     [
         (("in.jsonl",), "random=True: a file has the prompts"),
-        (("--sampled",), "random=True: with --sampled prompts are text"),
+        (("--sampled",), "random=True: sampled needs prompts of text"),
         (("--referee", "float16"), "referee='float16': use one of float32, same, none"),
     ],
 )

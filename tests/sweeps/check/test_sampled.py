@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,20 @@ def test_sampled_tokens_follow_the_distribution(check: Any, tmp_path: Path, name
     if name not in ("none", "eagle3", "dflash"):
         metrics = report.record.metrics
         assert 0.05 < metrics["accepted_tokens"] / metrics["drafted_tokens"] < 0.99, "both outcomes must occur"
-    assert "PASSED: no deviation" in report.markdown()
+    assert f"PASSED: no deviation from the exact distribution in {len(tested)} tests." in report.markdown()
     assert load_record("folder", tmp_path) == report.record
+
+
+def test_check_that_tests_no_verify_fails(check: Any) -> None:
+    report = check("model", seeds=50)
+    assert report.untested is None
+    bare = replace(report, tested=[replace(item, later=ChiSquare()) for item in report.tested])
+    assert bare.fails
+    assert "NOT TESTED: no token of a verify was counted, which needs 30 requests" in bare.markdown()
+    idle = replace(report, record=replace(report.record, metrics=report.record.metrics | {"drafted_tokens": 0}))
+    assert idle.fails
+    assert "NOT TESTED: nothing was drafted" in idle.markdown()
+    assert "PASSED" not in bare.markdown() + idle.markdown()
 
 
 def accept_everything(patch: pytest.MonkeyPatch) -> None:
