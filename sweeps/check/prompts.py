@@ -13,6 +13,7 @@ from specbatch.sweeps.run.workloads import Workload
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
+    from specbatch.records.run_record import RunRecord
     from specbatch.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).with_name("prompts.jsonl")
@@ -51,6 +52,17 @@ def encode(
             raise refuse("max_model_len", engine.caps["max_model_len"], works)
         encoded = fitting
     return [ids for ids, _ in encoded], [name for _, name in encoded]
+
+
+def left_out(record: RunRecord) -> str:
+    """What a heading says of prompts that were left out; empty if none were."""
+    work, room = record.workload, record.caps["max_model_len"]
+    if not (count := work["prompts_left_out"]):
+        return ""
+    return (
+        f"; {count} of {count + work['prompts']} prompts are left out, as they are longer than max_model_len={room} - "
+        f"max_new_tokens={work['max_new_tokens']} allows"
+    )
 
 
 def random_prompts(options: CheckOptions, tokenizer: Tokenizer, seed: int) -> list[list[int]]:

@@ -17,6 +17,7 @@ from specbatch.config import Graphs, Speculation
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.check.options import CheckOptions
+from specbatch.sweeps.check.prompts import left_out
 from specbatch.sweeps.check.verdict import (
     FACTOR,
     LEAST_PROMPTS,
@@ -214,8 +215,8 @@ class CheckReport:
     def _referee(self) -> str:
         if self.options.referee == "none":
             return "none"
-        kind = "float32" if self.options.referee == "float32" else self.dtype
-        return f"the model in {kind}, without cache and drafts; it judged {len(self.judged)} prompts"
+        kind, count = "float32" if self.options.referee == "float32" else self.dtype, len(self.judged)
+        return f"the model in {kind}, without cache and drafts; it judged {count} prompt{'' if count == 1 else 's'}"
 
     def _prompts(self) -> str:
         options, work = self.options, self.record.workload
@@ -223,7 +224,9 @@ class CheckReport:
             text = f"random, {options.input_len} tokens each, seed {work['seed']}; exactly"
         else:
             text = f"{options.source or 'those of the package'}; at most"
-        return f"{text} {options.max_new_tokens} tokens each, greedy, {options.concurrency} at once"
+        return (
+            f"{text} {options.max_new_tokens} tokens each, greedy, {options.concurrency} at once{left_out(self.record)}"
+        )
 
     def _verdict(self) -> str:
         found = self.summary()
@@ -231,7 +234,10 @@ class CheckReport:
         text += f", {found['diverging']} diverge." if found["diverging"] else "."
         if self.faults:
             return f"FAILED: {'; '.join(self.faults)}. {text}"
-        return f"PASSED: {text}" + (" Rounding explains the divergences." if found["diverging"] else "")
+        passed = "PASSED"
+        if self.record.drafts and not self.record.metrics["drafted_tokens"]:
+            passed = "PASSED, but nothing was drafted, so drafts were not tested"
+        return f"{passed}: {text}" + (" Rounding explains the divergences." if found["diverging"] else "")
 
     def _distributions(self) -> str:
         if not self.judged:
@@ -253,10 +259,12 @@ class CheckReport:
         lines = []
         for name, test in (("Error of log-probabilities", self.errors), ("Logits below the best", self.below)):
             if test is not None:
+                smallest = test.smallest
+                ends = "" if smallest is None else f" Smallest detectable difference: {_number(smallest)}."
                 lines.append(
                     f"* {name}: {_number(test.checked)} after {_number(test.baseline)} per token, over "
                     f"{test.prompts} prompts. Up to {TOLERANCE:.0%} more is allowed; p = {test.p_value:.2g} for more "
-                    f"than that. Smallest detectable difference: {_number(test.smallest)}."
+                    f"than that.{ends}"
                 )
         lines.append(
             f"* Worst token: {self.worst:.1f} units in the last place of {self.dtype} below the best; the bound is "
@@ -296,16 +304,14 @@ class CheckReport:
             notes.append("DIVERGENCES IN FLOAT32, where none are expected.")
         if self.options.random and self.dtype != "float32":
             notes.append(
-                "Random token ids are far outside of what a trained model expects: in 16 bits even the baseline may be "
-                "logits away from the referee. Use text to judge precision."
+                "Random token ids are far outside of what a trained model expects: in 16 bits even the baseline may "
+                "choose tokens that are logits below the best. Use text to judge precision."
             )
         if diverges and record.caps["fp8_activations"] == "on":
             notes.append(
                 "Activations were quantized to FP8: a last bit that a verify, chunks or graphs change can move an "
                 "activation to the next FP8 value. --no-fp8-activations shows which divergences remain."
             )
-        if record.drafts and not record.metrics["drafted_tokens"]:
-            notes.append("NO DRAFTS: nothing was drafted, so drafts were not tested.")
         notes += map(str, replay_notes(record, "checked"))
         return notes
 

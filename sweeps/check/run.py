@@ -57,8 +57,6 @@ def run_check(
         reference = stack.enter_context(load_engine("baseline", plain, log, weights_of=None, share=shares[0]))
         engine = stack.enter_context(load_engine("checked", checked, log, weights_of=reference, share=shares[1]))
         prompts, names = check_prompts.encode(rows, options, engine, config.seed)
-        if rows is not None and len(prompts) < len(rows) and log is not None:
-            log(f"prompts: {len(rows) - len(prompts)} of {len(rows)} are longer than the engine holds")
         progress = Progress(report, 2 * len(prompts))
         plain_answers, answers = (_generate(one, prompts, options, progress) for one in (reference, engine))
         record = engine.record(concurrency=options.concurrency)
@@ -71,6 +69,7 @@ def run_check(
         **asdict(options),
         "source": str(options.source) if options.source else None,
         "prompts": len(prompts),
+        "prompts_left_out": 0 if rows is None else len(rows) - len(prompts),
         "prompts_sha256": sha256_of(prompts),
     }
     result = CheckReport(options, findings, record)

@@ -126,7 +126,7 @@ class SampledReport:
             "checked": f"{Speculation(**record.config['speculation'])}, {Graphs(**record.config['graphs'])}",
             "against": f"the exact distribution by the model in {dtype}, without cache and drafts",
             "prompts": f"{work['prompts']} from {self.options.source or 'the package'}, each with {self.options.seeds} "
-            f"seeds for every set of parameters; {work['tokens']} tokens each",
+            f"seeds for every set of parameters; {work['tokens']} tokens each{check_prompts.left_out(record)}",
         }
         parts = [heading(lines), self._verdict(), self._table(), self._notes()]
         parts.append(acceptance_table({(): [record.counters]}, sampling="sampled"))
@@ -218,6 +218,7 @@ def run_sampled(
         **asdict(options),
         "source": str(options.source) if options.source else None,
         "prompts": len(prompts),
+        "prompts_left_out": 0 if rows is None else len(rows) - len(prompts),
         "prompts_sha256": sha256_of(prompts),
         "tokens": count,
         "tests": result.rows,

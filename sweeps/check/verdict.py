@@ -65,13 +65,14 @@ class Excess:
 
     baseline, checked  the means
     p_value            the chance of such a mean excess where none is above the tolerance
-    smallest           the difference of the means that the test finds with probability `POWER`
+    smallest           the difference of the means that the test finds with probability `POWER`; None of fewer than
+                       `LEAST_PROMPTS` prompts, as it finds none
     """
 
     baseline: float
     checked: float
     p_value: float
-    smallest: float
+    smallest: float | None
     prompts: int
 
     @property
@@ -86,9 +87,11 @@ def excess(baseline: Sequence[float], checked: Sequence[float], dtype: str) -> E
     means, found = np.array(baseline), np.array(checked)
     allowed = np.maximum(TOLERANCE * means, _LEAST_EXCESS[dtype])
     differences = found - means - allowed
-    normal = NormalDist()
-    quantiles = normal.inv_cdf(1 - ALPHA) + normal.inv_cdf(POWER)
-    smallest = float(allowed.mean() + quantiles * differences.std(ddof=1) / math.sqrt(len(differences)))
+    smallest = None
+    if len(differences) >= LEAST_PROMPTS:
+        normal = NormalDist()
+        quantiles = normal.inv_cdf(1 - ALPHA) + normal.inv_cdf(POWER)
+        smallest = float(allowed.mean() + quantiles * differences.std(ddof=1) / math.sqrt(len(differences)))
     return Excess(float(means.mean()), float(found.mean()), sign_flip_test(differences), smallest, len(differences))
 
 

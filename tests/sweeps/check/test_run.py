@@ -104,6 +104,9 @@ def test_referee_judges_what_the_engine_saw(check: Any) -> None:
     assert judged == [1, 2, 3, 5], "prompts with log-probabilities"
     assert report.errors is not None
     assert report.errors.prompts == len(judged)
+    assert report.errors.smallest is None
+    assert "FEW PROMPTS" in report.markdown()
+    assert "Smallest detectable difference" not in report.markdown()
     assert 0 < report.errors.checked < 1e-4
     assert report.below is not None
     assert report.below.checked < 1e-5
@@ -204,10 +207,11 @@ def test_every_second_random_prompt_repeats_its_first_half(length: int) -> None:
     assert prompts != other
 
 
-def test_check_without_drafts_has_a_note(check: Any) -> None:
+def test_check_without_drafts_says_so_in_its_verdict(check: Any) -> None:
     report = check(Speculation("ngram", ngram_min=16, ngram_max=16), prompts=2, max_new_tokens=2)
-    assert "NO DRAFTS" in report.markdown()
-    assert "NO DRAFTS" not in check(SPECULATIONS["none"], prompts=1, max_new_tokens=2).markdown()
+    assert "PASSED, but nothing was drafted, so drafts were not tested: 2 of 2 prompts" in report.markdown()
+    assert "it judged 1 prompt\n" in report.markdown()
+    assert "PASSED: 1 of 1" in check(SPECULATIONS["none"], prompts=1, max_new_tokens=2).markdown()
 
 
 def test_simulated_acceptance_is_refused(check: Any) -> None:
@@ -287,3 +291,19 @@ def test_prompt_that_does_not_fit_exits_with_2(tmp_path: Path, monkeypatch: pyte
     result = CliRunner().invoke(app, ["check", "in.jsonl", "--max-model-len", "64", *toy])
     assert result.exit_code == 2
     assert "max_model_len=64" in result.stderr
+
+
+def test_bundled_prompts_that_do_not_fit_are_left_out_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    toy = ("--model", "toy", "--load-format", "dummy", "--device", "cpu", "--max-new-tokens", "2", "--spec", "off")
+    words = ("--max-model-len", "150", "--prompts", "8", "--referee", "none", "--output", "out")
+    result = CliRunner().invoke(app, ["check", *words, *toy])
+    assert result.exit_code == 0, result.output
+    work = json.loads(Path("out/record.json").read_text())["workload"]
+    assert 0 < work["prompts_left_out"] == 8 - work["prompts"] < 8
+    expected = (
+        f"{work['prompts_left_out']} of 8 prompts are left out, as they are longer than max_model_len=150 - max_new"
+    )
+    assert expected in Path("out/summary.md").read_text()

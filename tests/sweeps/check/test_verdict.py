@@ -55,6 +55,7 @@ def test_smallest_detectable_difference_is_found_as_often_as_promised() -> None:
     baseline = np.full(40, 0.02)
     known = excess(baseline.tolist(), (baseline + random.normal(0, 0.004, 40)).tolist(), "bfloat16")
     assert known is not None
+    assert known.smallest is not None
     for _ in range(runs):
         noisy = baseline + known.smallest + random.normal(0, 0.004, 40)
         test = excess(baseline.tolist(), noisy.tolist(), "bfloat16")
