@@ -163,7 +163,11 @@ class Grid:
                 bases.setdefault(base, []).append(name)
         over = "; ".join(f"{', '.join(names)} from {base}" for base, names in bases.items())
         repeats = max(row["repeats"] for row in rows)
-        spread = f"mean of {repeats} repeats, with its 95% interval" if repeats > 1 else "one repeat, so no interval"
+        spread = (
+            f"geometric mean of {repeats} repeats, with its 95% interval"
+            if repeats > 1
+            else "one repeat, so no interval"
+        )
         records = {name: reports[0].record for (_, name), reports in self.reports.items()}
         what = "".join(
             f"* {name}: {one.speculation}; {Graphs(**one.config['graphs'])}\n" for name, one in records.items()
@@ -238,7 +242,7 @@ def run_grid(
         reports: dict[Place, list[EvalReport]] = {}
         for point in filter(found.__contains__, every):
             reports.setdefault((point.concurrency, point.configuration), []).append(found[point])
-        return Grid(reports, bases_of(configs), failed)
+        return _grid(reports, configs, failed)
 
     with reporting(lambda: _kept(len(found), len(every), folder)):
         try:
@@ -265,7 +269,21 @@ def load_grid(folder: Path) -> Grid:
         repeats = sorted(point.glob(f"r*/{RECORD}"), key=lambda path: int(path.parent.name[1:]))
         if repeats:
             reports[concurrency, name] = [EvalReport.load(path.parent) for path in repeats]
-    return Grid(reports, bases_of(configs), {})
+    return _grid(reports, configs, {})
+
+
+def _grid(reports: dict[Place, list[EvalReport]], configs: Mapping[str, EngineConfig], failed: dict[str, str]) -> Grid:
+    """Without the repeats in which every request failed, which are left out by name."""
+    left_out = dict(failed)
+    known: dict[Place, list[EvalReport]] = {}
+    for (concurrency, name), repeats in reports.items():
+        for number, report in enumerate(repeats, start=1):
+            if report.record.error is None:
+                known.setdefault((concurrency, name), []).append(report)
+            else:
+                place = f"{name} at concurrency {concurrency}, repeat {number} of {len(repeats)}"
+                left_out[place] = report.record.error
+    return Grid(known, bases_of(configs), left_out)
 
 
 def _run(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -27,7 +28,7 @@ from specbatch.records.markdown import markdown_table
 from specbatch.records.mcnemar import changes, is_binary
 from specbatch.records.metrics import METRICS, Better, Metric
 from specbatch.records.runs import Pairs, PointKey, Replicates, Run, differences, load_run, match
-from specbatch.records.verdicts import LOSES, NOT_JUDGED, ONE_REPEAT, PAYS, Speedup, verdict_of
+from specbatch.records.verdicts import LOSES, NOT_JUDGED, ONE_REPEAT, PAYS, Speedup, speedup_of, verdict_of
 from specbatch.sweeps.report.conclusion import conclusion
 from specbatch.sweeps.report.notes import replay_notes
 
@@ -38,6 +39,7 @@ COMPARED = (
     *("device_idle_share", "host_waits_per_step", "graph_coverage"),
 )
 SPEED = "output_throughput"
+_NO_RATIO: tuple[float | None, float | None, float | None] = (None, None, None)
 SHOWN = 10  # answers that are not the same
 NOT_INTERLEAVED = ", not interleaved"
 
@@ -46,9 +48,12 @@ NOT_INTERLEAVED = ", not interleaved"
 class Row:
     """One metric of a run at one point, in the unit of records. None: not measured, or without an interval.
 
-    run     the label of the run that is compared with the base
-    repeats of the side with fewer
-    shown   how tables show it
+    run         the label of the run that is compared with the base
+    low, high   the interval of the change
+    ratio       of the run and the base, with its interval, as `sweep` has it; None for shares and scores. The verdict
+                follows from the interval of the ratio, else from that of the change
+    repeats     of the side with fewer
+    shown       how tables show it
     """
 
     run: str
@@ -63,6 +68,9 @@ class Row:
     relative_change: float | None
     low: float | None
     high: float | None
+    ratio: float | None
+    ratio_low: float | None
+    ratio_high: float | None
     over: str
     verdict: str
     repeats: int
@@ -79,10 +87,9 @@ class Row:
     @property
     def speedup(self) -> Speedup | None:
         """The ratio, as `sweep` shows it; None for shares and scores, and where it is not known."""
-        if not self.before or self.after is None or self.shown.unit == "%":
+        if self.ratio is None:
             return None
-        low, high = (None if end is None else 1 + end / self.before for end in (self.low, self.high))
-        return Speedup(self.after / self.before, low, high, self.verdict, self.repeats)
+        return Speedup(self.ratio, self.ratio_low, self.ratio_high, self.verdict, self.repeats)
 
     @property
     def cell(self) -> str:
@@ -222,7 +229,8 @@ def _pair(old: Run, new: Run, label: str) -> tuple[list[Row], list[str], dict[st
     for place, points in pairs.both.items():
         for path, point in zip((old.path, new.path), points, strict=True):
             where = f"{path} {place}".rstrip()
-            notes += [f"FAILED: {where}: {point.error}"] if point.error else list(_notes(point, where))
+            notes += _failures(point, where)
+            notes += [] if point.error else list(_notes(point, where))
         notes += _same_tokens(*points)
         if not any(point.error for point in points):
             rows += [*_answers(label, place, *points), *_numbers(label, place, *points)]
@@ -243,8 +251,11 @@ def _numbers(label: str, place: PointKey, before: Replicates, after: Replicates)
         old, new = (point.mean(metric.key) for point in in_common(before, after))
         if metric.better is None or (old is None and new is None):
             continue
+        found, speedup = interval(metric, before, after), None
+        if metric.unit != "%":
+            speedup = speedup_of(metric, before, after, found)
         repeats = min(len(before.records), len(after.records))
-        yield _row(label, place, metric, (old, new), interval(metric, before, after), repeats)
+        yield _row(label, place, metric, (old, new), found, repeats, speedup)
 
 
 def _answers(label: str, place: PointKey, before: Replicates, after: Replicates) -> Iterator[Row]:
@@ -269,7 +280,10 @@ def _answers(label: str, place: PointKey, before: Replicates, after: Replicates)
             {"unit": "%", "scale": 100.0, "decimals": 2} if score.better == "higher" else {"unit": "", "decimals": 4}
         )
         metric = _answer_metric(" ".join(pair), score.better, **shown)
-        yield _row(label, place, metric, (score.value, values[pair]), found)
+        speedup = None
+        if score.better == "lower" and score.value:
+            speedup = Speedup(values[pair] / score.value, None, None, verdict_of(found, score.better), 1)
+        yield _row(label, place, metric, (score.value, values[pair]), found, speedup=speedup)
     if old.generates:
         plain = Interval(None, None, "shares of the answers")
         metric = _answer_metric("truncated answers", "lower", unit="%", scale=100.0)
@@ -288,17 +302,26 @@ def _row(
     values: tuple[float | None, float | None],
     found: Interval,
     repeats: int = 1,
+    speedup: Speedup | None = None,
 ) -> Row:
     before, after = values
     change = None if before is None or after is None else after - before
     low, high = (None if change is None else end for end in (found.low, found.high))
     assert metric.better is not None
-    verdict = NOT_JUDGED if change is None else verdict_of(found, metric.better)
+    verdict = NOT_JUDGED if change is None else speedup.verdict if speedup else verdict_of(found, metric.better)
     if verdict in (PAYS, LOSES) and not found.interleaved:
         verdict += NOT_INTERLEAVED
     relative = change / before if change is not None and before else None
     numbers = (before, after, change, relative, low, high)
-    return Row(label, *place, metric.key, metric.better, *numbers, found.over, verdict, repeats, metric)
+    ratios = (speedup.ratio, speedup.low, speedup.high) if speedup else _NO_RATIO
+    return Row(label, *place, metric.key, metric.better, *numbers, *ratios, found.over, verdict, repeats, metric)
+
+
+def _failures(point: Replicates, where: str) -> Iterator[str]:
+    """Repeats that are in no number."""
+    for reason, count in Counter(point.failures).items():
+        total = len(point.failures) + (0 if point.error else len(point.records))
+        yield f"FAILED: {where}: {f'{count} of {total} repeats: ' if total > 1 else ''}{reason}"
 
 
 def _notes(point: Replicates, where: str) -> Iterator[str]:

@@ -124,8 +124,8 @@ def run_gate(policy_file: Path, run: Path, baseline: Path | None = None) -> Gate
     points = after.points if pairs is None else {place: point for place, (_, point) in pairs.both.items()}
     for place, point in points.items():
         old = None if pairs is None else pairs.both[place][0]
-        if point.error:
-            checks.append(Check("measured", str(place), False, "failed", "a number", detail=point.error))
+        if point.failures:
+            checks.append(Check("measured", str(place), False, "failed", "a number", detail=point.failures[0]))
             continue
         checks.append(_finished(str(place), point))
         checks += _graphs(str(place), point)

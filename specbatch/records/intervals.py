@@ -3,11 +3,13 @@
 Over prompts: the percentile bootstrap (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993). Prompts are
 drawn with replacement, the same ones on both sides if the rows pair. It does not cover variation between runs. Over
 repeats: Welch's t interval of the difference of two means. If both points were measured in the same rounds of one run
-(A B A B), it is the t interval of the mean difference within a round, which cancels what the machine did to both.
+(A B A B), it is the t interval of the mean difference within a round, which cancels what the machine did to both. The
+interval of a ratio over repeats is the same one of logarithms.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +27,7 @@ CONFIDENCE = 0.95
 RESAMPLES = 2_000
 SEED = 0
 LEAST_PROMPTS = 10  # a bootstrap of fewer is too inaccurate
+_DECIMALS = 12  # of logarithms, which rounding errors do not reach
 _ELEMENTS = 1 << 22  # of a batch of resamples, to bound memory
 
 Floats = NDArray[np.float64]
@@ -107,6 +110,16 @@ def over_runs(before: list[float], after: list[float], *, paired: bool = False) 
     test = stats.ttest_rel(new, old) if paired else stats.ttest_ind(new, old, equal_var=False)
     ends = test.confidence_interval(CONFIDENCE)
     return Interval(float(ends.low), float(ends.high), over)
+
+
+def over_logs(before: list[float], after: list[float], *, paired: bool = False) -> Interval:
+    """The t interval of the mean of log(after / before), from at least two runs per side of positive values. paired: of
+    the ratios run by run, which cancels what changed both by the same factor."""
+    if not paired:
+        return over_runs([math.log(value) for value in before], [math.log(value) for value in after])
+    logs = [math.log(new / old) for old, new in zip(before, after, strict=True)]
+    low, high = of_mean([round(value, _DECIMALS) for value in logs])  # equal ratios have no variance
+    return Interval(low, high, f"{len(logs)} runs, paired by round")
 
 
 def of_mean(values: list[float]) -> tuple[float | None, float | None]:

@@ -551,8 +551,8 @@ RELATIVE: dict[str, Metric] = {
             "step_ratio",
             "speedup by steps",
             "",
-            "How much faster the steps of speculation emit tokens than those of the baseline, prompts left out. Its "
-            "95% interval is that of accept length - break-even over the repeats.",
+            "How much faster the steps of speculation emit tokens than those of the baseline, prompts left out. The "
+            "geometric mean over repeats, with its 95% interval.",
             "accept length / break-even accept length",
             better="higher",
             decimals=2,
@@ -562,9 +562,9 @@ RELATIVE: dict[str, Metric] = {
             "speedup",
             "",
             "Output throughput over that of the baseline, or of the first configuration if there is no baseline: the "
-            "ratio of the means over the repeats that both measured, with the 95% interval of their difference. It "
-            "counts prompts, which drafting does not make faster. Sections of `bench` compare decode tok/s, full-batch "
-            "steps or TTFT instead.",
+            "geometric mean of the ratios of the rounds that both measured, with its 95% interval (a t interval of "
+            "their logarithms). It counts prompts, which drafting does not make faster. Sections of `bench` compare "
+            "decode tok/s, full-batch steps or TTFT instead.",
             "output tok/s / output tok/s of the baseline",
             better="higher",
             decimals=2,

@@ -76,8 +76,11 @@ class RunRecord:
 
     @property
     def error(self) -> str | None:
-        """Why nothing was measured; None if it was."""
-        return self.workload.get("error")
+        """Why nothing was measured; None if it was. Some failed requests are no such reason, all of them are."""
+        if (known := self.workload.get("error")) is not None or self.metrics.get("requests"):
+            return None if known is None else str(known)
+        reasons = "; ".join(f"{error} ({count})" for error, count in self.counters.get("errors", {}).items())
+        return f"every request failed: {reasons}" if reasons else None
 
     @property
     def drafts(self) -> bool:

@@ -8,7 +8,7 @@ runs: `before/1`, `before/2`, ... as `before`.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -53,15 +53,19 @@ class PointKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Replicates:
-    """The records of one point, one per repeat, and the folder of each (of `generate`: its output file)."""
+    """The records of one point, one per repeat, and the folder of each (of `generate`: its output file).
+
+    failures: why other repeats were not measured. Their records are left out, unless all repeats failed.
+    """
 
     paths: list[Path]
     records: list[RunRecord]
+    failures: list[str] = field(default_factory=list)
 
     @property
     def error(self) -> str | None:
-        """Why the point was not measured; None if it was."""
-        return next((record.workload["error"] for record in self.records if "error" in record.workload), None)
+        """Why the point was not measured; None if a repeat was."""
+        return self.records[0].error
 
     @property
     def resumed(self) -> str | None:
@@ -126,6 +130,7 @@ def load_run(setting: str, path: Path, read_rows: ReadRows) -> Run:
             raise refuse(setting, str(path), f"holds runs of different settings, such as {others}; name one of them")
         point.paths.append(folder)
         point.records.append(record)
+    points = {key: _without_failures(point) for key, point in points.items()}
     missing = Counter(PointKey("", point.configuration, point.concurrency) for point in unfinished(path, setting))
     return Run(path, points, missing)
 
@@ -183,6 +188,22 @@ def differences(pairs: Pairs) -> dict[str, list[str]]:
             if old.get(name) != new.get(name):
                 found.setdefault(name, {})[f"{shortened(old.get(name))} -> {shortened(new.get(name))}"] = None
     return {name: list(texts) for name, texts in found.items()}
+
+
+def measured(repeats: list[RunRecord]) -> list[RunRecord]:
+    """The repeats of a point that count. If all failed they are kept, without numbers: a throughput of 0 would say that
+    the configuration is slow."""
+    known = [record for record in repeats if record.error is None]
+    return known or [
+        replace(record, metrics={}, counters={}, requests=[], workload=record.workload | {"error": record.error})
+        for record in repeats
+    ]
+
+
+def _without_failures(point: Replicates) -> Replicates:
+    failures = [record.error for record in point.records if record.error is not None]
+    paths = [path for path, record in zip(point.paths, point.records, strict=True) if record.error is None]
+    return Replicates(paths or point.paths, measured(point.records), failures)
 
 
 def _key(record: RunRecord) -> PointKey:

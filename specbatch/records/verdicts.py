@@ -1,6 +1,6 @@
 """Verdicts: whether one configuration or run is better than another one, in the words that every table uses.
 
-    pays        the 95% interval of the difference excludes zero on the better side
+    pays        the 95% interval of the difference (of the ratio: of its logarithm) excludes zero on the better side
     loses       it excludes zero on the worse side
     undecided   it contains zero
     one repeat  a time of one run per side, which does not show how much it varies between runs
@@ -12,13 +12,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from statistics import fmean
 
-from specbatch.records.intervals import Interval, in_common, interval
+from specbatch.records.intervals import Interval, in_common, interval, over_logs
 from specbatch.records.metrics import Better, Metric
 from specbatch.records.runs import Replicates
 
 PAYS, LOSES, UNDECIDED, ONE_REPEAT, NOT_JUDGED = "pays", "loses", "undecided", "one repeat", "not judged"
+_MOST = 700.0  # exp of more overflows
 
 
 def verdict_of(difference: Interval, better: Better | None = "higher") -> str:
@@ -36,9 +39,11 @@ def verdict_of(difference: Interval, better: Better | None = "higher") -> str:
 class Speedup:
     """A metric of one point relative to another one: 1.2 is 20% more.
 
-    ratio      of the means over the repeats that both measured
-    low, high  its 95% interval: that of the difference, relative to the mean of `before`, so that it excludes 1 where
-               that interval excludes 0. None without an interval, as with one repeat
+    ratio      of times and throughputs over several repeats that both measured: of the geometric means, which is the
+               geometric mean of the ratios of each round. Of others: of the means
+    low, high  its 95% interval, over repeats that of `over_logs`, exponentiated. Of others: that of the difference,
+               relative to the mean of `before`. It excludes 1 where the verdict is PAYS or LOSES. None without an
+               interval, as with one repeat
     repeats    of the side with fewer
     """
 
@@ -65,18 +70,36 @@ class Speedup:
         return f"{self.low:.2f}-{self.high:.2f}"
 
 
-def speedup_from(difference: Interval, base: float, own: float, repeats: int, better: Better | None) -> Speedup:
-    """Of the means of both and the interval of their difference."""
-    low, high = (None if end is None else 1 + end / base for end in (difference.low, difference.high))
-    return Speedup(own / base, low, high, verdict_of(difference, better), repeats)
+def speedup_over_runs(before: list[float], after: list[float], better: Better | None, *, paired: bool) -> Speedup:
+    """Of positive values, one per run. paired: run by run."""
+    repeats = min(len(before), len(after))
+    if repeats < 2:
+        return Speedup(fmean(after) / fmean(before), None, None, ONE_REPEAT, repeats)
+    logs = over_logs(before, after, paired=paired)
+    assert logs.low is not None
+    assert logs.high is not None
+    ratio = math.exp(fmean(map(math.log, after)) - fmean(map(math.log, before)))
+    return Speedup(ratio, _exp(logs.low), _exp(logs.high), verdict_of(logs, better), repeats)
 
 
-def speedup_of(metric: Metric, before: Replicates, after: Replicates) -> Speedup | None:
-    """`metric` of `after` relative to `before`, with the interval and the verdict that `compare` has for both. None
-    where it was not measured, or is 0 before."""
+def speedup_of(
+    metric: Metric, before: Replicates, after: Replicates, difference: Interval | None = None
+) -> Speedup | None:
+    """`metric` of `after` relative to `before`, with its interval and verdict. None where it was not measured, or is 0
+    before. difference: its `interval`, if that is known."""
     old, new = in_common(before, after)
     base, own = old.mean(metric.key), new.mean(metric.key)
     if not base or own is None:
         return None
     repeats = min(len(old.records), len(new.records))
-    return speedup_from(interval(metric, before, after), base, own, repeats, metric.better)
+    past, now = ([record.metrics[metric.key] or 0.0 for record in point.records] for point in (old, new))
+    if metric.is_time and repeats > 1 and min(*past, *now) > 0:
+        return speedup_over_runs(past, now, metric.better, paired=old.rounds == new.rounds)
+    found = difference or interval(metric, before, after)
+    low, high = (None if end is None else 1 + end / base for end in (found.low, found.high))
+    return Speedup(own / base, low, high, verdict_of(found, metric.better), repeats)
+
+
+def _exp(value: float) -> float:
+    """Infinite instead of an error, for two runs that differ a lot."""
+    return math.exp(value) if value < _MOST else math.inf

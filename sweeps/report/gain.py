@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from specbatch.algorithms import causes_of_low_acceptance
-from specbatch.records.intervals import CONFIDENCE, Interval, over_runs
+from specbatch.records.intervals import CONFIDENCE
 from specbatch.records.run_record import RunRecord
-from specbatch.records.verdicts import LOSES, ONE_REPEAT, PAYS, Speedup, speedup_from
+from specbatch.records.verdicts import LOSES, ONE_REPEAT, PAYS, Speedup, speedup_over_runs
 from specbatch.sweeps.report.notes import Note
 
 BREAK_EVEN = (
     "Break-even: the accept length at which steps with speculation are as fast as those of the baseline (ratio of step "
     "times with the same number of requests, prompts left out); speculation pays above it. Speedup by steps: accept "
-    f"length / break-even, with the {CONFIDENCE:.0%} interval of their difference over the repeats."
+    f"length / break-even, with the {CONFIDENCE:.0%} interval of that ratio over the repeats."
 )
 # Below break-even by this share, a draft length that is chosen during the run is no loss: it is what choosing costs.
 CHOOSING = 0.03
@@ -27,7 +26,7 @@ class Gain:
     """What speculation gains by its steps at one point.
 
     accept_length, needed   means over repeats; needed is the break-even
-    speedup                 accept_length / needed, with its interval and verdict
+    speedup                 accept_length / needed (the geometric mean over repeats), with its interval and verdict
     measures_step           acceptance was simulated with mean 1, so that no draft is accepted: only the step counts
     """
 
@@ -58,15 +57,13 @@ def gain_of(repeats: Iterable[tuple[float | None, float | None]], simulated: flo
     pairs = [
         (accepted, needed)
         for accepted, needed in repeats
-        if accepted is not None and needed is not None and not math.isnan(accepted) and not math.isnan(needed)
+        if accepted is not None and needed is not None and accepted > 0 and needed > 0  # NaN is neither
     ]
     if not pairs:
         return None
     accepted, needed = ([pair[side] for pair in pairs] for side in (0, 1))
-    several = len(pairs) > 1
-    difference = over_runs(needed, accepted, paired=True) if several else Interval(None, None, "", one_repeat=True)
-    means = fmean(needed), fmean(accepted)
-    return Gain(means[1], means[0], speedup_from(difference, *means, len(pairs), "higher"), simulated == 1)
+    speedup = speedup_over_runs(needed, accepted, "higher", paired=True)
+    return Gain(fmean(accepted), fmean(needed), speedup, simulated == 1)
 
 
 def losses(points: Sequence[tuple[str, Gain | None, RunRecord]]) -> Note | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from specbatch.records.metrics import METRICS
@@ -48,7 +49,8 @@ def _listed(words: list[str]) -> str:
 
 
 def _fastest(records: list[RunRecord]) -> str:
-    measured = [(speed, record.workload) for record in records if (speed := _SPEED.read(record)) is not None]
+    known = chain(*points_of(records).values())
+    measured = [(speed, record.workload) for record in known if (speed := _SPEED.read(record)) is not None]
     if not measured:
         return "Nothing was measured."
     speed, work = max(measured, key=lambda item: item[0])

@@ -20,9 +20,9 @@ from specbatch.sweeps.run.workloads import RANDOM
 
 BUSY_CLIENT = 0.6  # of a core
 MEANS = (
-    "Means over repeats (smallest-largest), percentiles over the requests of all repeats. A speedup is a ratio of "
-    'means, with the 95% interval of their difference: it "pays" or "loses" where that interval excludes 1, else it is '
-    '"undecided". Accept length counts the bonus token.'
+    "Means over repeats (smallest-largest), percentiles over the requests of all repeats. A speedup is the "
+    'geometric mean of the ratios of each round, with its 95% interval: it "pays" or "loses" where that interval '
+    'excludes 1, else it is "undecided". Accept length counts the bonus token.'
 )
 
 
@@ -44,6 +44,7 @@ def sweep_notes(
     for record in records:
         found += _failure(record) if record.error else _of_record(record)
     finished = [record for record in records if not record.error]
+    found += _left_out(records)
     if "step_s" in shown:
         found += _short_runs(finished)
     found += _few_requests(points, shown)
@@ -79,6 +80,18 @@ def _where(record: RunRecord) -> str:
 
 def _failure(record: RunRecord) -> Iterator[Note]:
     yield Note(f"{_where(record)}: {record.error}", "FAILED")
+
+
+def _left_out(records: list[RunRecord]) -> Iterator[Note]:
+    """Points of which some repeats failed."""
+    points: dict[str, list[RunRecord]] = {}
+    for record in records:
+        place = f"{record.workload['configuration']} at concurrency {record.workload['concurrency']}"
+        points.setdefault(place, []).append(record)
+    for place, repeats in points.items():
+        known = sum(record.error is None for record in repeats)
+        if 0 < known < len(repeats):
+            yield Note(f"{place}: its numbers are of {known} of {len(repeats)} repeats; the others failed", "FAILED")
 
 
 def _short_runs(records: list[RunRecord]) -> Iterator[Note]:

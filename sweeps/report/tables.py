@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +24,7 @@ from specbatch.records.intervals import of_mean
 from specbatch.records.markdown import acceptance_table, markdown_table
 from specbatch.records.metrics import METRICS, RELATIVE, Metric
 from specbatch.records.run_record import RunRecord
-from specbatch.records.runs import Replicates
+from specbatch.records.runs import Replicates, measured
 from specbatch.records.schema import PointRecord
 from specbatch.records.store import RECORD, WORKS, find_records
 from specbatch.records.summarize import break_even
@@ -114,11 +115,11 @@ def load_records(folder: Path, schema: type[PointRecord] = PointRecord) -> list[
 
 
 def points_of(records: list[RunRecord]) -> Points:
-    """All repeats of each (concurrency, configuration)."""
+    """The repeats of each (concurrency, configuration) that were `measured`."""
     points: Points = {}
     for record in records:
         points.setdefault(tuple(record.workload[key] for key in _POINT), []).append(record)
-    return points
+    return {point: measured(repeats) for point, repeats in points.items()}
 
 
 def point_name(concurrency: int, configuration: str) -> str:
@@ -133,26 +134,28 @@ def base_of(configurations: Iterable[str]) -> str | None:
 
 def gains_of(records: list[RunRecord], view: View = SWEEP) -> dict[tuple[Any, ...], Gain | None]:
     """What speculation gains by its steps at each (concurrency, configuration); None where that is unknown."""
+    points = points_of(records)
+    known = list(chain(*points.values()))
     return {
         point: gain_of(
-            ((record.metrics.get("accept_length"), _break_even(record, records, view)) for record in repeats),
+            ((record.metrics.get("accept_length"), _break_even(record, known, view)) for record in repeats),
             repeats[0].simulated_accept_length,
         )
-        for point, repeats in points_of(records).items()
+        for point, repeats in points.items()
     }
 
 
 def speedups_of(records: list[RunRecord], view: View = SWEEP) -> dict[tuple[Any, ...], Speedup]:
     """What `view.ratio` is relative to `base_of` at each (concurrency, configuration) where both were measured, with
     the interval and the verdict that `compare` has for these two."""
-    measured: dict[tuple[Any, ...], Replicates] = {}
+    points: dict[tuple[Any, ...], Replicates] = {}
     metric, found = METRICS[view.ratio], {}
     for point, repeats in points_of(records).items():
         if known := [record for record in repeats if metric.read(record) is not None]:
-            measured[point] = Replicates([point_of(record).folder(Path()) for record in known], known)
-    base = base_of(name for _, name in measured)
-    for (concurrency, name), own in measured.items():
-        other = measured.get((concurrency, base))
+            points[point] = Replicates([point_of(record).folder(Path()) for record in known], known)
+    base = base_of(name for _, name in points)
+    for (concurrency, name), own in points.items():
+        other = points.get((concurrency, base))
         if name != base and other is not None and (speedup := speedup_of(metric, other, own)):
             found[concurrency, name] = speedup
     return found
@@ -173,6 +176,7 @@ def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
 
     first, *_ = columns = view.columns
     points, base = points_of(records), base_of(record.workload["configuration"] for record in records)
+    known = list(chain(*points.values()))
     runs = pd.DataFrame(
         {
             **{key: record.workload[key] for key in (*_POINT, "repeat")},
@@ -180,9 +184,9 @@ def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
             "simulated_acceptance": record.simulated_acceptance,
             "failed": record.error,
             **{column: _or_nan(metric.read(record)) for column, metric in view.columns.items()},
-            "break_even": _or_nan(_break_even(record, records, view)),
+            "break_even": _or_nan(_break_even(record, known, view)),
         }
-        for record in records
+        for record in known
     )
     groups = runs.groupby(_POINT, sort=False)
     rows = groups[[*columns, "break_even"]].mean()
@@ -208,7 +212,8 @@ def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
     compared = METRICS[view.ratio]
     of_base = [point[1] == base and compared.over_repeats(points[point]) is not None for point in rows.index]
     rows.loc[of_base, "ratio"] = 1.0
-    rows["failed"] = groups.failed.first()
+    failures = {tuple(record.workload[key] for key in _POINT): record.error for record in records if record.error}
+    rows["failed"] = [failures.get(point) for point in rows.index]
     return rows.reset_index()
 
 
@@ -300,8 +305,8 @@ def acceptance(records: list[RunRecord]) -> str:
 
 def shown(rows: pd.DataFrame, view: View = SWEEP, size: str = "concurrency") -> tuple[list[str], list[list[str]]]:
     """Headings and cells of the table. size: the column of `rows` that comes first."""
-    measured = {column: metric for column, metric in view.columns.items() if rows[column].notna().any()}
-    headings = [size.replace("_", " "), "configuration", *(metric.heading for metric in measured.values())]
+    seen = {column: metric for column, metric in view.columns.items() if rows[column].notna().any()}
+    headings = [size.replace("_", " "), "configuration", *(metric.heading for metric in seen.values())]
     if known := bool(rows.break_even.notna().any()):
         headings += [f"{RELATIVE[key].heading} {INTERVAL}" for key in ("break_even", "step_ratio")]
         headings.append("by steps")
@@ -311,9 +316,9 @@ def shown(rows: pd.DataFrame, view: View = SWEEP, size: str = "concurrency") -> 
     body: list[list[str]] = []
     each: list[Any] = list(rows.itertuples())
     for row in each:
-        cells = {column: metric.text(getattr(row, column)) for column, metric in measured.items()}
+        cells = {column: metric.text(getattr(row, column)) for column, metric in seen.items()}
         if first in cells:
-            low, high = (measured[first].text(getattr(row, first + end)) for end in ("_min", "_max"))
+            low, high = (seen[first].text(getattr(row, first + end)) for end in ("_min", "_max"))
             cells[first] = with_spread(cells[first], low, high, row.repeats)
         tail = [break_even_text(row), speedup_text(row, "step_ratio"), verdict_text(row, "step_ratio")] if known else []
         if compared:

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 from lm_eval.api.task import ConfigurableTask
+from made_runs import make_report
 
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
-from specbatch.evals.grid import Grid, GridOptions, bases_of, load_grid, run_grid
+from specbatch.evals.grid import Grid, GridOptions, _grid, _speedup, bases_of, load_grid, run_grid
+from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, run_eval
 from specbatch.jobs.configurations import named
 from specbatch.records.archive import pack, unpacked
@@ -183,3 +185,21 @@ def test_ratio_compares_one_thing() -> None:
     }  # fmt: skip
     assert bases_of(named(base, ("baseline", "v2+piecewise")))["v2+piecewise"] == "baseline"
     assert bases_of(named(base, ("v1", "v2"))) == {"v1": "v1", "v2": "v1"}
+
+
+def test_repeats_that_failed_are_left_out_by_name():
+    """They are no speed of 0."""
+    reports: dict[tuple[int, str], list[EvalReport]] = {}
+    for name, speeds in (("baseline", [100.0, 100.0]), ("v1", [150.0, 0.0])):
+        for speed in speeds:
+            made = make_report("1101")
+            made.record.metrics["output_throughput"] = speed
+            if not speed:
+                made.record.metrics["requests"] = 0
+                made.record.counters["errors"] = {"down": 4}
+            reports.setdefault((4, name), []).append(made)
+    configs = {"baseline": EngineConfig(), "v1": EngineConfig(speculation=Speculation("ngram", "v1"))}
+    grid = _grid(reports, configs, {})
+    assert {place: len(known) for place, known in grid.reports.items()} == {(4, "baseline"): 2, (4, "v1"): 1}
+    assert grid.left_out == {"v1 at concurrency 4, repeat 2 of 2": "every request failed: down (4)"}
+    assert _speedup(*grid.reports.values())["speedup"] == 1.5

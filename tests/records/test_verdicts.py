@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 
 import pytest
+from scipy import stats
 
 from specbatch.records.intervals import Interval
 from specbatch.records.metrics import METRICS
@@ -50,15 +52,39 @@ def test_speedup_is_that_of_the_rounds_in_common():
     after = point("v1", {3: 109.0, 1: 121.0, 2: 130.0})  # 20 more in each round, about
     speedup = speedup_of(SPEED, before, after)
     assert speedup is not None
-    assert (speedup.ratio, speedup.repeats, speedup.verdict) == (pytest.approx(1.2), 3, PAYS)
+    assert (speedup.ratio, speedup.repeats, speedup.verdict) == (
+        pytest.approx((1.21 * 13 / 11 * 10.9 / 9) ** (1 / 3)),
+        3,
+        PAYS,
+    )
     assert speedup.low is not None
     assert speedup.high is not None
-    assert 1.15 < speedup.low < 1.2 < speedup.high < 1.25
+    logs = [math.log(ratio) for ratio in (1.21, 13 / 11, 10.9 / 9)]
+    ends = stats.ttest_1samp(logs, 0.0).confidence_interval(0.95)
+    assert (speedup.low, speedup.high) == pytest.approx((math.exp(ends.low), math.exp(ends.high)))
     assert speedup.precision == pytest.approx((speedup.high - speedup.low) / 2)
-    assert str(speedup) == "1.20 (1.18-1.22)"
     unpaired = speedup_of(SPEED, before, point("v1", {7: 121.0, 8: 130.0, 9: 109.0}))
     assert unpaired is not None
     assert unpaired.verdict == UNDECIDED, "without common rounds the machine's changes are not cancelled"
+    assert unpaired.low is not None
+    assert unpaired.low > 0
+
+
+@pytest.mark.parametrize("factor", [2.0, 1.3])
+def test_noise_that_multiplies_both_cancels_out(factor: float):
+    before = {1: 100.0, 2: 80.0, 3: 120.0}
+    after = {repeat: factor * speed for repeat, speed in before.items()}
+    speedup = speedup_of(SPEED, point("baseline", before), point("v2", after))
+    assert speedup is not None
+    assert (str(speedup), speedup.verdict) == (f"{factor:.2f} ({factor:.2f}-{factor:.2f})", PAYS)
+
+
+def test_a_ratio_of_very_different_rounds_is_positive():
+    speedup = speedup_of(SPEED, point("baseline", {1: 10.0, 2: 900.0}), point("v2", {1: 70.0, 2: 800.0}))
+    assert speedup is not None
+    assert speedup.low is not None
+    assert 0 < speedup.low < speedup.ratio
+    assert speedup.verdict == UNDECIDED
 
 
 def test_one_repeat_of_a_time_is_no_verdict():

@@ -80,7 +80,7 @@ def test_rounds_of_one_run_pair(tmp_path):
     """The machine slows down threefold; within a round v2 is always a little slower."""
     for n, t in enumerate([1.0, 2.0, 3.0], 1):
         saved(tmp_path, make_record([metrics_of(ttft=t)], repeat=n))
-        saved(tmp_path, make_record([metrics_of(ttft=t + 0.1 + n / 1000)], repeat=n, configuration="v2"))
+        saved(tmp_path, make_record([metrics_of(ttft=t * (1.1 + n / 1000))], repeat=n, configuration="v2"))
     row = row_of(compare(tmp_path / "v1", tmp_path / "v2"), "mean_ttft_s")
     assert (row.verdict, row.over) == (LOSES, "3 runs, paired by round")
 
@@ -132,7 +132,7 @@ def test_markdown_csv_and_json_agree(tmp_path):
     body = json.loads(json.dumps(result.as_dict()))
     assert list(table[0]) == list(body["rows"][0]) == [
         "run", "section", "configuration", "size", "metric", "better", "before", "after", "change", "relative_change",
-        "low", "high", "over", "verdict", "repeats",
+        "low", "high", "ratio", "ratio_low", "ratio_high", "over", "verdict", "repeats",
     ]  # fmt: skip
     (line,) = (row for row in table if row["metric"] == "accept_length")
     assert (line["run"], float(line["change"]), line["verdict"]) == ("b", pytest.approx(-0.2), "loses")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, replace
+from statistics import fmean, stdev
 
 import pytest
 from made_runs import make_record, metrics_of
+from swept import saved
 
 from specbatch.acceptance_profile import AcceptanceProfile
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import summarize
+from specbatch.sweeps.compare import compare
 from specbatch.sweeps.report.summaries import run_on
 from specbatch.sweeps.report.tables import (
     COLUMNS,
@@ -61,17 +64,48 @@ def text_of(records: list[RunRecord]) -> str:
     return markdown(records, table(records))
 
 
-def test_ratio_is_of_means_and_its_interval_that_of_the_paired_differences():
-    # Unpaired differences would show nothing; the machine slowed down between the repeats.
-    speeds = {"baseline": [10.0, 20.0, 60.0], "v1": [19.0, 30.0, 71.0]}
+def test_ratio_and_its_interval_are_those_of_the_rounds():
+    # Unpaired runs would show nothing; the machine slowed down between the repeats.
+    speeds = {"baseline": [10.0, 20.0, 60.0], "v1": [15.0, 32.0, 90.0]}
     rows = table([record(name, repeat, speed) for name, row in speeds.items() for repeat, speed in enumerate(row, 1)])
     v1 = rows[rows.configuration == "v1"].iloc[0]
     assert v1.repeats == 3
-    assert v1.output_throughput == 40.0
-    assert (v1.output_throughput_min, v1.output_throughput_max) == (19, 71)
-    assert (v1.ratio, v1.ratio_verdict) == (pytest.approx(4 / 3), "pays")
-    half = 4.303 / math.sqrt(3) / 30  # t of 2 degrees of freedom, standard error of 9, 10 and 11, relative to 30
-    assert (v1.ratio_low, v1.ratio_high) == pytest.approx((4 / 3 - half, 4 / 3 + half), rel=1e-3)
+    assert v1.output_throughput == pytest.approx(137 / 3)
+    assert (v1.output_throughput_min, v1.output_throughput_max) == (15, 90)
+    logs = [math.log(ratio) for ratio in (1.5, 1.6, 1.5)]
+    assert (v1.ratio, v1.ratio_verdict) == (pytest.approx(math.exp(fmean(logs))), "pays")
+    half = 4.303 * stdev(logs) / math.sqrt(3)  # t of 2 degrees of freedom
+    assert (v1.ratio_low, v1.ratio_high) == pytest.approx([math.exp(fmean(logs) + s * half) for s in (-1, 1)], rel=1e-3)
+
+
+def test_repeats_that_failed_are_in_no_number(tmp_path):
+    """They are no throughput of 0. A point without any other repeat has no speedup and no sentence."""
+    speeds = {"baseline": [100.0, 100.0, 100.0], "v1": [150.0, 0.0, 156.0], "v2": [0.0, 0.0, 0.0]}
+    records = []
+    for name, found in speeds.items():
+        for repeat, speed in enumerate(found, 1):
+            records.append(
+                record(name, repeat, speed, **({} if speed else {"error": "every request failed: down (8)"}))
+            )
+    rows = table(records).set_index("configuration")
+    assert rows.repeats.to_list() == [3, 2, 0]
+    assert rows.output_throughput["v1"] == 153
+    assert (rows.ratio["v1"], rows.ratio_verdict["v1"]) == (pytest.approx(math.sqrt(1.5 * 1.56)), "pays")
+    assert rows.failed["v1"]
+    assert math.isnan(rows.output_throughput["v2"])
+    assert math.isnan(rows.ratio["v2"])
+    text = text_of(records)
+    assert "FAILED: v1 at concurrency 4: its numbers are of 2 of 3 repeats; the others failed" in text
+    assert "v1 is 1.53 (" in text
+    assert "v2 is" not in text
+    assert "between v2" not in text
+    saved(tmp_path, *records)
+    result = compare(tmp_path / "baseline", tmp_path / "v1")
+    (row,) = (row for row in result.rows if row.metric == "output_throughput")
+    assert (row.ratio, row.repeats, row.verdict) == (pytest.approx(rows.ratio["v1"]), 2, "pays")
+    assert any(note.endswith("1 of 3 repeats: every request failed: down (8)") for note in result.notes)
+    with pytest.raises(SpecbatchError, match="every point of one of them failed"):
+        compare(tmp_path / "baseline", tmp_path / "v2")
 
 
 def test_repeat_without_its_baseline_has_no_ratio():
@@ -104,7 +138,7 @@ def test_a_view_compares_full_batches():
     ]
     rows = table(records, view)
     v1 = rows[rows.configuration == "v1"].iloc[0]
-    assert v1.ratio == pytest.approx((8 / 0.006 + 8 / 0.02) / (4 / 0.004 + 4 / 0.005))
+    assert v1.ratio == pytest.approx(math.sqrt((8 / 0.006) * (8 / 0.02) / ((4 / 0.004) * (4 / 0.005))))
     assert v1.break_even == pytest.approx((6 / 4 + 20 / 5) / 2)  # not by the steps of all sizes
     assert (v1.step_s_min, v1.step_s_max) == pytest.approx((0.006, 0.02))
     headings, body = shown(rows, view)
@@ -303,7 +337,7 @@ def test_spread_over_repeats_is_shown():
     assert "| 15.0 " in text_of(once)
     twice = [*once, record("baseline", 2, 10.0), record("v1", 2, 17.0)]
     assert "16.0 (15.0-17.0)" in text_of(twice)
-    assert "1.60 (0.33-2.87)" in text_of(twice)
+    assert "1.60 (0.72-3.54)" in text_of(twice)
 
 
 def test_heading_describes_the_run():

@@ -45,12 +45,8 @@ def test_sweep_report_and_compare_agree(tmp_path: Path, factor: float, repeats: 
     assert found.verdict == verdict
     assert found.before is not None
     assert found.after is not None
-    assert row["ratio"] == pytest.approx(found.after / found.before)
-    if repeats > 1:
-        assert found.low is not None
-        assert found.high is not None
-        ends = [1 + end / found.before for end in (found.low, found.high)]
-        assert [row["ratio_low"], row["ratio_high"]] == pytest.approx(ends)
+    assert row["ratio"] == pytest.approx(found.after / found.before, rel=1e-3), "geometric and other means are near"
+    assert [row["ratio"], row["ratio_low"], row["ratio_high"]] == [found.ratio, found.ratio_low, found.ratio_high]
     (shown,) = (
         row for row in json.loads(table_files(records, [])["summary.json"])["rows"] if row["configuration"] == "v1"
     )
