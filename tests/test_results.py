@@ -44,6 +44,7 @@ def test_an_edited_number_is_found(remake, tmp_path, monkeypatch, capsys) -> Non
     monkeypatch.setattr(remake, "RESULTS", tmp_path)
     monkeypatch.setattr("sys.argv", ["remake.py", "--check"])
     assert remake.main() == 0
+    assert "are those of their records" in capsys.readouterr().out
     table = next((tmp_path / "copy").glob("*.csv"))
     before = table.read_text()
     digit = re.search(r"\.\d*(\d)", before)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crossed import slow_but
+from crossed import crossed, slow_but
 from typer.testing import Result
 
 from .conftest import TINY_SWEEP
@@ -146,14 +146,16 @@ def test_generate_continues_after_its_partial_output_could_not_grow(
     assert len(out.read_text().splitlines()) == 20
 
 
-@pytest.mark.parametrize("name", ["compare", "gate", "generate", "sweep", "report"])
 @pytest.mark.parametrize(
-    ("path", "reason"),
-    [
-        ("x" * 300, "File name too long"),
-        ("file/under", "Not a directory"),
-        ("loop/under", "Too many levels of symbolic links"),
-    ],
+    ("name", "path", "reason"),
+    crossed(
+        ["compare", "gate", "generate", "sweep", "report"],
+        [
+            ("x" * 300, "File name too long"),
+            ("file/under", "Not a directory"),
+            ("loop/under", "Too many levels of symbolic links"),
+        ],
+    ),
 )
 def test_path_that_cannot_be_written(
     run: Run, commands: Any, tmp_path: Path, name: str, path: str, reason: str

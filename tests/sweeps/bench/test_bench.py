@@ -175,6 +175,7 @@ def test_a_step_needs_enough_iterations_of_all_requests(run: Callable[..., Resul
     assert note in result.stdout
 
 
+@pytest.mark.slow
 def test_a_point_that_fails_is_in_the_table_and_runs_again(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +224,7 @@ def test_an_engine_that_cannot_be_built_fails_its_points_only(
     assert failed["decode", "v1"] == failed["verify", "v2, 16 rows"] == ""
 
 
+@pytest.mark.slow
 def test_an_interrupted_bench_continues(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     measure, calls = runner._measure, []
 
