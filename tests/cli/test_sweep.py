@@ -352,4 +352,4 @@ def test_rounds_are_added_until_the_ratios_are_precise(sweep, run, monkeypatch, 
     folders = tmp_path / "out/baseline/c4", tmp_path / "out/v2/c4"
     (row,) = [row for row in compare(*folders).rows if row.metric == "output_throughput"]
     known = precision_of(load_records(tmp_path / "out"))[4, "v2"]
-    assert (row.high - row.low) / 2 / row.before == pytest.approx(known)
+    assert (row.ratio_high - row.ratio_low) / 2 == pytest.approx(known)
