@@ -16,7 +16,7 @@ from specbatch import Engine
 from specbatch.config import Graphs
 
 EVERY = lossless.cases(("v1", "v2", "v2-late"), ("eager", "whole", "both"))
-QUICK = [case for case in EVERY if not case.marks][::12]
+QUICK = [case for case in EVERY if not case.marks][::20]
 SLOW = [pytest.param(*case.values, id=case.id, marks=pytest.mark.slow) for case in EVERY if case not in QUICK]
 
 
