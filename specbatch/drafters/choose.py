@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -56,3 +58,34 @@ def sample_drafts(
         return tokens, distributions
     padded = distributions.new_zeros(*distributions.shape[:2], vocabulary)
     return ids[tokens], padded.index_copy_(2, ids, distributions)
+
+
+def choose_in_turn(
+    scores: Callable[[int, torch.Tensor], Scores],
+    step: StepInput,
+    roots: torch.Tensor,
+    embedding: torch.Tensor,
+    *,
+    ids: torch.Tensor | None,
+    vocabulary: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Choose the drafts int64 [B, n] after roots int64 [B] one after the other. Returns the distributions float32 [B,
+    n, V] that they were sampled from, None for argmax.
+
+    scores: of a place, given the embedding [B, width] of the token before it; the others are as for `choose_next`
+    """
+    drafts = roots.new_empty(len(roots), step.num_drafts)
+    embedded = F.embedding(roots, embedding)
+    distributions: list[torch.Tensor] = []
+    for place in range(step.num_drafts):
+        embedded, distribution = choose_next(
+            scores(place, embedded),
+            step,
+            step.lengths + 1 + place,
+            embedding,
+            drafts[:, place],
+            ids=ids,
+            vocabulary=vocabulary,
+        )
+        distributions += [] if distribution is None else [distribution]
+    return drafts, torch.cat(distributions, 1) if distributions else None

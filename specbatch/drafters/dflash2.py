@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from specbatch.core.step_input import StepInput
 from specbatch.drafters.base import DraftPlan
-from specbatch.drafters.choose import choose_next
+from specbatch.drafters.choose import choose_in_turn
 from specbatch.drafters.dflash import Block, DFlashDrafter, block_plan
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.dflash2 import DFlash2, DFlash2Config, published_shape
@@ -36,22 +35,12 @@ class DFlash2Drafter(DFlashDrafter):
         rows = hidden[:, self._first_row :][:, :count]
         found = model.candidates(logits.flatten(0, 1), rows.flatten(0, 1))
         candidates = [part.unflatten(0, rows.shape[:2]) for part in found]
-        drafts = roots.new_empty(len(roots), count)
-        embedded = F.embedding(roots, model.predecessors)
-        distributions: list[torch.Tensor] = []
-        for place in range(count):
-            tokens, scores, weights = (part[:, place] for part in candidates)
-            embedded, distribution = choose_next(
-                model.scores(tokens, scores, weights, embedded),
-                step,
-                step.lengths + 1 + place,
-                model.predecessors,
-                drafts[:, place],
-                ids=None,
-                vocabulary=model.config.vocab_size,
-            )
-            distributions += [] if distribution is None else [distribution]
-        return drafts, torch.cat(distributions, 1) if distributions else None
+
+        def scores(place: int, embedded: torch.Tensor) -> torch.Tensor:
+            tokens, known, weights = (part[:, place] for part in candidates)
+            return model.scores(tokens, known, weights, embedded)
+
+        return choose_in_turn(scores, step, roots, model.predecessors, ids=None, vocabulary=model.config.vocab_size)
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from specbatch.core.step_input import StepInput
 from specbatch.drafters.base import DraftPlan
-from specbatch.drafters.choose import choose_next
+from specbatch.drafters.choose import choose_in_turn
 from specbatch.drafters.dflash import Block, DFlashDrafter, block_plan
+from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.dspark import DSpark, DSparkConfig, published_shape
 
@@ -34,22 +34,15 @@ class DSparkDrafter(DFlashDrafter):
         is_greedy = not step.sampling.flags.sampled
         rows = hidden[:, self._first_row :][:, :count].transpose(0, 1).contiguous()
         base = model.own_logits(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])  # [count, B, V]
-        drafts = roots.new_empty(len(roots), count)
-        embedded, state = F.embedding(roots, markov.embedding), None
-        distributions: list[torch.Tensor] = []
-        for place in range(count):
+        state: torch.Tensor | None = None
+
+        def scores(place: int, embedded: torch.Tensor) -> Scores:
+            nonlocal state
             own, state = markov.own_logits(base[place], embedded, rows[place], state)
-            embedded, distribution = choose_next(
-                model.joined(own, greedy=is_greedy),
-                step,
-                step.lengths + 1 + place,
-                markov.embedding,
-                drafts[:, place],
-                ids=model.ids,
-                vocabulary=model.config.vocab_size,
-            )
-            distributions += [] if distribution is None else [distribution]
-        return drafts, torch.cat(distributions, 1) if distributions else None
+            return model.joined(own, greedy=is_greedy)
+
+        vocabulary = model.config.vocab_size
+        return choose_in_turn(scores, step, roots, markov.embedding, ids=model.ids, vocabulary=vocabulary)
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
