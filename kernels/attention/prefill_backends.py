@@ -119,8 +119,11 @@ class _Triton:
         k_cache: torch.Tensor, v_cache: torch.Tensor, spans: RaggedBatch, window: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
+        from specbatch.kernels.attention import span_attention_triton
         from specbatch.kernels.attention.prefill_attention_triton import prefill_attention
 
+        if is_deterministic():
+            return span_attention_triton.prefill_attention(q, k_cache, v_cache, spans, window, out)
         return prefill_attention(q, k_cache, v_cache, spans, window, k_new, v_new, out=out)
 
 

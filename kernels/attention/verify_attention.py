@@ -6,7 +6,7 @@ to the input of the output projection.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -63,14 +63,20 @@ DecodeAttention = Callable[
 ]
 
 
-def decode_attention(queries: DecodeQueries, masks: Iterable[Mask], group: int, dtype: torch.dtype) -> DecodeAttention:
+def decode_attention(
+    queries: DecodeQueries, masks: Collection[Mask], group: int, dtype: torch.dtype
+) -> DecodeAttention:
     """Prepare the attention of a pass once for all of its layers, whose masks are `masks`.
 
     group: query heads per KV head; dtype: of the activations.
     """
     if runs_kernels(queries.lengths):
-        from specbatch.kernels.attention import verify_attention_triton
+        from specbatch.kernels.attention import span_attention_triton, verify_attention_triton
 
+        # The others are drafts, which change no result: blocks that see each other, and trees, which a target refuses.
+        is_chain = queries.ancestors is None and all(mask.causal for mask in masks)
+        if is_deterministic() and is_chain:
+            return span_attention_triton.decode_attention(queries)
         return partial(verify_attention_triton.verify_attention, queries)
     if is_deterministic():
         from specbatch.kernels.attention.span_attention import SpanDecodeAttention

@@ -12,8 +12,6 @@ one row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +21,7 @@ from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.attention.verify_attention_configs import Tile, splits_for, tile_for
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.workspace import reserve
 
 _NEW = tl.constexpr(16)  # new keys a step; the smallest tile of `tl.dot`
 _GRAIN = tl.constexpr(16)  # the keys of a split are a multiple of this
@@ -273,35 +272,6 @@ def _verify_attention(
             top = higher
     result = out + (few_token * KV * GROUP + head * GROUP + few_row % GROUP)[:, None] * DIM + column
     tl.store(result, (whole / tl.where(mass == 0.0, 1.0, mass)).to(out.dtype.element_ty), few_mask)
-
-
-@dataclass
-class _Workspace:
-    """Partial sums and counters of a device. What was handed out stays alive: a captured graph may hold it."""
-
-    partials: list[torch.Tensor] = field(default_factory=list)
-    arrivals: list[torch.Tensor] = field(default_factory=list)
-
-    def take(self, device: torch.device, partials: int, arrivals: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 of at least `partials` elements, and at least `arrivals` int32 counters that are 0."""
-        for kept, size, dtype in ((self.partials, partials, torch.float32), (self.arrivals, arrivals, torch.int32)):
-            if not kept or kept[-1].numel() < size:
-                if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                    raise RuntimeError("verify_attention's workspace is too small for this capture: reserve it before")
-                with torch.inference_mode(False):  # writable in and outside inference mode
-                    kept.append(torch.zeros(triton.next_power_of_2(size), dtype=dtype, device=device))
-        return self.partials[-1], self.arrivals[-1]
-
-
-_workspaces: dict[torch.device, _Workspace] = {}
-
-
-def reserve(device: torch.device, partials: int, arrivals: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make the workspace of `device` at least this large: `partials` float32 elements, `arrivals` counters.
-
-    Launches that share a device's workspace must follow each other on one stream.
-    """
-    return _workspaces.setdefault(device, _Workspace()).take(device, partials, arrivals)
 
 
 def verify_attention(

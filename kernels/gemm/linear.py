@@ -29,7 +29,9 @@ class Linear:
     On a CPU a float32 weight is kept in oneDNN's blocked layout, as inductor does when it freezes a model: for up to
     some 40 rows the GEMM then runs at the speed at which the weight can be read, about twice that of `F.linear`.
     oneDNN compiles and keeps a kernel, of about half a megabyte, for every number of rows. Rows are therefore padded to
-    few different numbers. In deterministic mode they are computed in blocks, see `fixed_rows`.
+    few different numbers.
+
+    In deterministic mode see `fixed_order` for a GPU, and `fixed_rows` for a CPU.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -70,8 +72,11 @@ class Linear:
     def _on_cuda(
         self, x: torch.Tensor, norm: Norm | None, residual: torch.Tensor | None, out: torch.Tensor | None
     ) -> torch.Tensor:
-        from specbatch.kernels.gemm import skinny_gemm_triton
+        from specbatch.kernels.gemm import fixed_order, skinny_gemm_triton
 
+        if is_deterministic() and fixed_order.takes(self._weight):
+            x = x if norm is None else rms_norm(x, *norm)
+            return fixed_order.fixed_order_linear(x, self._weight, self.bias, residual, out)
         if skinny_gemm_triton.is_skinny(len(x), self._weight):
             weight, eps = norm or (None, 0.0)
             return skinny_gemm_triton.skinny_linear(
@@ -88,8 +93,10 @@ class Linear:
     def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """silu(g) * u for [g | u] = norm(x) @ weight.T + bias: x [T, in] -> [T, out / 2]."""
         if runs_kernels(x):
-            from specbatch.kernels.gemm import skinny_gemm_triton
+            from specbatch.kernels.gemm import fixed_order, skinny_gemm_triton
 
+            if is_deterministic() and fixed_order.takes(self._weight):
+                return fixed_order.fixed_order_gated(rms_norm(x, *norm), self._weight, self.bias)
             if skinny_gemm_triton.is_skinny(len(x), self._weight):
                 return skinny_gemm_triton.skinny_gated(
                     x, self._weight, self.bias, norm_weight=norm.weight, eps=norm.eps
@@ -98,7 +105,7 @@ class Linear:
 
     def squared(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """relu(norm(x) @ weight.T + bias)^2: x [T, in] -> [T, out]."""
-        if runs_kernels(x):
+        if runs_kernels(x) and not is_deterministic():
             from specbatch.kernels.gemm import skinny_gemm_triton
 
             if skinny_gemm_triton.is_skinny(len(x), self._weight):

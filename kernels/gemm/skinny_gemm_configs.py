@@ -46,3 +46,14 @@ def tile_for(n: int, k: int, block_m: int, gated: bool, item: int) -> Tile:
         tile = Tile(64, 128, 1, 2, 5) if n <= 64 * _RESIDENT else Tile(128, 128, 1, 4, 3)
     tiles = -(-n // tile.n)
     return replace(tile, splits=max(1, min(k // 512, _RESIDENT // tiles)))
+
+
+def undivided_tile_for(n: int, k: int, gated: bool, item: int) -> Tile:
+    """The tile for up to 16 rows where no program may take a part of K only (`fixed_order`)."""
+    if item == 4:
+        return Tile(32, 32, 1, 4, 2)
+    if gated:
+        return Tile(32, 256, 1, 4, 3)
+    if n <= 64 * 132:
+        return Tile(32 if n <= 32 * 132 else 16, 256, 1, 4, 4)
+    return tile_for(n, k, 16, gated, item) if n > 64 * _RESIDENT else Tile(64, 128, 1, 2, 5)

@@ -47,6 +47,7 @@ def _skinny_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    ROUNDED: tl.constexpr,
     SPLITS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BM: tl.constexpr,
@@ -141,7 +142,10 @@ def _skinny_kernel(
         total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
         if GATED:
             total_up += tl.load(bias + N + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    if GATED:
+    if ROUNDED:  # as `silu_and_mul` reads and computes them
+        total, total_up = total.to(y.dtype.element_ty).to(tl.float32), total_up.to(y.dtype.element_ty).to(tl.float32)
+        total = total / (1 + tl.exp(-total)) * total_up
+    elif GATED:
         total = total * tl.sigmoid(total) * total_up
     if SQUARED:
         total = tl.where(total < 0, 0.0, total)  # a maximum would hide NaN
@@ -185,14 +189,15 @@ def skinny_linear(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     squared: bool = False,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """RMSNorm(x; norm_weight, eps) @ weight.T + bias + residual, summed in float32; `squared`: relu(..)^2 + residual.
 
     x [M, K] with M <= 128, weight [N, K] contiguous, bias [N], norm_weight [K], residual [M, N] -> [M, N], all of one
     type, norm_weight of that or float32. Each of bias, norm and residual may be absent. Rows of x and of residual may
-    be apart, their elements not.
+    be apart, their elements not. tile: chosen by the shapes if None.
     """
-    return _product(x, weight, bias, norm_weight, eps, residual, gated=False, squared=squared)
+    return _product(x, weight, bias, norm_weight, eps, residual, gated=False, squared=squared, tile=tile)
 
 
 def skinny_gated(
@@ -202,16 +207,30 @@ def skinny_gated(
     *,
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    rounded: bool = False,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """silu(g) * u for [g | u] = RMSNorm(x; norm_weight, eps) @ weight.T + bias.
 
     x [M, K], weight [2 I, K] with the rows of g before those of u, bias [2 I], norm_weight [K] -> [M, I].
+    rounded: round g and u to the type of x, so that the result is that of a GEMM and `silu_and_mul`.
     """
-    return _product(x, weight, bias, norm_weight, eps, None, gated=True)
+    return _product(x, weight, bias, norm_weight, eps, None, gated=True, rounded=rounded, tile=tile)
 
 
 def _product(
-    x, weight, bias, norm_weight, eps, residual, *, gated, squared=False, tile: Tile | None = None, pdl=None
+    x,
+    weight,
+    bias,
+    norm_weight,
+    eps,
+    residual,
+    *,
+    gated,
+    squared=False,
+    rounded=False,
+    tile: Tile | None = None,
+    pdl=None,
 ) -> torch.Tensor:
     (m, k), n = x.shape, weight.shape[0] // (2 if gated else 1)
     assert m <= 128, f"{m} rows are not few"
@@ -249,6 +268,7 @@ def _product(
         HAS_BIAS=bias is not None,
         HAS_NORM=norm_weight is not None,
         HAS_RESIDUAL=residual is not None,
+        ROUNDED=rounded,
         SPLITS=splits,
         EVEN_K=k % tile.k == 0,
         BM=block_m,

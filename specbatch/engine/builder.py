@@ -45,6 +45,7 @@ from specbatch.tokenizer import Tokenizer
 from specbatch.weights import Checkpoint, Log
 
 MOST_RANKS = 16  # that are tried when others do not work
+DETERMINISTIC_ON_CUDA = False  # whether the deterministic kernels may be used: once equality has been shown
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
         raise refuse("weights_of", f"{type_name(dtype)} on {device}", works)
     sharing = "" if shared is None else ", weights shared"
     log(f"model: {target.name} ({target.origin}), {type_name(dtype)} on {device}{sharing}; {target.config.rope}")
+    if config.deterministic and device.type == "cuda":
+        _check_deterministic_on_cuda(config, target.config, dtype)
     draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, log)
     if draft.drafted is not None:
         asked = config.speculation
@@ -401,7 +404,7 @@ def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:
 def _check_device(config: EngineConfig, device: torch.device) -> None:
     """Refuse what the device cannot do."""
     if device.type == "cuda":
-        if config.deterministic:
+        if config.deterministic and not DETERMINISTIC_ON_CUDA:
             works = "has not been shown on a CUDA device, where kernels depend on the number of rows; use device='cpu'"
             raise refuse("deterministic", True, works)
         return
@@ -410,6 +413,30 @@ def _check_device(config: EngineConfig, device: torch.device) -> None:
             raise refuse(setting, value, "needs a CUDA device and this engine runs on a CPU; use off")
     if config.kv_dtype != "auto":
         raise refuse("kv_dtype", config.kv_dtype, "needs a CUDA device and this engine runs on a CPU; use auto")
+
+
+def _check_deterministic_on_cuda(config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> None:
+    """Refuse what has no deterministic kernels on a CUDA device. A draft may be any model: no bit of a result depends
+    on it."""
+    why = "with deterministic=True a CUDA device"
+    if dtype == torch.float32:
+        raise refuse("dtype", type_name(dtype), f"{why} computes in bfloat16 and float16 only; use one of them")
+    if config.kv_dtype != "auto":
+        raise refuse("kv_dtype", config.kv_dtype, f"{why} keeps keys and values in the model's type; use auto")
+    if config.attention_backend not in ("auto", "triton"):
+        raise refuse("attention_backend", config.attention_backend, f"{why} runs triton only; use auto or triton")
+    if config.speculation.shape.topk > 1:
+        works = f"{why} verifies chains only, trees on a CPU; use draft_topk=1"
+        raise refuse("draft_topk", config.speculation.shape.topk, works)
+    kind = "recurrent layers" if target.attention_layers < target.num_layers else "experts" if target.chosen else ""
+    kind = "FP8 weights" if target.fp8 is not None else kind
+    if kind:
+        works = f"{why} runs dense Llama and Qwen models in bfloat16 or float16, not {kind}; use device='cpu'"
+        raise refuse("deterministic", True, works)
+    for size in (target.hidden_size, target.intermediate_size, target.num_heads * target.head_dim):
+        if size % 8:
+            works = f"{why} needs matrices whose columns are a multiple of 8, not {size}; use device='cpu'"
+            raise refuse("deterministic", True, works)
 
 
 def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:

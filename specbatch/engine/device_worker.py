@@ -263,13 +263,14 @@ class DeviceWorker:
         recordings = self.recordings()
         total = sum(len(item) for item in recordings)
         report(0, total)
-        with use_fp8_activations(self._fp8):
+        with use_fp8_activations(self._fp8), use_deterministic(self._deterministic):
             for done, _ in enumerate(chain.from_iterable(item.capture() for item in recordings), start=1):
                 report(done, total)
         if self.batch.device.type == "cuda":
             torch.cuda.empty_cache()  # what warming up took on the recorder's stream, where nothing else can use it
-        for program in self._warm_ups():
-            program()
+        with use_deterministic(self._deterministic):
+            for program in self._warm_ups():
+                program()
         if self.batch.device.type == "cuda":
             torch.cuda.synchronize(self.batch.device)
         return total

@@ -16,12 +16,12 @@ from specbatch.acceptance_profile import AcceptanceProfile
 from specbatch.config import Graphs, Speculation
 from specbatch.core.request import SamplingParams
 from specbatch.engine.draft_length import DraftLength
-from specbatch.kernels.attention import context_kv_triton, qkv_triton, verify_attention_triton
+from specbatch.kernels.attention import context_kv_triton, qkv_triton, span_attention_triton, verify_attention_triton
 from specbatch.kernels.attention.prefill_backends import _Triton
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.drafting import draft_inputs_triton, ngram_triton, tree_draft_triton
 from specbatch.kernels.elementwise import elementwise_triton, gather_rows_triton
-from specbatch.kernels.gemm import skinny_gemm_triton
+from specbatch.kernels.gemm import fixed_order, skinny_gemm_triton
 from specbatch.kernels.moe import experts_triton
 from specbatch.kernels.recurrent import gated_delta_prefill_triton, gated_delta_triton, mamba2_triton, short_conv_triton
 from specbatch.kernels.sampling import (
@@ -81,6 +81,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None])
         gather_rows_triton: ["gather_rows"],
         short_conv_triton: ["conv_prefill", "conv_verify"],
         skinny_gemm_triton: ["skinny_linear", "skinny_gated"],
+        fixed_order: ["fixed_order_linear", "fixed_order_gated", "fixed_order_gemm"],
+        span_attention_triton: ["prefill_attention", "decode_attention"],
         tree_verify_triton: ["move_accepted_kv"],
         verify_attention_triton: ["verify_attention"],
     }.items():
@@ -125,6 +127,17 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
         "self-tree": levels,
     }
     assert called == expected | own[name]
+
+
+@pytest.mark.parametrize("name", slow_but(["ngram"], ["ngram", "eagle3", "block"]))
+def test_deterministic_mode(toy: Any, kernel_engine: tuple[Callable[..., Any], set[str]], name: str) -> None:
+    prompt, (build, called) = list(toy.prompts()[8]), kernel_engine
+    engine = build(speculation=SPECULATIONS[name], deterministic=True)
+    [done] = engine.generate([prompt], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    assert tuple(done.token_ids) == toy.greedy(tuple(prompt))[:4]
+    assert called >= {"fixed_order_linear", "fixed_order_gated", "fixed_order_gemm", "skinny_linear", "skinny_gated"}
+    assert called >= {"prefill_attention", "decode_attention"}
+    assert ("verify_attention" in called) == (name == "block")  # whose drafts see each other
 
 
 CONV = {"conv_prefill", "conv_verify"}

@@ -35,12 +35,20 @@ class Text:
 
 
 class Company:
-    """A tiny target whose texts are computed together. state: the type of matrix states."""
+    """A tiny target whose texts are computed together. state: the type of matrix states; trees: verify some."""
 
-    def __init__(self, name: str, dtype: torch.dtype, state: str = "fp32") -> None:
-        found = TargetCheckpoint(name)
+    def __init__(
+        self,
+        target: str | TargetCheckpoint,
+        dtype: torch.dtype,
+        state: str = "fp32",
+        device: torch.device = CPU,
+        trees: bool = True,
+    ) -> None:
+        found = TargetCheckpoint(target) if isinstance(target, str) else target
         self._config, self._dtype, self._state = found.config, dtype, state
-        self._model = Decoder(found.config, found.tensor, dtype=dtype, device=CPU, max_positions=256)
+        self._device, self._trees = device, trees
+        self._model = Decoder(found.config, found.tensor, dtype=dtype, device=device, max_positions=1024)
 
     @torch.inference_mode()
     def alone(self, tokens: list[int]) -> torch.Tensor:
@@ -63,7 +71,8 @@ class Company:
                 self._prefill(self._kv, [(text, min(rng.randint(1, most), text.prompt - text.done)) for text in some])
             else:
                 some = rng.sample(decoding, rng.randint(1, len(decoding)))
-                self._verify(some, rng.randint(1, MOST_ROWS), is_tree=rng.random() < 0.4, rng=rng)
+                is_tree = self._trees and rng.random() < 0.4
+                self._verify(some, rng.randint(1, MOST_ROWS), is_tree=is_tree, rng=rng)
         return [torch.cat(text.logits) for text in held]
 
     def _cache(self, texts: list[Text], rng: Random) -> KVCache:
@@ -71,12 +80,13 @@ class Company:
         numbers = rng.sample(range(1, pages * len(texts) + 1), pages * len(texts))
         self._table = torch.zeros(len(texts) + 1, pages, dtype=torch.int64)
         self._table[1:] = torch.tensor(numbers).view(-1, pages)
+        self._table = self._table.to(self._device)
         config, types = self._config, state_types(self._dtype, self._state)
         layers = max(self._model.recurrent_layers, 1)
-        states = RecurrentStates(config.state_shapes, layers, len(texts) + 1, MOST_ROWS, types, CPU)
-        attention = prefill_backend("torch", CPU, self._dtype, config.head_dim)
+        states = RecurrentStates(config.state_shapes, layers, len(texts) + 1, MOST_ROWS, types, self._device)
+        attention = prefill_backend("auto", self._device, self._dtype, config.head_dim)
         count = self._model.attention_layers
-        self._kv = KVCache(config, count, pages * len(texts), PAGE, self._dtype, CPU, attention, states)
+        self._kv = KVCache(config, count, pages * len(texts), PAGE, self._dtype, self._device, attention, states)
         return self._kv
 
     def _prefill(self, cache: KVCache, parts: list[tuple[Text, int]]) -> None:
@@ -84,7 +94,7 @@ class Company:
         metadata = PrefillMetadata(self._table, chunks, PAGE)
         cache.begin(metadata.slots)
         tokens = torch.tensor([token for text, count in parts for token in text.tokens[text.done :][:count]])
-        hidden = self._model.forward(tokens, metadata.positions, metadata.bind(cache)).last
+        hidden = self._model.forward(tokens.to(self._device), metadata.positions, metadata.bind(cache)).last
         for (text, count), logits in zip(parts, self._model.logits(hidden).split([n for _, n in parts]), strict=True):
             text.logits.append(logits)
             text.done += count
@@ -101,14 +111,17 @@ class Company:
         slots = torch.tensor([text.slot for text in texts])
         masks = torch.tensor([ancestor_masks(tree) for tree in parents]) if is_tree else None
         bound = rng.choice((None, int(lengths.max()) + rows))
+        tokens, depths, lengths, slots = (x.to(self._device) for x in (tokens, depths, lengths, slots))
         metadata = DecodeMetadata(self._table, slots, lengths, rows, PAGE, bound, masks)
         hidden = self._model.forward(
             tokens.flatten(), (lengths[:, None] + depths).flatten(), metadata.bind(self._kv)
         ).last
         logits = self._model.logits(hidden).unflatten(0, (-1, rows))
         orders = torch.tensor([[*path, *sorted(set(range(rows)) - set(path))] for path in paths])
-        accepted = torch.tensor([len(path) - 1 for path in paths])
-        self._kv.commit(VerifiedRows(self._table, slots, lengths, accepted), orders)  # of a chain 0, 1, ...
+        accepted = torch.tensor([len(path) - 1 for path in paths], device=self._device)
+        self._kv.commit(
+            VerifiedRows(self._table, slots, lengths, accepted), orders.to(self._device)
+        )  # of a chain 0, 1, ...
         for text, path, found in zip(texts, paths, logits, strict=True):
             text.logits.append(found[path])
             text.done += len(path)

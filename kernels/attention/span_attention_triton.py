@@ -1,0 +1,273 @@
+"""Triton attention whose bits depend on a query's own keys alone: prompts, chunks, verifies and single tokens.
+
+The counterpart of `span_attention` on a CUDA device. Keys are read from the cache only, after the pass has written its
+own. They are reduced in spans of SPAN keys, counted from key 0, and tiles of KEYS, each span with a running maximum of
+its own; the spans are merged in order. One program may take all spans of its queries, or several programs some each.
+Then the last one to arrive merges them by the same operations: how many programs share the spans changes no bit.
+
+All sums over keys are sums of a tensor core, that of the weights too, whose order does not depend on the tile (see
+`gemm/fixed_order`): 16 rows, tokens times the query heads that share a KV head, or 64. Multiplications and additions
+elsewhere are not fused (`enable_fp_fusion`), because the compiler may choose differently in two places.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+
+from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope
+from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
+from specbatch.kernels.common.kv_slots import kv_slots
+from specbatch.kernels.common.kv_slots_triton import kv_slot
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.workspace import reserve
+
+SPAN = 256
+KEYS = 64  # of a tile; divides SPAN
+FEW_ROWS, ROWS = 16, 64  # of a tile
+LOG2E = 1.4426950408889634
+PROGRAMS = 2  # for each processor; with fewer tiles than that, spans are shared out
+WORKSPACE = 256 << 20  # bytes of partial results, at most
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    spans: RaggedBatch,
+    window: int = 0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of q [T, heads, dim], the rows of `spans`, over caches [pages, page_size, kv, dim] that hold all
+    of their keys. `window`: a query sees that many keys, itself included; 0 is all. Returns [T, heads, dim]."""
+    tokens = max(1, ROWS // (q.shape[1] // k_cache.shape[2]))
+    longest = min(max(spans.ends), window + tokens + SPAN) if window else max(spans.ends)
+    table = spans.table
+    return _launch(
+        q, k_cache, v_cache, (table[0], table[1], table[2], table[3]), spans.tiles(tokens), spans.page_table,
+        spans.page_size, longest, 0, True, window, out,
+    )  # fmt: skip
+
+
+def decode_attention(queries: DecodeQueries) -> partial[torch.Tensor]:
+    """The attention of a decode or verify pass of chains, for all layers: `DecodeAttentionRef` of `queries`."""
+    assert queries.ancestors is None, "trees are refused"
+    size, count, lengths = queries.page_size, queries.num_queries, queries.lengths
+    place = lengths[:, None] + torch.arange(count, device=lengths.device)
+    capacity = queries.page_table.shape[1] * size
+    slots = kv_slots(queries.page_table, queries.slots[:, None], place.clamp(max=capacity - 1), size)
+    slots = torch.where(place < capacity, slots, 0).flatten()  # page 0 is for padding
+    return partial(_decode, queries, slots)
+
+
+def _decode(
+    queries: DecodeQueries,
+    slots: torch.Tensor,
+    qkv: torch.Tensor,
+    heads: QKVLayout,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    mask: Mask,
+) -> torch.Tensor:
+    q, _, _ = split_qkv_rope(qkv, heads, positions, slots, k_cache, v_cache)
+    table, size = queries.page_table, queries.page_size
+    longest = table.shape[1] * size if queries.bound is None else queries.bound
+    window = mask.window or 0
+    longest = min(longest, window + queries.num_queries + SPAN) if window else longest
+    bounds = queries.lengths, queries.lengths, queries.slots, queries.slots
+    causal = mask.causal
+    out = _launch(
+        q, k_cache, v_cache, bounds, None, table, size, longest, queries.num_queries, causal, window, None
+    )  # fmt: skip
+    return out.flatten(1)
+
+
+def _launch(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    bounds: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    tiles: torch.Tensor | None,
+    page_table: torch.Tensor,
+    page_size: int,
+    longest: int,
+    count: int,
+    causal: bool,
+    window: int,
+    out: torch.Tensor | None,
+    splits: int | None = None,
+    rows: int | None = None,
+) -> torch.Tensor:
+    """tiles: of a prompt pass, whose bounds are starts, ends, rows and offsets; None: `count` rows for each sequence,
+    with bounds lengths and slots. splits: programs that share the spans of a tile; rows: of a tile; both are
+    chosen by the sizes if None."""
+    _, heads, dim = q.shape
+    kv = k_cache.shape[2]
+    group = heads // kv
+    if rows is None:
+        rows = FEW_ROWS if tiles is None and count * group <= FEW_ROWS else ROWS
+    rows = max(rows, triton.next_power_of_2(group))
+    tokens = max(1, rows // group)
+    sequences = len(bounds[0]) if tiles is None else 1
+    per_sequence = triton.cdiv(count, tokens) if tiles is None else len(tiles)
+    programs = sequences * per_sequence * kv
+    block = max(16, triton.next_power_of_2(dim))
+    spans = triton.cdiv(longest, SPAN)
+    few = rows if tiles is not None else min(rows, triton.next_power_of_2(count * group))
+    if splits is None:
+        splits = max(1, min(PROGRAMS * _processors(q.device) // programs, spans))
+        if programs * spans * few * (block + 2) * 4 > WORKSPACE:
+            splits = 1
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    partials, arrivals = out, out
+    if splits > 1:
+        partials, arrivals = reserve(q.device, programs * spans * few * (block + 2), programs)
+    _span_attention[(kv, sequences * per_sequence, splits)](
+        q, k_cache, v_cache, out, partials, arrivals, *bounds, tiles, page_table, page_table.stride(0), q.stride(0),
+        spans, count, per_sequence, dim**-0.5 * LOG2E,
+        GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=page_size, WINDOW=window, CAUSAL=causal, TOKENS=tokens,
+        ROWS=rows, FEW=few, KEYS=KEYS, SPAN=SPAN, SPREAD=splits > 1, **pdl(q), num_warps=4, num_stages=3,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _merge(acc, top, total, part, part_top, part_total):
+    """Two partial softmaxes as one: weighted sums [M, D], maxima and sums of weights [M, 1], base 2."""
+    peak = tl.maximum(top, part_top)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    fade, gain = tl.math.exp2(top - base), tl.math.exp2(part_top - base)
+    return acc * fade + part * gain, peak, total * fade + part_total * gain
+
+
+@triton.jit(do_not_specialize=["page_stride", "q_stride", "spans", "count", "per_sequence"])
+def _span_attention(
+    q, k_cache, v_cache, out, partials, arrivals, starts, ends, rows, offsets, tiles, page_table, page_stride, q_stride,
+    spans, count, per_sequence, scale,
+    GROUP: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr,
+    KEYS: tl.constexpr, SPAN: tl.constexpr, SPREAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """spans: as many as a tile may have; FEW: the rows of a tile that may be real."""
+    head, index, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    wait_for_previous_kernel(PDL)
+    if tiles is not None:
+        sequence = tl.load(tiles + 2 * index)
+        first = tl.load(tiles + 2 * index + 1).to(tl.int32)
+        stop = tl.load(ends + sequence).to(tl.int32)
+        offset = tl.load(offsets + sequence)
+        start = tl.load(starts + sequence).to(tl.int32)
+    else:
+        sequence = (index // per_sequence).to(tl.int64)
+        first = index % per_sequence * TOKENS
+        start = tl.load(starts + sequence).to(tl.int32)
+        stop = start + count
+        offset = sequence * count
+    pages = page_table + tl.load(rows + sequence) * page_stride
+
+    row = tl.arange(0, ROWS)
+    token = first + row // GROUP
+    real = (row < TOKENS * GROUP) & (start + token < stop)
+    query_head = head * GROUP + row % GROUP
+    column = tl.arange(0, BLOCK_D)
+    inside = (column < DIM)[None, :]
+    source = q + ((offset + token) * q_stride + query_head * DIM)[:, None] + column[None, :]
+    queries = tl.load(source, mask=real[:, None] & inside, other=0.0)
+    newest = (start + token)[:, None]  # the last key that a row sees
+    low, high = 0, tl.minimum(start + first + TOKENS, stop)
+    if not CAUSAL:
+        newest = newest * 0 + stop - 1
+        high = stop
+    high = tl.minimum(high, page_stride * PAGE)
+    if WINDOW > 0:
+        low = tl.maximum(start + first - WINDOW + 1, 0) // KEYS * KEYS
+    first_span = low // SPAN
+    filled = tl.cdiv(high, SPAN) - first_span
+    if SPREAD:
+        share = tl.cdiv(filled, tl.num_programs(2))
+        from_span = first_span + split * share
+        low = tl.maximum(low, from_span * SPAN)
+        high = tl.minimum(high, (from_span + share) * SPAN)
+
+    size: tl.constexpr = FEW * (BLOCK_D + 2)
+    program = index * KV + head
+    parts = partials + program.to(tl.int64) * spans * size
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    top = tl.full([ROWS, 1], float("-inf"), tl.float32)
+    ones = tl.full([KEYS, 16], 1.0, queries.dtype)
+    total = tl.zeros([ROWS, 16], tl.float32)  # in every column
+    whole = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    whole_top = tl.full([ROWS, 1], float("-inf"), tl.float32)
+    whole_total = tl.zeros([ROWS, 1], tl.float32)
+    for at in tl.range(low, high, KEYS):
+        key = at + tl.arange(0, KEYS)
+        held = tl.minimum(key, high - 1)  # the last tile repeats the last key, out of every row's sight
+        place = (kv_slot(pages, held, PAGE) * (KV * DIM) + head * DIM)[:, None] + column[None, :]
+        if DIM < BLOCK_D:
+            k = tl.load(k_cache + place, mask=inside, other=0.0)
+            v = tl.load(v_cache + place, mask=inside, other=0.0)
+        else:
+            k = tl.load(k_cache + place)
+            v = tl.load(v_cache + place)
+        scores = tl.dot(queries, k.to(queries.dtype).T, input_precision="ieee") * scale
+        visible = key[None, :] <= newest
+        if WINDOW > 0:
+            visible &= key[None, :] > (start + token)[:, None] - WINDOW
+        scores = tl.where(visible, scores, float("-inf"))
+        # Keys that a row does not see change nothing: its maximum stays, and 0 is added.
+        peak = tl.maximum(top, tl.max(scores, 1)[:, None])
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        weights = tl.math.exp2(scores - base).to(queries.dtype)
+        shrink = tl.math.exp2(top - base)
+        acc = tl.dot(weights, v.to(queries.dtype), acc * shrink, input_precision="ieee")
+        total = tl.dot(weights, ones, total * shrink, input_precision="ieee")
+        top = peak
+        if ((at + KEYS) % SPAN == 0) | (at + KEYS >= high):
+            sums = tl.max(total, 1)[:, None]
+            if SPREAD:
+                part = parts + (at // SPAN - first_span) * size
+                here = row < FEW
+                tl.store(part + row[:, None] * BLOCK_D + column[None, :], acc, here[:, None])
+                tl.store(part + FEW * BLOCK_D + row[:, None], top, here[:, None])
+                tl.store(part + FEW * (BLOCK_D + 1) + row[:, None], sums, here[:, None])
+            else:
+                whole, whole_top, whole_total = _merge(whole, whole_top, whole_total, acc, top, sums)
+            acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+            top = tl.full([ROWS, 1], float("-inf"), tl.float32)
+            total = tl.zeros([ROWS, 16], tl.float32)
+
+    if SPREAD:
+        tl.debug_barrier()  # every thread has stored before one of them arrives
+        if tl.atomic_add(arrivals + program, 1, sem="acq_rel") != tl.num_programs(2) - 1:
+            return
+        tl.store(arrivals + program, 0)
+        few = tl.arange(0, FEW)
+        token = first + few // GROUP
+        real = (few < TOKENS * GROUP) & (start + token < stop)
+        query_head = head * GROUP + few % GROUP
+        whole_few = tl.zeros([FEW, BLOCK_D], tl.float32)
+        top_few = tl.full([FEW, 1], float("-inf"), tl.float32)
+        total_few = tl.zeros([FEW, 1], tl.float32)
+        for number in range(filled):
+            part = parts + number * size
+            acc_few = tl.load(part + few[:, None] * BLOCK_D + column[None, :], cache_modifier=".cg")
+            part_top = tl.load(part + FEW * BLOCK_D + few[:, None], cache_modifier=".cg")
+            part_total = tl.load(part + FEW * (BLOCK_D + 1) + few[:, None], cache_modifier=".cg")
+            whole_few, top_few, total_few = _merge(whole_few, top_few, total_few, acc_few, part_top, part_total)
+        result = out + ((offset + token) * (KV * GROUP) + query_head)[:, None] * DIM + column[None, :]
+        mixed = whole_few / tl.where(total_few > 0, total_few, 1.0)
+        tl.store(result, mixed.to(out.dtype.element_ty), mask=real[:, None] & inside)
+    else:
+        result = out + ((offset + token) * (KV * GROUP) + query_head)[:, None] * DIM + column[None, :]
+        mixed = whole / tl.where(whole_total > 0, whole_total, 1.0)
+        tl.store(result, mixed.to(out.dtype.element_ty), mask=real[:, None] & inside)
+
+
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 16

@@ -1,0 +1,95 @@
+"""Deterministic attention in Triton matches the reference, and its bits depend on a query's own keys alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from specbatch.kernels.attention import span_attention_triton
+from specbatch.kernels.attention.paged_attention import prefill_attention_ref
+from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.attention.verify_attention import DecodeAttentionRef, DecodeQueries, Mask
+from specbatch.kernels.elementwise.rope import rope_table
+
+PAGE, LENGTH = 16, 600
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+class Case:
+    """A cache of two sequences on scattered pages, and queries [LENGTH, heads, dim] of the second one."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, heads: int = 4, kv: int = 2, dim: int = 16) -> None:
+        generator = torch.Generator().manual_seed(0)
+        pages = 2 * -(-LENGTH // PAGE)
+        self.table = (torch.randperm(pages, generator=generator) + 1).view(2, -1).to(device)
+        self.k, self.v = torch.randn(2, pages + 1, PAGE, kv, dim, generator=generator).to(device, dtype)
+        self.q = torch.randn(LENGTH, heads, dim, generator=generator).to(device, dtype)
+
+    def prompt(self, start: int, end: int, window: int = 0) -> torch.Tensor:
+        spans = RaggedBatch([start], [end], [1], self.table, PAGE)
+        return span_attention_triton.prefill_attention(self.q[start:end], self.k, self.v, spans, window)
+
+    def verify(
+        self, start: int, rows: int, splits: int | None = None, window: int = 0, tile: int | None = None
+    ) -> torch.Tensor:
+        """The rows at `start` beside others of the first sequence."""
+        device = self.q.device
+        lengths, slots = torch.tensor([start // 2, start], device=device), torch.tensor([0, 1], device=device)
+        q = torch.cat([self.q[:rows], self.q[start : start + rows]])
+        bounds = (lengths, lengths, slots, slots)
+        capacity = self.table.shape[1] * PAGE
+        return span_attention_triton._launch(
+            q, self.k, self.v, bounds, None, self.table, PAGE, capacity, rows, True, window, None, splits, tile
+        )[rows:]
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_prompts_and_verifies_match_the_reference(
+    window: int, dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None]
+) -> None:
+    case = Case(dtype, device)
+    every = case.prompt(0, LENGTH, window)
+    expected = prefill_attention_ref(case.q, case.k, case.v, case.table[1], 0, window)
+    torch.testing.assert_close(every, expected, rtol=0, atol=TOLERANCE[dtype])
+    assert_same(case.prompt(250, 300, window), every[250:300])
+    for start, rows, splits in ((1, 1, 1), (255, 3, 1), (513, 16, 2), (511, 1, 3)):
+        assert_same(case.verify(start, rows, splits, window), every[start : start + rows])
+
+
+def test_a_decode_pass_matches_the_reference(dtype: torch.dtype, device: torch.device) -> None:
+    """Rotation and the write to the cache; keys for which there is no page are stored on page 0, which is padding."""
+    case, rows = Case(dtype, device), 3
+    layout = QKVLayout(4, 2, 16, None, None, 1e-6, *(x.to(device, dtype) for x in rope_table(torch.ones(8), 700, 1.0)))
+    lengths = torch.tensor([5, LENGTH - 9], device=device)
+    queries = DecodeQueries(case.table, torch.tensor([1, 0], device=device), lengths, rows, PAGE)
+    positions = (lengths[:, None] + torch.arange(rows, device=device)).flatten()
+    qkv = torch.randn(6, 8 * 16, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    caches = [(case.k.clone(), case.v.clone()) for _ in range(2)]
+    out = span_attention_triton.decode_attention(queries)(qkv, layout, positions, *caches[0], Mask())
+    expected = DecodeAttentionRef(queries, [Mask()], 2, dtype)(qkv, layout, positions, *caches[1], Mask())
+    torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE[dtype])
+    for cache, other in zip(*caches, strict=True):
+        torch.testing.assert_close(cache, other, rtol=0, atol=TOLERANCE[dtype])
+    lengths[1] = PAGE * case.table.shape[1] - 1
+    span_attention_triton.decode_attention(queries)(qkv, layout, positions, *caches[0], Mask())
+    changed = (caches[0][0] != caches[1][0]).flatten(2).any(2).nonzero().tolist()
+    assert changed == [[0, 0], [int(case.table[0, -1]), PAGE - 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "kv", "dim"), [(32, 8, 128), (4, 2, 16), (14, 2, 64), (24, 24, 80)])
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_bits_depend_on_own_keys_alone(heads: int, kv: int, dim: int, dtype: torch.dtype) -> None:
+    case = Case(dtype, torch.device("cuda"), heads, kv, dim)
+    every = case.prompt(0, LENGTH)
+    for start, end in ((0, 1), (0, 257), (1, 300), (256, 600), (599, 600), (300, 420)):
+        assert torch.equal(case.prompt(start, end), every[start:end]), f"chunk {start}..{end}"
+    for start in (0, 3, 63, 64, 255, 256, 500, 560):
+        for rows in (1, 2, 7, 16):
+            for splits, tile in ((1, None), (2, None), (3, None), (1, 64), (2, 64)):
+                found = case.verify(start, rows, splits, tile=tile)
+                assert torch.equal(found, every[start : start + rows]), f"{rows} rows at {start}: {splits}, {tile}"

@@ -1,0 +1,118 @@
+"""Deterministic mode on a CUDA device: no bit of a result depends on what is computed with it, or how."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from random import Random
+from typing import Any
+
+import lossless
+import pytest
+import torch
+from company import Company
+from lossless import Case
+from stand_ins import late_results, random_draft_lengths
+from targets import SIZES, SPECULATIONS, TargetCheckpoint, Targets, random_weights
+
+from specbatch import Completion, SamplingParams
+from specbatch.kernels.dispatch import use_deterministic
+from specbatch.models.config import ModelConfig
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")]
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specbatch.engine.builder.DETERMINISTIC_ON_CUDA", True)
+
+
+class Wide(TargetCheckpoint):
+    """A dense model, some of whose GEMMs add their columns in parts."""
+
+    def __init__(self, architecture: str) -> None:
+        sizes = SIZES | {
+            "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 2, "num_attention_heads": 16,
+            "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 1000, "max_position_embeddings": 1024,
+        }  # fmt: skip
+        self.config = ModelConfig.from_dict(sizes | {"architectures": [architecture]})
+        self.tensors = random_weights(self.config.tensor_shapes(), 1.0)
+
+
+def differing(company: Company, lengths: list[int], rng: Random, rounds: int) -> int:
+    """At how many positions a bit of the logits differs between a prompt pass of a text alone and random company."""
+    texts, found = [[rng.randrange(3, 37) for _ in range(length)] for length in lengths], 0
+    with use_deterministic():
+        alone = [company.alone(text) for text in texts]
+        for _ in range(rounds):
+            for one, other in zip(alone, company.together(texts, rng), strict=True):
+                found += int((one.view(torch.uint8) != other.view(torch.uint8)).any(1).sum())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_logits_do_not_depend_on_company(name: str, dtype: torch.dtype) -> None:
+    target = name if name == "llama" else Wide(name)
+    company, rng = Company(target, dtype, device=torch.device("cuda"), trees=False), Random(f"{name} {dtype}")
+    assert differing(company, [600, 150, 9, 70, 300], rng, 3) == 0
+    assert differing(company, [rng.randrange(1, 60) for _ in range(128)], rng, 1) == 0
+
+
+def test_without_the_mode_they_do() -> None:
+    company, rng = Company(Wide("Qwen3ForCausalLM"), BF16, device=torch.device("cuda"), trees=False), Random(0)
+    texts = [[rng.randrange(3, 37) for _ in range(length)] for length in (150, 40)]
+    alone = [company.alone(text) for text in texts]
+    assert any(not torch.equal(one, other) for one, other in zip(alone, company.together(texts, rng), strict=True))
+
+
+_SAMPLED = [SamplingParams(**{**vars(params), "max_new_tokens": lossless.LONGER}) for params in lossless.SAMPLED]
+
+
+def _cases() -> list[Any]:
+    """Every chain of drafts, with schedules, graphs and memory settings in turn."""
+    drafters = [
+        name
+        for name, how in SPECULATIONS.items()
+        if "tree" not in name and how.get("verification") != "block" and not name.startswith("mtp")
+    ]
+    turns = itertools.cycle(itertools.product(("v1", "v2", "v2-late"), ("both", "eager", "whole"), lossless.MEMORY))
+    return [
+        pytest.param(Case(drafter, schedule, graphs, memory, "llama"), id=f"{drafter} {schedule} {graphs} {memory}")
+        for drafter in drafters
+        for schedule, graphs, memory in itertools.islice(turns, 2)
+    ]
+
+
+@pytest.mark.parametrize("case", _cases())
+def test_results_do_not_depend_on_draft_schedule_graphs_and_memory(
+    targets: Targets, monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    if case.schedule == "v2-late":
+        late_results(monkeypatch)
+    if case.is_auto:
+        random_draft_lengths(monkeypatch)
+    settings = case.settings() | {"dtype": "bfloat16", "deterministic": True, "device": "cuda"}
+    engine = targets.engine(case.target, case.drafter, case.schedule[:2], **settings)
+    expected = _one_by_one(targets, case.target)
+    assert _results(engine.generate(targets.prompts(case.target), _SAMPLED)) == expected
+    assert _results(engine.generate(targets.prompts(case.target), _SAMPLED)) == expected  # with cached prefixes
+    record = engine.record()
+    assert record.caps["deterministic"] == "on"
+    if case.drafter != "none":
+        assert record.metrics["drafted_tokens"]
+
+
+@cache
+def _one_by_one(targets: Targets, name: str) -> list[Any]:
+    """The baseline's results, one request at a time."""
+    settings: dict[str, Any] = {"dtype": "bfloat16", "deterministic": True, "device": "cuda"}
+    engine = targets.engine(name, "none", "v1", max_running=1, prefix_cache=False, **settings)
+    pairs = zip(targets.prompts(name), _SAMPLED, strict=True)
+    return [result for prompt, params in pairs for result in _results(engine.generate([prompt], params))]
+
+
+def _results(done: list[Completion]) -> list[Any]:
+    return [(item.token_ids, item.logprobs) for item in done]
