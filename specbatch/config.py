@@ -43,6 +43,9 @@ class Speculation:
     aux_layers     counted as EAGLE-3 heads do: the input of layer k is the output of layer k - 1
     draft_rope_theta  overrides the theta in the head's config. A config without one means 10000, and some heads were
                    trained with 10000 whatever their config says
+    corpus         earlier answers from which drafts are made; the algorithm drafts where these have nothing. Finished
+                   answers of the run are added in any case. With a corpus the tokens of a seed are the baseline's for
+                   all algorithms, as drafts are coupled (see `specbatch.drafters.choose.sample_drafts`)
     simulate_accept_length, simulate_accept  of each request each draft is accepted with its conditional probability,
                    whatever it is (`specbatch.acceptance_profile`); the generated text is not the model's. The mean is
                    that of the most drafts, at most draft_steps + 1: fewer drafts, as "auto" and n-gram lookup make
@@ -92,6 +95,21 @@ class Speculation:
         2, "Shortest n-gram to match.", whole(1, 16, "use a whole number of at least 1 and at most 16")
     )
     ngram_max: int = setting(4, "Longest n-gram to match; tried first.", whole(1))
+    corpus: str | None = setting(
+        None,
+        "Draft from earlier answers where they continue the text, else with the algorithm. run: the finished answers "
+        "of this run. FILE,FILE: these, and the answers of files: outputs of generate and eval (.jsonl, or a folder of "
+        "eval), or a text in each line (.txt).",
+        Rule(lambda corpus: isinstance(corpus, str) and all(corpus.split(",")), "use run, or files with commas"),
+    )
+    corpus_tokens: int = setting(
+        1 << 20,
+        "Tokens that the corpus holds, in 28 to 40 bytes of device memory each; new answers replace the oldest ones.",
+        whole(1 << 10, 1 << 28),
+    )
+    corpus_min: int = setting(
+        4, "Shortest n-gram to look up in the corpus; four and two times as long ones are tried first.", whole(1, 16)
+    )
     verification: str = setting(
         "token",
         "How sampled drafts are verified; both are lossless. block: the whole chain at once (Sun et al. 2024), which "
@@ -125,6 +143,7 @@ class Speculation:
         self._check_heads()
         if self.ngram_max < self.ngram_min or self.ngram_max > 16:
             raise refuse("ngram_max", self.ngram_max, f"use ngram_min={self.ngram_min} to 16")
+        self._check_corpus()
         self._check_simulation()
         self._check_verification()
 
@@ -134,6 +153,7 @@ class Speculation:
         draft = f" {self.draft}" if self.draft else ""
         simulated = self.simulated
         note = "" if simulated is None else f", simulated acceptance ({simulated})"
+        note += "" if self.corpus is None else f", corpus {self.corpus}"
         note += "" if self.verification == "token" else f", {self.verification} verification"
         most = "up to " if self.is_auto else ""
         return f"{self.algorithm}{draft}, {most}{self.shape}, schedule {self.schedule}{note}"
@@ -193,6 +213,19 @@ class Speculation:
             for layer in layers:
                 at_least("aux_layers", layer, 1)
 
+    @property
+    def corpus_files(self) -> tuple[str, ...]:
+        """Files of earlier answers."""
+        return tuple(name for name in (self.corpus or "run").split(",") if name != "run")
+
+    def _check_corpus(self) -> None:
+        if self.corpus is None:
+            return
+        if self.algorithm == NO_SPECULATION:
+            raise refuse("corpus", self.corpus, "algorithm 'none' drafts nothing; use 'ngram', or leave it out")
+        if self.shape.topk > 1:
+            raise refuse("draft_topk", self.draft_topk, "with a corpus chains are drafted; use 1")
+
     def _check_simulation(self) -> None:
         mean, profile = self.simulate_accept_length, self.simulate_accept
         for name, value in (("simulate_accept_length", mean), ("simulate_accept", profile)):
@@ -217,6 +250,8 @@ class Speculation:
             works = "the drafts of a tree are not sampled; use 'token', or draft_topk=1"
         elif self.simulated is not None:
             works = "acceptance is simulated; use 'token', or leave the simulation out"
+        elif self.corpus is not None:
+            works = "with a corpus drafts are verified by comparison; use 'token', or leave the corpus out"
         else:
             return
         raise refuse("verification", self.verification, works)

@@ -35,7 +35,7 @@ from specbatch.sweeps.report.notes import replay_notes
 COMPARED = (
     *("output_throughput", "accept_length", "accept_rate", "mean_ttft_s", "median_ttft_s", "p99_ttft_s"),
     *("mean_tpot_s", "median_tpot_s", "p99_tpot_s", "mean_e2e_s", "p99_e2e_s", "step_s", "step_time_s"),
-    *("goodput", "slo_share", "untrimmed_accept_length", "untrimmed_accept_rate"),
+    *("goodput", "slo_share", "untrimmed_accept_length", "untrimmed_accept_rate", "corpus_accept_length"),
     *("device_idle_share", "host_waits_per_step", "graph_coverage"),
 )
 SPEED = "output_throughput"

@@ -94,6 +94,33 @@ def test_v2_waits_only_for_results(
     assert again == expected
 
 
+@pytest.mark.parametrize(("name", "graphs"), crossed(["ngram", "other", "eagle3", "mtp", "block"], GRAPHS))
+def test_a_corpus_grows_without_a_wait(toy: Any, toy_engine: Callable[..., Any], name: str, graphs: str) -> None:
+    """Answers are added while the next step runs; a second run drafts from the first one's."""
+    speculation = replace(with_schedule(SPECULATIONS[name], "v2"), corpus="run", corpus_tokens=1024, corpus_min=2)
+    engine = toy_engine(device="cuda", dtype="float32", speculation=speculation, graphs=GRAPHS[graphs])
+    prompts, params = [list(prompt) for prompt in toy.prompts()], SamplingParams(max_new_tokens=24, ignore_eos=True)
+    expected = [toy.greedy(tuple(prompt))[:24] for prompt in prompts]
+    engine.generate(prompts, params)  # compiles the remaining kernels
+    engine.forget_prefixes()
+    shares = []
+    for _ in range(2):
+        engine.reset_record()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            done = engine.generate(prompts, params)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert [tuple(item.token_ids) for item in done] == expected
+        metrics = engine.record().metrics
+        shares.append(metrics["corpus_share"] * metrics["corpus_accept_rate"])
+        assert metrics["graph_coverage"] == (1.0 if graphs == "graphs" else None)
+    assert shares[1] > 0.7 > shares[0]
+    params = SamplingParams(temperature=0.9, top_p=0.9, max_new_tokens=24, ignore_eos=True)
+    runs = [[item.token_ids for item in engine.generate(prompts, params)] for _ in range(2)]
+    assert sum(one != other for one, other in zip(*runs, strict=True)) <= 2  # by rounding
+
+
 @pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize("name", ["eagle3", "block", "self-tree"])
 def test_simulated_acceptance_is_that_of_a_cpu(

@@ -36,6 +36,10 @@ class RequestMetrics:
     emitted: int = 0
     drafted: int = 0
     accepted: int = 0
+    corpus_verifies: int = 0
+    corpus_emitted: int = 0
+    corpus_drafted: int = 0
+    corpus_accepted: int = 0
     accept_length: float | None = None
     emitted_histogram: list[int] = field(default_factory=list)
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -158,6 +162,11 @@ class Request:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether it is finished with a complete answer."""
+        return self.finished and self.finish_reason not in INCOMPLETE
+
     def append(self, tokens: list[int], now: float, logprobs: Logprobs | None = None) -> int:
         """Add emitted tokens, up to the first stop token, stop string or the length limit.
 
@@ -189,9 +198,9 @@ class Request:
             self.last_token = now
         return kept
 
-    def count_verify(self, kept: int, drafted: int, accepted: int, depth: int) -> None:
-        """Count a verify that emitted `kept` tokens and can accept at most `depth` drafts; ignored if it emitted
-        none."""
+    def count_verify(self, kept: int, drafted: int, accepted: int, depth: int, *, of_corpus: bool = False) -> None:
+        """Count a verify that emitted `kept` tokens and can accept at most `depth` drafts; ignored if it emitted none.
+        of_corpus: whether the drafts came from the corpus."""
         if not kept:
             return
         metrics = self.metrics
@@ -206,6 +215,11 @@ class Request:
         known, right = metrics.acceptance.count(context=before, room=room, kept=kept, drafted=deep, accepted=accepted)
         metrics.drafted += drafted - (deep - known)
         metrics.accepted += right
+        if of_corpus:
+            metrics.corpus_verifies += 1
+            metrics.corpus_emitted += kept
+            metrics.corpus_drafted += known
+            metrics.corpus_accepted += right
 
     def new_text(self, completion: Completion | None = None) -> str:
         """The text since the last call that no later token can change; with its completion, the rest of the text."""

@@ -34,14 +34,17 @@ class DraftModelChain(NoDraft):
 
     After a verify that accepts all drafts, the last draft has no keys and values in this cache. The first pass of each
     step therefore runs two tokens, the newest committed one and the root; existing entries are overwritten with the
-    same values. In steps without drafts the model does not run; it catches up later with prompt passes.
+    same values. If accepted drafts may be another drafter's (with a corpus), it runs as many tokens as a verify can
+    commit, and the root. In steps without drafts the model does not run; it catches up later with prompt passes.
     """
 
-    def __init__(self, model: Decoder, forward: Forward, cache: KVCache, vocabulary: int) -> None:
-        """forward: the model's prefill forward pass; vocabulary: size of the target's."""
+    def __init__(self, model: Decoder, forward: Forward, cache: KVCache, vocabulary: int, first: int = 2) -> None:
+        """forward: the model's prefill forward pass; vocabulary: size of the target's; first: tokens of the first pass
+        of a step."""
         self._model = model
         self._forward = forward
         self._cache = cache
+        self._first = first
         self._vocabulary = vocabulary  # the draft's may be padded to another size
 
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
@@ -54,22 +57,15 @@ class DraftModelChain(NoDraft):
     def propose(self, step: StepInput) -> Proposal:
         if not step.num_drafts:
             return no_drafts(step)
-        batch = step.batch
-        start, rows = step.lengths - 1, 2
-        positions = positions_from(start, rows)
-        tokens = batch.tokens[step.slots[:, None], positions].flatten()
         drafts = step.slots.new_empty(len(step.slots), step.num_drafts)
         distributions = []
+        newest, place = self._newest(step), step.lengths
         for index in range(step.num_drafts):
-            context = step.decode_metadata(start, rows).bind(self._cache)
-            features = self._model.forward(self._known(tokens), positions.flatten(), context)
-            newest = features.last.view(len(step.slots), rows, -1)[:, -1]
-            start = positions = start + rows
-            rows = 1
+            place = place + 1
             if step.sampling.flags.sampled:
                 logits = self._fit(self._model.logits(newest))
                 drawn, distribution = sample_drafts(
-                    logits[:, None], step, start[:, None], ids=None, vocabulary=self._vocabulary
+                    logits[:, None], step, place[:, None], ids=None, vocabulary=self._vocabulary
                 )
                 tokens = drafts[:, index].copy_(drawn[:, 0])
                 distributions += [] if distribution is None else [distribution]
@@ -77,9 +73,27 @@ class DraftModelChain(NoDraft):
                 is_larger = self._model.config.vocab_size > self._vocabulary
                 best = self._fit(self._model.logits(newest)) if is_larger else self._model.scores(newest, greedy=True)
                 tokens = argmax(best, out=drafts[:, index])
-        return Proposal(
-            drafts, batch.filled(step.num_drafts, step.slots), torch.cat(distributions, 1) if distributions else None
-        )
+            if index + 1 < step.num_drafts:
+                context = step.decode_metadata(place, 1).bind(self._cache)
+                newest = self._model.forward(self._known(tokens), place, context).last
+        drafted = step.batch.filled(step.num_drafts, step.slots)
+        return Proposal(drafts, drafted, torch.cat(distributions, 1) if distributions else None)
+
+    def _newest(self, step: StepInput) -> torch.Tensor:
+        """Run the first pass. Returns the hidden states [B, H] of the roots."""
+        rows = self._first
+        start = step.lengths + 1 - rows
+        if rows > 2:  # a short text has fewer tokens; what is stored after its root is overwritten
+            start = start.clamp(min=0)
+        positions = positions_from(start, rows)
+        tokens = step.batch.tokens[step.slots[:, None], positions].flatten()
+        context = step.decode_metadata(start, rows).bind(self._cache)
+        last = self._model.forward(self._known(tokens), positions.flatten(), context).last
+        hidden = last.view(len(step.slots), rows, -1)
+        if rows == 2:
+            return hidden[:, -1]
+        root = (step.lengths - start)[:, None, None].expand(-1, 1, hidden.shape[2])
+        return hidden.gather(1, root)[:, 0]
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
         """Clamp tokens to those that the draft has embeddings for: a target with a larger padded vocabulary may choose
@@ -150,14 +164,15 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     asked = config.speculation
     shape = asked.shape
     assert asked.draft is not None
-    scratch, uncached_tail = (shape.draft_slots, shape.steps) if shape.topk > 1 else (0, 1)
+    first = 2 if asked.corpus is None else shape.tokens + 1
+    scratch, uncached_tail = (shape.draft_slots, shape.steps) if shape.topk > 1 else (0, first - 1)
     takes = partial(DraftPlan, scratch_slots=scratch, uncached_tail=uncached_tail, idle_at_zero=asked.is_auto)
 
     def drafter(model: Decoder, loader: Loader) -> DraftModelChain:
         way = loader.draft(model)
         if shape.topk > 1:
             return DraftModelTree(model, *way, shape, target.config.vocab_size, len(loader.page_table))
-        return DraftModelChain(model, *way, target.config.vocab_size)
+        return DraftModelChain(model, *way, target.config.vocab_size, first)
 
     if asked.draft == "self" or asked.draft.startswith("self:"):
         _refuse_states(asked.draft, target.config)

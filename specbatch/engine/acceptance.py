@@ -48,8 +48,8 @@ from specbatch.kernels.sampling.tree_verify import simulated_path_ref, walk_tree
 class Accepted(NamedTuple):
     """The outcome of a verify, whose tokens and lengths are committed to the batch.
 
-    packed  int64 [B, N + 3]: N tokens, of which the first accepted + 1 are emitted; then accepted, drafted and finite
-            (0 where logits were NaN or infinite)
+    packed  int64 [B, N + 3]: N tokens, of which the first accepted + 1 are emitted; then accepted, drafted and flags:
+            bit 0 is not set where logits were NaN or infinite, bit 1 is set where the drafts are of the corpus
     path    int64 [B, N], for a tree: all nodes, the root and the accepted drafts first, in order
     """
 
@@ -80,7 +80,10 @@ def accept(
     verification: see `accept_ref`."""
     with step.sampling.end_tokens_masked(logits, positions + 1):
         rows = step.batch.rows(step.slots)
-        return Accepted(*_accept_and_commit(logits, proposal, rows, positions, step.sampling, simulate, verification))
+        packed, path = _accept_and_commit(logits, proposal, rows, positions, step.sampling, simulate, verification)
+    if proposal.of_corpus is not None:
+        packed[:, -1].add_(proposal.of_corpus, alpha=2)
+    return Accepted(packed, path)
 
 
 def accept_and_commit_ref(

@@ -14,7 +14,9 @@ from specbatch import weights
 from specbatch.config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.core.device_batch import DeviceBatch
-from specbatch.drafters.base import Diagnosis, DraftPlan
+from specbatch.drafters.base import Diagnosis, Drafter, DraftPlan
+from specbatch.drafters.corpus import Corpus, CorpusDrafter, CorpusPlan
+from specbatch.drafters.corpus_files import plan_corpus
 from specbatch.engine.device_worker import DeviceWorker, OtherRanks
 from specbatch.engine.draft_length import DraftLength, announced
 from specbatch.engine.prefill import PrefillStep
@@ -68,7 +70,8 @@ class EngineParts:
 
 class Prepared(NamedTuple):
     """What is known of an engine before its memory is planned. config: with the settings that the draft decides filled
-    in; model: the target's config, of one rank if it is divided, as that of the draft; attention: by role."""
+    in; model: the target's config, of one rank if it is divided, as that of the draft; attention: by role; corpus: None
+    without one."""
 
     config: EngineConfig
     device: torch.device
@@ -77,6 +80,7 @@ class Prepared(NamedTuple):
     dtype: torch.dtype
     attention: dict[str, PrefillAttention]
     draft: DraftPlan
+    corpus: CorpusPlan | None
 
 
 def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) -> Prepared:
@@ -118,7 +122,9 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     model = target.config
     if config.tensor_parallel > 1:
         model, draft = _divided(model, draft, config.tensor_parallel)
-    return Prepared(config, device, target, model, dtype, attention, draft)
+    return Prepared(
+        config, device, target, model, dtype, attention, draft, plan_corpus(config.speculation, target, log)
+    )
 
 
 def build(
@@ -186,7 +192,7 @@ def memory_plan(
 ) -> MemoryPlan:
     """How an engine would use the memory that is free now, of each rank what the rank with the least has. Refuses what
     does not fit."""
-    config, device, _, model, dtype, _, draft = prepared
+    config, device, _, model, dtype, _, draft, corpus = prepared
     kv_dtype, chunk = _kv_dtype(config, dtype), config.prefill_chunk
     graphs = graph_bytes(
         config.graphs,
@@ -213,6 +219,7 @@ def memory_plan(
         vocabulary=model.vocab_size,
         rows=draft.kv_slots_per_step(config.speculation.drafted + 1),
         token_bytes=_token_bytes(model, draft, dtype),
+        corpus=0 if corpus is None else corpus.bytes,
         graphs=graphs,
         share=share,
     )
@@ -265,7 +272,7 @@ def _load(
     ranks: Communicator | None,
 ) -> EngineParts:
     """Load the models and allocate the caches."""
-    config, device, target, _, dtype, attention, draft = prepared
+    config, device, target, _, dtype, attention, draft, asked_corpus = prepared
     num_queries = config.speculation.drafted + 1
     kv_slots = draft.kv_slots_per_step(num_queries)
     width = reach_of(plan.max_model_len, kv_slots) + 1
@@ -294,7 +301,10 @@ def _load(
         log(line)
     needs_all_hidden = draft.needs_all_hidden
     forward, cache = loader.target(model, needs_all_hidden=needs_all_hidden)
-    drafter = draft.build(model, loader)
+    drafter: Drafter = draft.build(model, loader)
+    corpus = None if asked_corpus is None else Corpus(asked_corpus, device)
+    if corpus is not None:
+        drafter = CorpusDrafter(drafter, corpus.index)
     simulated = config.speculation.simulated
     simulate = None if simulated is None else acceptance_thresholds(simulated.conditional, device)
     token_check = None if ranks is None else TokenCheck(device)
@@ -321,6 +331,7 @@ def _load(
         fp8=fp8,
         deterministic=config.deterministic,
         token_check=token_check,
+        corpus=corpus,
     )
     caps: dict[str, Any] = {
         "device": str(device),
@@ -343,6 +354,8 @@ def _load(
         "cached_states": plan.cached_states,
         "prefix_cache": "on" if config.prefix_cache else "off",
     }
+    if asked_corpus is not None:
+        caps |= {"corpus_tokens": asked_corpus.size, "corpus_bytes": asked_corpus.bytes}
     return EngineParts(
         config=config,
         device=device,

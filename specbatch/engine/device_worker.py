@@ -22,6 +22,7 @@ from specbatch.core.attention_metadata import PromptChunk
 from specbatch.core.device_batch import Admission, DeviceBatch
 from specbatch.core.sampling import SamplingFlags
 from specbatch.core.step_input import StepInput
+from specbatch.drafters.corpus import Answer, Corpus
 from specbatch.engine.prefill import PrefillStep, PrefillWork
 from specbatch.engine.score_step import ScoreStep, ScoreWork
 from specbatch.engine.step import DecodeStep
@@ -147,11 +148,12 @@ class DeviceWorker:
         fp8: bool,
         deterministic: bool = False,
         token_check: TokenCheck | None = None,
+        corpus: Corpus | None = None,
     ) -> None:
         """caches: of target and draft; forwards: their prefill passes by role, for their counters and recordings;
         prefill_chunk: most tokens of a pass; draft_lengths: numbers of drafts that a step may have; recorder: for
         graphs of whole decode steps, None to run them eagerly; fp8, deterministic: see `use_fp8_activations` and
-        `use_deterministic`; token_check: of a model that is divided over ranks."""
+        `use_deterministic`; token_check: of a model that is divided over ranks; corpus: that the drafter reads."""
         self.others: OtherRanks | None = None
         self.batch = batch
         self.prefill_step = prefill_step
@@ -164,6 +166,7 @@ class DeviceWorker:
         self._fp8 = fp8
         self._deterministic = deterministic
         self.token_check = token_check
+        self.corpus = corpus
         self.decode_counters = GraphCounters()
         self.graphs: WholeGraphs | None = None
         if recorder is not None:
@@ -227,6 +230,18 @@ class DeviceWorker:
     def catch_up(self, chunks: list[PromptChunk]) -> None:
         """Update the draft state for tokens that steps without drafts committed."""
         self.prefill_step.catch_up(chunks, self._prefill_chunk)
+
+    @launches
+    def add_answers(self, answers: list[Answer]) -> None:
+        """Add finished answers to the corpus."""
+        assert self.corpus is not None
+        self.corpus.add(answers)
+
+    @launches
+    def forget_answers(self) -> None:
+        """Reduce the corpus to the answers of its files."""
+        assert self.corpus is not None
+        self.corpus.forget()
 
     @launches
     def assign_pages(self, table: np.ndarray) -> None:

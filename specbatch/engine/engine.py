@@ -150,7 +150,8 @@ class Engine(InferenceEngine):
                 self._state = "ready"
 
     def score(self, pairs: Sequence[Pair], *, on_score: OnScore | None = None) -> list[Likelihood]:
-        self.forget_prefixes()
+        self._require("ready")
+        self._scheduler.forget_prefixes()
         vocabulary, longest = self.model_config.vocab_size, self.plan.max_model_len
         self._state = "busy"
         try:
@@ -174,6 +175,9 @@ class Engine(InferenceEngine):
     def forget_prefixes(self) -> None:
         self._require("ready")
         self._scheduler.forget_prefixes()
+        if self._worker.corpus is not None:
+            with on_device(self.device):
+                self._worker.forget_answers()
 
     def abort(self, request: int | str) -> None:
         self._requests.abort(request)

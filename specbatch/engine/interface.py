@@ -176,7 +176,8 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache, so that the next measurement starts without cached prefixes."""
+        """Empty the prefix cache, and remove the answers of this run from the corpus, so that the next measurement
+        starts without what earlier requests left."""
 
     @abstractmethod
     def abort(self, request: int | str) -> None:

@@ -150,7 +150,7 @@ class Runner:
         now = time.perf_counter()
         if not launched.first:
             self._count_times(launched, start, now, overlapped, late)
-        accepted = []
+        accepted, finished = [], []
         for index, item in enumerate(launched.requests):
             if self.scheduler.is_void(item.request, item.epoch):
                 self.counters.void_results += 1
@@ -159,6 +159,9 @@ class Runner:
                 accepted.append(values[index][-3])
             logprobs = Logprobs(*(of_requests[index] for of_requests in more)) if more else None
             self._book(item.request, values[index], logprobs, launched.first, now)
+            if item.request.is_answered:
+                finished.append(item.request)
+        self._add_to_corpus(finished)
         if self._draft_length.is_auto and not launched.first:
             self._draft_length.learn(launched.drafts, accepted)
 
@@ -205,10 +208,11 @@ class Runner:
 
     def _book(self, request: Request, values: list[int], logprobs: Logprobs | None, first: bool, now: float) -> None:
         if first:
-            tokens, finite = values[:1], values[1]
+            tokens, flags = values[:1], values[1]
             accepted = drafted = 0
         else:
-            *tokens, accepted, drafted, finite = values
+            *tokens, accepted, drafted, flags = values
+        finite, of_corpus = flags & 1, bool(flags & 2)
         self.scheduler.receive(request, None if first else accepted)
         if not finite and self.scheduler.retry_without_shared(request):
             return
@@ -223,10 +227,15 @@ class Runner:
             return
         kept = request.append(tokens[: accepted + 1], now, logprobs if request.params.logprobs else None)
         if not first:
-            request.count_verify(kept, drafted, accepted, self._depth)
+            request.count_verify(kept, drafted, accepted, self._depth, of_corpus=of_corpus)
         if request.finished:
             self.scheduler.release(request)
         self._on_tokens(request, request.tokens[len(request.tokens) - kept :])
+
+    def _add_to_corpus(self, finished: list[Request]) -> None:
+        corpus = self._worker.corpus
+        if corpus is not None and finished:
+            self._worker.add_answers([corpus.answer_of(item.tokens, item.prompt_len) for item in finished])
 
     def _copy(self, result: Result) -> AsyncCopy:
         return AsyncCopy(*result.tensors(), stream=self._stream)

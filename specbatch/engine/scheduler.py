@@ -241,8 +241,8 @@ class Scheduler:
         """A step is launched in which the draft does not run (see `DraftPlan.idle_at_zero`)."""
         for item in scheduled:
             request = item.request
-            if request.draft_kv_valid_until is None:  # the draft may lack the newest committed token, too
-                request.draft_kv_valid_until = max(request.committed - 1, 0)
+            if request.draft_kv_valid_until is None:  # the draft may lack the newest committed tokens, too
+                request.draft_kv_valid_until = max(request.committed - self._uncached_tail, 0)
 
     def plan_catch_up(self, scheduled: list[ScheduledRequest], budget: int | None) -> list[tuple[int, int, int]]:
         """What the draft has to compute before a step that drafts: (slot, start, end) each, fewest tokens first. With a

@@ -58,6 +58,7 @@ SETTINGS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
     "--spec v2": ({"schedule": "v2"}, {}, {}),
     "--verification token": ({"verification": "token"}, {}, {}),
     "--verification block": ({"verification": "block"}, {}, {}),
+    "--corpus run": ({"corpus": "run"}, {}, {}),
     "--simulate-accept-length": ({"simulate_accept_length": 1.5}, {}, {}),
     "--decode-graph whole": ({}, {"decode": "whole"}, {}),
     "--prefill-graph piecewise": ({}, {"prefill": "piecewise"}, {}),
@@ -72,6 +73,8 @@ SETTINGS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
 CONFLICTS: Final = (
     ("tree (--draft-topk)", "--draft-tokens auto"),
     ("tree (--draft-topk)", "--verification block"),
+    ("tree (--draft-topk)", "--corpus run"),
+    ("--verification block", "--corpus run"),
     ("--verification block", "--simulate-accept-length"),
     ("--verification block", "--deterministic"),
     ("--tensor-parallel 2", "--deterministic"),

@@ -34,6 +34,7 @@ class MemoryPlan:
     states: int
     cached_states: int
     workspace: int
+    corpus: int
     graphs: int
     max_model_len: int
     page_size: int
@@ -53,6 +54,8 @@ class MemoryPlan:
         if self.states:
             kept = f", including those of {self.cached_states} cached prefixes" if self.cached_states else ""
             yield f"  states     {size_text(self.states)} of recurrent layers{kept}"
+        if self.corpus:
+            yield f"  corpus     {size_text(self.corpus)}"
         yield f"  workspace  {size_text(self.workspace)} (activations, logits and the batch's tables)"
         if self.graphs:
             yield f"  graphs     {size_text(self.graphs)} (estimate)"
@@ -122,6 +125,7 @@ def plan_memory(
     vocabulary: int,
     rows: int,
     token_bytes: int = 0,
+    corpus: int = 0,
     graphs: int = 0,
     share: MemoryShare = EXCLUSIVE,
 ) -> MemoryPlan:
@@ -129,8 +133,9 @@ def plan_memory(
 
     All sizes are in bytes. free: free memory of the device; model_len: positions the model supports; page_bytes: one
     page in all caches; state_bytes: recurrent states of one device row; cached_state_bytes: those of one prefix; rows:
-    query rows of a verify; token_bytes: activations of one token in a pass; graphs: CUDA graphs; share: this engine's
-    share, of which only the first includes `weights`. Raises SpecbatchError, naming the setting, if it cannot fit.
+    query rows of a verify; token_bytes: activations of one token in a pass; corpus: its index; graphs: CUDA graphs;
+    share: this engine's share, of which only the first includes `weights`. Raises SpecbatchError, naming the setting,
+    if it cannot fit.
     """
     size, slack = config.page_size, reach_of(0, rows)
     budget = share.budget(free, config.memory_fraction, weights)
@@ -142,7 +147,7 @@ def plan_memory(
     workspace += 8 * (config.max_running + 1) * (longest + slack + 1) * (size + 1) // size
     workspace += token_bytes * max(config.prefill_chunk, config.max_running * rows)
     states, cached_states = state_bytes * (config.max_running + 1), 0
-    room = budget - weights - draft_weights - states - workspace - graphs
+    room = budget - weights - draft_weights - states - workspace - corpus - graphs
     if cached_state_bytes and config.prefix_cache:
         wished = max(_CACHED_STATES, 2 * config.max_running)
         # The configured capacities come first: cached states are optional.
@@ -156,6 +161,7 @@ def plan_memory(
     if room < page_bytes:
         used = f"weights {size_text(weights + draft_weights)}, workspace {size_text(workspace)}"
         used += f", states {size_text(states)}" if states else ""
+        used += f", corpus {size_text(corpus)}" if corpus else ""
         used += f", graphs {size_text(graphs)}" if graphs else ""
         less = (
             "a smaller model or dtype"
@@ -202,6 +208,7 @@ def plan_memory(
         states=states,
         cached_states=cached_states,
         workspace=workspace,
+        corpus=corpus,
         graphs=graphs,
         max_model_len=min(longest, fits),
         page_size=size,

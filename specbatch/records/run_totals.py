@@ -70,6 +70,10 @@ class TimeSample:
         return found | {f"max_{name}_s": self._largest if self.count else None}
 
 
+def _ratio(sums: Counter[str], part: str, whole: str) -> float | None:
+    return sums[part] / sums[whole] if sums[whole] else None
+
+
 class RunTotals:
     """What the metrics of a run need to know about its requests. Incomplete requests count as errors only.
 
@@ -98,6 +102,10 @@ class RunTotals:
             emitted=row.emitted,
             drafted=row.drafted,
             accepted=row.accepted,
+            corpus_verifies=row.corpus_verifies,
+            corpus_emitted=row.corpus_emitted,
+            corpus_drafted=row.corpus_drafted,
+            corpus_accepted=row.corpus_accepted,
             retractions=row.retractions,
         )
         if not completion.sample:  # the samples of a prompt share it
@@ -138,6 +146,9 @@ class RunTotals:
             "verify_steps": sums["verifies"],
             "drafted_tokens": sums["drafted"],
             "accepted_tokens": sums["accepted"],
+            "corpus_share": _ratio(sums, "corpus_drafted", "drafted") if sums["corpus_verifies"] else None,
+            "corpus_accept_length": _ratio(sums, "corpus_emitted", "corpus_verifies"),
+            "corpus_accept_rate": _ratio(sums, "corpus_accepted", "corpus_drafted"),
             "retractions": sums["retractions"],
         }
         for name in ("ttft", "queue", "tpot", "itl", "e2e"):

@@ -302,6 +302,10 @@ def _replicas(engine: InferenceEngine | HttpEngine) -> int:
     return engine.config.data_parallel if isinstance(engine.config, EngineConfig) else 1
 
 
+def _has_corpus(engine: InferenceEngine | HttpEngine) -> bool:
+    return isinstance(engine.config, EngineConfig) and engine.config.speculation.corpus is not None
+
+
 def _measure(
     engine: InferenceEngine | HttpEngine,
     prompts: list[list[int]],
@@ -311,8 +315,9 @@ def _measure(
     on_completion: Callable[[Completion], None],
 ) -> RunRecord:
     """Measure one point: a closed loop that keeps `concurrency` requests unfinished, prompts that arrive by a clock, of
-    which at most `concurrency` run, or one request after the other. The prefix cache is empty at its start."""
-    if engine.config.prefix_cache:
+    which at most `concurrency` run, or one request after the other. At its start the prefix cache is empty, and the
+    corpus has no answers of this run."""
+    if engine.config.prefix_cache or _has_corpus(engine):
         engine.forget_prefixes()
     engine.reset_record()
     asked = list(ask(engine, workload, prompts, params, concurrency, on_completion))

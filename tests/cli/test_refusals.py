@@ -110,6 +110,7 @@ REFUSED = [
     ("generate {in} -o /dev/null", "already exists"),
     ("generate {in} -o {in}/o.jsonl", "cannot be written"),
     ("generate {in} -o {tmp}/notes", "is not the partial output of a job; name another output or pass --overwrite"),
+    (f"{OUT} --corpus run", "corpus='run': nothing is drafted; add --algorithm"),
     ("send-one --prompt=", "prompt='': is empty"),
     ("send-one --max-new-tokens 0", "max_new_tokens=0:"),
     ("gate {tmp}", "Missing option '--policy'"),

@@ -57,6 +57,7 @@ def state_of(worker: DeviceWorker) -> list[torch.Tensor]:
 def run(engine: Engine, prompts: list[list[int]]) -> None:
     engine.generate(prompts, PARAMS)
     engine.generate(prompts[:3], PARAMS[:3])  # with the prefixes that these left
+    engine.forget_prefixes()
     engine.score([(prompts[0], prompts[1]), (prompts[0], prompts[2])])
 
 
@@ -68,6 +69,7 @@ def run(engine: Engine, prompts: list[list[int]]) -> None:
         ("llama", "model-auto", "v2", {"shorten", "catch_up"}),
         ("llama", "eagle-tree", "v2", set()),
         ("qwen3.5", "ngram", "v2", set()),
+        ("llama", "ngram-corpus", "v2", {"add_answers", "forget_answers"}),
         ("qwen3.5", "eagle3-auto", "v1", {"shorten"}),
     ],
 )

@@ -61,7 +61,7 @@ class Case:
     def keeps_seeds(self) -> bool:
         """Without sampled drafts, the tokens of a seed equal the baseline's, up to rounding: of 13,500 draws about one
         lies so close to an edge of the distribution that another order of sums chooses another token."""
-        return "tree" in self.drafter or self.drafter.startswith(("none", "ngram"))
+        return any(name in self.drafter for name in ("none", "ngram", "tree", "corpus"))
 
     def settings(self) -> dict[str, Any]:
         found = {"graphs": GRAPHS[self.graphs], "prefill_chunk": 16} | settings_of(self.target, self.drafter)
@@ -165,6 +165,8 @@ def _check_record(case: Case, engine: Engine) -> None:
         assert bool(counts["replays"]) == (replayed != "off")
     if case.drafter != "none":
         assert metrics["drafted_tokens"]
+    if "corpus" in case.drafter:
+        assert metrics["corpus_share"]
     if case.is_auto:
         steps = record.counters["draft_lengths"]
         assert len({length for row in steps.values() for length in row}) > 1
