@@ -9,10 +9,13 @@ sequence draft in parallel, each from its own prefix.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
-from specbatch.training.data import Batch
+from specbatch.kernels.common.upload import upload
+from specbatch.training.data import Batch, indices
 from specbatch.training.head import Guess, Head, Scores
 from specbatch.training.layers import Rotary
 from specbatch.training.target import Target
@@ -40,30 +43,28 @@ class ChainHead(Head):
 
     def score(self, batch: Batch, target: Target, generator: torch.Generator) -> Scores:
         last, aux = target.features(batch, self.aux)
-        tokens = batch.tokens
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+        tokens, device = batch.tokens, batch.tokens.device
+        places = torch.arange(tokens.shape[1])
         # Hidden states of answer tokens with a next token: the head learns the target's prediction there.
         known = (places >= batch.prompts[:, None]) & (places + 1 < batch.lengths[:, None])
-        wanted, inside = self._distributions(target, last[known])
-        row_of = torch.full_like(tokens, -1)
-        row_of[known] = torch.arange(len(wanted), device=tokens.device)
+        wanted, inside = self._distributions(target, last.flatten(0, 1)[indices(known, device)])
+        row_of = torch.full(known.shape, -1)
+        row_of[known] = torch.arange(len(wanted))
 
         guesses = []
-        memory = Memory(self.rotary, places)
+        memory = Memory(self.rotary, upload(places, device))
         hidden = self.begin(last, aux)
-        right = ahead(known, 1, False)  # the root is a token of the answer
+        right = torch.ones(tokens.numel(), dtype=torch.bool, device=device)
         for step in range(self.drafts):
             hidden = self.advance(F.embedding(ahead(tokens, 1 + step, 0), target.embedding), hidden, memory)
             rows = ahead(row_of, 1 + step, -1)
-            valid = ahead(known, 1, False) & (rows >= 0)
-            logits = self.predict(hidden[valid], target).float()
+            valid = ahead(known, 1, False) & (rows >= 0)  # the root is a token of the answer
+            here, theirs = indices(valid, device), upload(rows[valid], device)
+            logits = self.predict(hidden.flatten(0, 1)[here], target)
             drafted = logits.argmax(-1) if self.kept is None else self.kept[logits.argmax(-1)]
-            hits = drafted == ahead(tokens, 2 + step, 0)[valid]
-            right = right & valid
-            right[valid] &= hits
-            learned = inside[rows[valid]]
-            losses = -(wanted[rows[valid]][learned] * logits[learned].log_softmax(-1)).sum(-1)
-            guesses.append(Guess(losses, hits, right[valid]))
+            hits = drafted == ahead(tokens, 2 + step, 0).flatten()[here]
+            right[here] &= hits
+            guesses.append(Guess(cross_entropy(logits, wanted, theirs), hits, right[here], inside[theirs]))
         return Scores.of(guesses, DECAY)
 
     def _distributions(self, target: Target, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +73,33 @@ class ChainHead(Head):
         logits = target.logits(last)
         if self.kept is None:
             return logits.softmax(-1), torch.ones(len(logits), dtype=torch.bool, device=logits.device)
-        return logits[:, self.kept].softmax(-1), torch.isin(logits.argmax(-1), self.kept)
+        known = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device).index_fill_(0, self.kept, True)
+        return logits[:, self.kept].softmax(-1), known[logits.argmax(-1)]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Computes its gradient in the forward pass, and keeps it in the dtype of the logits. With a large vocabulary the
+    operations of PyTorch would keep several float32 tensors of its size for each unrolled step."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, wanted: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        log_chances, theirs = logits.log_softmax(-1, dtype=torch.float32), wanted[rows]
+        losses = -(theirs * log_chances).sum(-1)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(log_chances.exp_().sub_(theirs).to(logits.dtype))
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return slope.mul_(grad[:, None]), None, None
+
+
+def cross_entropy(logits: torch.Tensor, wanted: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Cross entropy float32 [n] of logits [n, V] with the distributions wanted[rows], of float32 [N, V] and int64 [n].
+    It can be differentiated once, by the logits."""
+    losses: torch.Tensor = _CrossEntropy.apply(logits, wanted, rows)  # type: ignore[no-untyped-call]
+    return losses
 
 
 class Memory:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from specbatch.errors import refuse
+from specbatch.kernels.common.upload import upload
 
 LEAST_OUTPUT = 3  # tokens of an answer: one from the prompt pass, one as root, one to draft
+POOL = 32  # batches whose examples are sorted by length
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,11 @@ class Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of examples padded with token 0: tokens int64 [B, L]; prompts, lengths int64 [B]."""
+    """A batch of examples padded with token 0.
+
+    tokens           int64 [B, L], on the device
+    prompts, lengths int64 [B], on the host: what a batch learns is chosen without waiting for the device
+    """
 
     tokens: torch.Tensor
     prompts: torch.Tensor
@@ -37,10 +43,15 @@ class Batch:
     def of(cls, examples: Sequence[Example], device: torch.device) -> Batch:
         rows = [torch.tensor(example.tokens) for example in examples]
         return cls(
-            torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device),
-            torch.tensor([example.prompt for example in examples], device=device),
-            torch.tensor([len(row) for row in rows], device=device),
+            upload(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), device),
+            torch.tensor([example.prompt for example in examples]),
+            torch.tensor([len(row) for row in rows]),
         )
+
+
+def indices(mask: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Flat indices of the true values of a mask on the host: int64 [n], on the device."""
+    return upload(mask.flatten().nonzero()[:, 0], device)
 
 
 def split(examples: list[Example], held_out: int) -> tuple[list[Example], list[Example]]:
@@ -72,11 +83,17 @@ def groups(examples: Sequence[Example], batch_tokens: int) -> Iterator[list[Exam
 
 
 def endless(examples: Sequence[Example], batch_tokens: int, seed: int) -> Iterator[list[Example]]:
-    """Batches of `groups`, from one shuffled pass over the data after the other."""
+    """Batches of `groups`, from one shuffled pass over the data after the other.
+
+    A batch has examples of similar length, so that little of it is padding: they are sorted within a pool of `POOL`
+    batches, which are then shuffled.
+    """
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(examples), generator=generator).tolist()
-        yield from groups([examples[index] for index in order], batch_tokens)
+        for pool in groups([examples[index] for index in order], POOL * batch_tokens):
+            batches = list(groups(sorted(pool, key=lambda item: len(item.tokens)), batch_tokens))
+            yield from (batches[index] for index in torch.randperm(len(batches), generator=generator).tolist())
 
 
 def answers_hash(examples: Sequence[Example]) -> str:

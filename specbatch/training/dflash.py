@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from specbatch.errors import refuse
-from specbatch.training.data import Batch, Example
+from specbatch.kernels.common.upload import upload
+from specbatch.training.data import Batch, Example, indices
 from specbatch.training.eagle3 import layer_keys, plain_rope
 from specbatch.training.head import Guess, Head, Layer, Scores
 from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialize
@@ -27,7 +28,6 @@ from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target
 
 ARCHITECTURE = "DFlashDraftModel"
-ANCHORS = 16  # blocks per example and update
 
 
 class DFlashHead(Head):
@@ -61,17 +61,15 @@ class DFlashHead(Head):
         _, aux = target.features(batch, self.aux)
         assert aux is not None
         places, truth, drawn = self._blocks(batch, generator)
-        hidden = self._filled(aux, places, truth, target)
-        alive = drawn
+        hidden, truth = self._filled(aux, places, truth, target).flatten(0, 1), truth.flatten(0, 1)
+        alive = torch.ones(len(truth), dtype=torch.bool, device=truth.device)
         guesses = []
         for row in range(1, self.drafts + 1):
-            valid = drawn & (places[..., row] < batch.lengths[:, None])
-            logits = F.linear(hidden[:, :, row][valid], target.head).float()
-            wanted = truth[..., row][valid]
+            here = indices(drawn & (places[..., row] < batch.lengths[:, None]), truth.device)
+            logits, wanted = F.linear(hidden[here, row], target.head).float(), truth[here, row]
             hits = logits.argmax(-1) == wanted
-            alive = alive & valid
-            alive[valid] &= hits
-            guesses.append(Guess(F.cross_entropy(logits, wanted, reduction="none"), hits, alive[valid]))
+            alive[here] &= hits
+            guesses.append(Guess(F.cross_entropy(logits, wanted, reduction="none"), hits, alive[here]))
         return Scores.of(guesses, math.exp(-2 / (self.drafts + 1)))
 
     def forward(self, aux: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -98,28 +96,28 @@ class DFlashHead(Head):
         return out
 
     def _blocks(self, batch: Batch, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Blocks after randomly drawn anchors: int64 [B, A, drafts + 1], the positions from the anchor's on and the
-        tokens there, and which blocks are valid, bool [B, A]."""
+        """Blocks after randomly drawn anchors: int64 [B, A, drafts + 1], positions from the anchor on (on the host)
+        and the tokens there, and which blocks are valid, bool [B, A] (on the host)."""
         anchors, drawn = self._draw(batch, generator)
-        places = anchors[..., None] + torch.arange(self.drafts + 1, device=anchors.device)
+        places = anchors[..., None] + torch.arange(self.drafts + 1)
         tokens = F.pad(batch.tokens, (0, self.drafts + 1))
-        return places, tokens.gather(1, places.flatten(1)).view_as(places), drawn
+        return places, tokens.gather(1, upload(places.flatten(1), tokens.device)).view(places.shape), drawn
 
     def _filled(self, aux: torch.Tensor, places: torch.Tensor, truth: torch.Tensor, target: Target) -> torch.Tensor:
         """Hidden states [B, A, rows, H] of blocks that start with the token of the anchor."""
-        rows = places[..., : self._rows]
+        rows = upload(places[..., : self._rows], truth.device)
         blocks = torch.full_like(rows, self._mask_token)
         blocks[..., 0] = truth[..., 0]
         filled: torch.Tensor = self(aux, F.embedding(blocks, target.embedding), rows)
         return filled
 
     def _draw(self, batch: Batch, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions of the anchors int64 [B, A], and which are valid, as an answer may be too short for A: bool [B,
-        A]."""
+        """Positions of the anchors int64 [B, A], and which are valid, as an answer may be too short for A: bool [B, A].
+        Both are on the host."""
         rows, length = batch.tokens.shape
-        at = torch.arange(length, device=batch.tokens.device)
+        at = torch.arange(length)
         possible = (at >= batch.prompts[:, None]) & (at + 1 < batch.lengths[:, None])
-        lots = torch.rand(rows, length, generator=generator).to(possible.device).masked_fill(~possible, -1)
+        lots = torch.rand(rows, length, generator=generator).masked_fill(~possible, -1)
         drawn = lots.topk(min(self._anchors, length), 1)
         return drawn.indices, drawn.values >= 0
 
@@ -150,7 +148,7 @@ def sizes_of(recipe: Recipe, target: Target, train: Sequence[Example], spare_tok
     return {
         "layers": recipe.draft_layers,
         "block": recipe.block_size,
-        "anchors": ANCHORS,
+        "anchors": recipe.anchors,
         "mask_token": _mask_token(train, target.config.vocab_size, spare_tokens),
         "max_len": recipe.max_len,
         "seed": recipe.seed,

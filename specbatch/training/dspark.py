@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specbatch.training.data import Batch, Example
+from specbatch.kernels.common.upload import upload
+from specbatch.training.data import Batch, Example, indices
 from specbatch.training.dflash import DFlashHead, sizes_of
 from specbatch.training.head import Guess, Scores
 from specbatch.training.layers import initialize
@@ -61,26 +62,26 @@ class DSparkHead(DFlashHead):
         last, aux = target.features(batch, self.aux)
         assert aux is not None
         places, truth, drawn = self._blocks(batch, generator)
-        hidden = self._filled(aux, places, truth, target)
+        hidden, truth = self._filled(aux, places, truth, target).flatten(0, 1), truth.flatten(0, 1)
+        flat = upload(places + torch.arange(len(places))[:, None, None] * last.shape[1], last.device).flatten(0, 1)
+        last = last.flatten(0, 1)
         before = self.markov_head.markov_w1(truth)
-        examples = torch.arange(len(places), device=places.device)[:, None].expand_as(drawn)
-        alive = drawn
+        alive = torch.ones(len(truth), dtype=torch.bool, device=truth.device)
         guesses = []
         for row in range(self.drafts):
-            valid = drawn & (places[..., row + 1] < batch.lengths[:, None])
-            own, embedded = hidden[:, :, row][valid], before[:, :, row][valid]
+            here = indices(drawn & (places[..., row + 1] < batch.lengths[:, None]), truth.device)
+            own, embedded = hidden[here, row], before[here, row]
             logits = (F.linear(own, target.head) + self.markov_head.markov_w2(embedded)).float()
-            wanted = truth[..., row + 1][valid]
-            theirs = target.logits(last[examples[valid], places[..., row][valid]]).softmax(-1)
+            wanted = truth[here, row + 1]
+            theirs = target.logits(last[flat[here, row]]).softmax(-1)
             distance = (logits.softmax(-1) - theirs).abs().sum(-1)
             confidence = self.confidence_head.proj(torch.cat([own, embedded], -1))[..., 0].float()
             accepted = (1 - distance.detach() / 2).clamp(0, 1)
             losses = TOKENS * F.cross_entropy(logits, wanted, reduction="none") + DISTANCE * distance
             losses = losses + F.binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
             hits = logits.argmax(-1) == wanted
-            alive = alive & valid
-            alive[valid] &= hits
-            guesses.append(Guess(losses, hits, alive[valid]))
+            alive[here] &= hits
+            guesses.append(Guess(losses, hits, alive[here]))
         return Scores.of(guesses, math.exp(-1 / DECAY))
 
     def config(self) -> dict[str, Any]:

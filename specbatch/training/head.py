@@ -18,14 +18,21 @@ LEAST_WEIGHT = 1e-9  # avoids a division by zero for a batch without any draft p
 class Guess(NamedTuple):
     """One draft position, at the n places of a batch that have it.
 
-    losses  float32 [m], m <= n: places whose target token is in the head's vocabulary
-    hits    bool [n]: the draft equals the target's token
-    chains  bool [n]: the draft and all drafts before it equal the target's tokens
+    losses   float32 [n]
+    hits     bool [n]: the draft equals the target's token
+    chains   bool [n]: the draft and all drafts before it equal the target's tokens
+    learned  bool [n]: the target's token is in the head's vocabulary, so that the loss counts; None: everywhere
     """
 
     losses: torch.Tensor
     hits: torch.Tensor
     chains: torch.Tensor
+    learned: torch.Tensor | None = None
+
+    def loss(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of the losses that count, and their number."""
+        learned = torch.ones_like(self.losses) if self.learned is None else self.learned.float()
+        return (self.losses * learned).sum(), learned.sum()
 
 
 @dataclass(frozen=True)
@@ -38,14 +45,15 @@ class Scores:
     @classmethod
     def of(cls, guesses: list[Guess], decay: float) -> Scores:
         """Draft position k has weight decay ** k, as a draft counts only if all before it are accepted."""
-        means = torch.stack([guess.losses.sum() / max(len(guess.losses), 1) for guess in guesses])
-        weights = torch.tensor(
-            [decay**k if len(guess.losses) else 0.0 for k, guess in enumerate(guesses)], device=means.device
-        )
+        totals, learned = (torch.stack(parts) for parts in zip(*[guess.loss() for guess in guesses], strict=True))
+        means = totals / learned.clamp(min=1)
+        weights = decay ** torch.arange(len(guesses), device=means.device) * learned.clamp(max=1)
         loss = (means * weights).sum() / weights.sum().clamp(min=LEAST_WEIGHT)
-        counts = torch.tensor([float(len(guess.hits)) for guess in guesses], device=means.device)
-        hits, chains = (torch.stack([guess[part].sum() for guess in guesses]) for part in (1, 2))
-        return cls(loss, torch.stack([means.detach() * counts, hits, chains, counts]).double().cpu())
+        hits, chains, places = (
+            torch.stack([part.sum() for part in parts])
+            for parts in zip(*[(g.hits, g.chains, torch.ones_like(g.hits)) for g in guesses], strict=True)
+        )
+        return cls(loss, torch.stack([means.detach() * places, hits, chains, places]).double())
 
 
 class Layer(nn.Module):

@@ -14,8 +14,8 @@ HEADS = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.traini
 _OWN: dict[str, dict[str, int | None]] = {  # settings of one algorithm, with defaults; None: depends on the target
     "eagle3": {"unroll": 5, "vocab": None},
     "mtp": {"unroll": 5},
-    "dflash": {"draft_layers": 2, "block_size": 8},
-    "dspark": {"draft_layers": 2, "block_size": 7, "markov_rank": 256},
+    "dflash": {"draft_layers": 2, "block_size": 8, "anchors": 16},
+    "dspark": {"draft_layers": 2, "block_size": 7, "anchors": 16, "markov_rank": 256},
 }
 ANSWER_TOKENS = 512  # default limit of an answer
 USUAL_VOCABULARY = 32000  # draft vocabulary of published EAGLE-3 heads
@@ -50,6 +50,11 @@ class Recipe:
         None,
         "dflash, dspark: rows of a block, including the newest token, where dspark drafts, too. Default: 8 and 7.",
         whole(2, 64),
+    )
+    anchors: int | None = setting(
+        None,
+        "dflash, dspark: blocks per answer and step. Default: 16; more learn more from each step of a large target.",
+        whole(1, 4096),
     )
     markov_rank: int | None = setting(None, "dspark: rank of the Markov head. Default: 256.", whole(1, 4096))
 

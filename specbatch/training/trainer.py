@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from specbatch.algorithms import ALGORITHMS
+from specbatch.core.async_copy import AsyncCopy
 from specbatch.errors import refuse
 from specbatch.progress import Report
 from specbatch.training.data import Batch, Example, endless, groups
@@ -49,6 +50,7 @@ class Evaluation:
     @classmethod
     def of(cls, sums: torch.Tensor) -> Evaluation:
         """sums: as in `Scores`."""
+        sums = sums.cpu()
         losses, hits, chains = (part / sums[3].clamp(min=1) for part in sums[:3])
         length = 1 + float(chains.sum())
         return cls(losses.tolist(), hits.tolist(), chains.tolist(), length, sums[3].long().tolist())
@@ -94,30 +96,33 @@ def train(
     """Update `head` in place. Ctrl-C ends the training early; it is recorded in the history and not raised, so that the
     head can be written."""
     history = History()
-    optimizer = torch.optim.AdamW(head.parameters(), recipe.lr, BETAS, weight_decay=WEIGHT_DECAY)
+    on_gpu = target.device.type == "cuda"
+    optimizer = torch.optim.AdamW(head.parameters(), recipe.lr, BETAS, weight_decay=WEIGHT_DECAY, fused=on_gpu)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, recipe.steps))
     generator = torch.Generator().manual_seed(recipe.seed)
     batches = endless(examples, recipe.batch_tokens, recipe.seed)
     every = max(1, math.ceil(recipe.steps / LINES))
-    losses: list[float] = []
+    copying = torch.cuda.Stream(target.device) if on_gpu else None
+    losses: list[AsyncCopy] = []  # since the last evaluation
     start = time.perf_counter()
     try:
         _note(history, head, target, held_out, recipe, log)
         for group in batches:
             with _precision(target):
                 scores = head.score(Batch.of(group, target.device), target, generator)
-            if not torch.isfinite(scores.sums).all():
-                raise refuse("lr", recipe.lr, f"the loss is not finite after {history.steps} steps; lower it")
+            losses.append(AsyncCopy(scores.loss.detach(), stream=copying))
             optimizer.zero_grad()
             scores.loss.backward()
             torch.nn.utils.clip_grad_norm_(head.parameters(), CLIP)
             optimizer.step()
             schedule.step()
             history.steps += 1
-            losses.append(float(scores.loss.detach()))
+            if len(losses) > 1:  # one step late, so that the device does not wait for the host
+                _finite(losses[-2], history.steps - 2, recipe)
             report(history.steps, recipe.steps)
             if history.steps % every == 0 or history.steps == recipe.steps:
-                history.losses[history.steps] = sum(losses) / len(losses)
+                known = [_finite(loss, history.steps - 1, recipe) for loss in losses]
+                history.losses[history.steps] = sum(known) / len(known)
                 losses.clear()
                 _note(history, head, target, held_out, recipe, log)
             if history.steps == recipe.steps:
@@ -132,11 +137,19 @@ def train(
 def measure(head: Head, target: Target, examples: Sequence[Example], recipe: Recipe) -> Evaluation:
     """Evaluate on `examples`, with the same random numbers each time."""
     generator = torch.Generator().manual_seed(recipe.seed)
-    sums = torch.zeros(4, head.drafts, dtype=torch.float64)
+    sums = torch.zeros(4, head.drafts, dtype=torch.float64, device=target.device)
     for group in groups(examples, recipe.batch_tokens):
         with _precision(target):
             sums += head.score(Batch.of(group, target.device), target, generator).sums
     return Evaluation.of(sums)
+
+
+def _finite(loss: AsyncCopy, steps: int, recipe: Recipe) -> float:
+    """The loss, as the copy has it. steps: updates before it. Raises SpecbatchError if it is not finite."""
+    [value] = loss.wait()
+    if not math.isfinite(value):
+        raise refuse("lr", recipe.lr, f"the loss is not finite after {steps} steps; lower it")
+    return float(value)
 
 
 def rate(step: int, steps: int) -> float:

@@ -58,6 +58,35 @@ def test_loss_covers_drafts_after_answer_tokens_only(head, target):
     assert places == [(7 - 1 - k) + (3 - 1 - k) for k in range(STEPS)]
 
 
+def test_loss_follows_the_formula(target):
+    """Cross entropy with the target's distribution over the head's tokens, where the target's token is one of them."""
+    kept = torch.arange(0, VOCABULARY, 2)
+    head = Eagle3Head(target, kept, steps=STEPS, max_len=LENGTH, seed=3)
+    rows = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(6)).tolist()
+    batch = Batch.of([Example(tuple(rows[0]), 5), Example(tuple(rows[1][:9]), 6)], CPU)
+    found = head.score(batch, target, torch.Generator())
+    found.loss.backward()
+    gradient = {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
+
+    last, aux = target.features(batch, head.aux)
+    memory, hidden, means = Memory(head.rotary, torch.arange(LENGTH)), head.begin(last, aux), []
+    for step in range(STEPS):
+        hidden = head.advance(F.embedding(ahead(batch.tokens, 1 + step, 0), target.embedding), hidden, memory)
+        losses = []
+        for row, (prompt, length) in enumerate([(5, LENGTH), (6, 9)]):
+            for place in range(prompt - 1, length - 2 - step):
+                theirs = target.logits(last[row, None, place + 1 + step])[0]
+                if int(theirs.argmax()) % 2 == 0:
+                    losses.append(F.cross_entropy(head.predict(hidden[row, place], target), theirs[kept].softmax(-1)))
+        means.append(torch.stack(losses).mean())
+    expected = (means[0] + 0.8 * means[1] + 0.64 * means[2]) / (1 + 0.8 + 0.64)
+    torch.testing.assert_close(found.loss, expected)
+    head.zero_grad()
+    expected.backward()
+    for name, parameter in head.named_parameters():
+        torch.testing.assert_close(gradient[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_target_positions_of_draft_steps():
     rows = torch.tensor([[1, 2, 3], [4, 5, 6]])
     assert ahead(rows, 1, 0).tolist() == [[2, 3, 0], [5, 6, 0]]

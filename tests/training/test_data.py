@@ -51,6 +51,18 @@ def test_epochs_are_shuffled_by_seed():
     assert first[:16] != first[16:]
 
 
+def test_batches_of_an_epoch_have_little_padding_and_no_order():
+    generator = torch.Generator().manual_seed(0)
+    examples = some(*torch.randint(10, 60, (300,), generator=generator).tolist())
+    real = padded = 0
+    longest = []
+    for batch, _ in zip(endless(examples, 500, 1), range(60), strict=False):
+        lengths = [len(item.tokens) for item in batch]
+        real, padded, longest = real + sum(lengths), padded + len(batch) * max(lengths), [*longest, max(lengths)]
+    assert real / padded > 0.9
+    assert longest != sorted(longest)
+
+
 def test_draft_vocabulary_holds_the_most_frequent_answer_tokens():
     examples = [Example((9, 9, 9, 9, 5, 5, 5, 3), 4), Example((9, 4, 3, 1), 1)]
     assert frequent(examples, 3, 12).tolist() == [1, 3, 5]  # of those seen once, the lowest

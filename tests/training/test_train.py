@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.metadata import version
+from typing import Any
 
 import pytest
+import torch
 
+from specbatch.errors import SpecbatchError
+from specbatch.training.dflash import DFlashHead
+from specbatch.training.head import Scores
 from specbatch.training.recipe import Recipe
 from specbatch.training.trainer import FLOOR, rate
 
@@ -60,6 +66,24 @@ def test_interruption_keeps_the_existing_head(train, answers_file, tmp_path):
     assert written["history"]["interrupted"]
     assert written["history"]["steps"] == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "record.json"]
+
+
+@pytest.mark.parametrize(("steps", "bad"), [(1, 0), (8, 3), (8, 7)])
+def test_loss_that_is_not_finite_is_refused(train, answers_file, tmp_path, monkeypatch, steps, bad):
+    """Also that of the last step, although losses are read one step late."""
+    score, done = DFlashHead.score, []
+
+    def diverges(self: DFlashHead, *batch: Any) -> Scores:
+        found = score(self, *batch)
+        if torch.is_grad_enabled():
+            done.append(found)
+        return replace(found, loss=found.loss * (torch.nan if len(done) > bad else 1))
+
+    monkeypatch.setattr(DFlashHead, "score", diverges)
+    with pytest.raises(SpecbatchError, match=rf"lr=0.01: the loss is not finite after {bad} steps; lower it"):
+        train(tmp_path, "dflash", answers=answers_file, steps=steps)
+    assert len(done) <= bad + 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_learning_rate_warmup_and_decay():
