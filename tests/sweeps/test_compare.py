@@ -50,7 +50,15 @@ def test_every_compared_metric_has_a_direction():
     assert all(METRICS[key].better for key in COMPARED)
     higher = {key for key in COMPARED if METRICS[key].better == "higher"}
     assert higher == {
-        *("output_throughput", "goodput", "slo_share", "accept_length", "accept_rate", "graph_coverage"),
+        *(
+            "output_throughput",
+            "goodput",
+            "slo_share",
+            "accept_length",
+            "accept_rate",
+            "corpus_accept_length",
+            "graph_coverage",
+        ),
         *("untrimmed_accept_length", "untrimmed_accept_rate"),
     }
 
