@@ -107,6 +107,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         default_tokens=15,
         tree=None,
         draft="a draft that was made for the model (folder or hub id)",
+        training="specbatch.training.dflash2",
     ),
     "dspark": Algorithm(
         "specbatch.drafters.dspark",

@@ -182,10 +182,15 @@ def published_shape(target: ModelConfig) -> dict[str, Any]:
     """The config of a draft as published by z-lab for targets of this shape: that of DFlash drafts, convolutions over 2
     tokens in groups of 16 channels, and a selector of rank 256 over 16 candidates."""
     shape = dflash.published_shape(target)
-    inside = shape["dflash_config"] | {
+    inside = shape["dflash_config"] | published_heads(target)
+    return shape | {"architectures": [dflash.SECOND], "dflash_config": inside}
+
+
+def published_heads(target: ModelConfig) -> dict[str, int]:
+    """The settings of the convolutions and the selector."""
+    return {
         "conv_kernel_size": 2,
         "conv_group_size": 16 if target.hidden_size % 16 == 0 else 1,
         "selector_rank": 256,
         "selector_top_k": min(16, target.vocab_size),
     }
-    return shape | {"architectures": [dflash.SECOND], "dflash_config": inside}

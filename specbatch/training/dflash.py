@@ -20,6 +20,7 @@ from torch import nn
 
 from specbatch.errors import refuse
 from specbatch.kernels.common.upload import upload
+from specbatch.models.config import ModelConfig
 from specbatch.training.data import Batch, Example, indices
 from specbatch.training.eagle3 import layer_keys, plain_rope
 from specbatch.training.head import Guess, Head, Layer, Scores
@@ -47,15 +48,22 @@ class DFlashHead(Head):
         self._anchors, self._mask_token = anchors, mask_token
         self.fc = nn.Linear(len(self.aux) * hidden, hidden, bias=False)
         self.hidden_norm = Norm(hidden, eps)
-        self.layers = nn.ModuleList(
-            Layer(Attention(sizes), Norm(hidden, eps), Norm(hidden, eps), Mlp(sizes)) for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(self._new_layer(sizes) for _ in range(layers))
         self.norm = Norm(hidden, eps)
         initialize(self, seed)
         with torch.no_grad():
             self.norm.weight.copy_(target.norm)
         self.to(target.device)
         self._rotary = Rotary(sizes, max_len + block, target.device)
+
+    def _new_layer(self, sizes: ModelConfig) -> Layer:
+        hidden, eps = sizes.hidden_size, sizes.rms_norm_eps
+        return Layer(Attention(sizes), Norm(hidden, eps), Norm(hidden, eps), Mlp(sizes))
+
+    @property
+    def _decay(self) -> float:
+        """The loss weight of a row, relative to the one before."""
+        return math.exp(-2 / (self.drafts + 1))
 
     def score(self, batch: Batch, target: Target, generator: torch.Generator) -> Scores:
         _, aux = target.features(batch, self.aux)
@@ -70,7 +78,7 @@ class DFlashHead(Head):
             hits = logits.argmax(-1) == wanted
             alive[here] &= hits
             guesses.append(Guess(F.cross_entropy(logits, wanted, reduction="none"), hits, alive[here]))
-        return Scores.of(guesses, math.exp(-2 / (self.drafts + 1)))
+        return Scores.of(guesses, self._decay)
 
     def forward(self, aux: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """aux [B, L, n * H], embedded blocks [B, A, rows, H] and their positions int64 [B, A, rows] -> hidden states
@@ -81,7 +89,7 @@ class DFlashHead(Head):
         x = blocks
         for layer in self.layers:
             assert isinstance(layer, Layer)
-            attention, read = layer.self_attn, layer.input_layernorm(x)
+            attention, read = layer.self_attn, layer.enter(x)
             q, _ = attention.queries(read, self._rotary, places)
             k, v = attention.keys_values(read, self._rotary, places)
             seen_k, seen_v = attention.keys_values(context, self._rotary, at)

@@ -69,6 +69,11 @@ class Layer(nn.Module):
         self.post_attention_layernorm = mlp_norm
         self.mlp = mlp
 
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """What q, k and v read of the residual stream [..., H]."""
+        out: torch.Tensor = self.input_layernorm(x)
+        return out
+
     def leave(self, x: torch.Tensor, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         """From the residual stream [..., H] and attention output [..., kv heads, group, head_dim] to the residual
         stream after the layer."""

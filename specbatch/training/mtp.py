@@ -56,7 +56,7 @@ class MtpHead(ChainHead):
         layer = self.layers[0]
         assert isinstance(layer, Layer)
         x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], -1))
-        read = layer.input_layernorm(x)
+        read = layer.enter(x)
         q, gate = layer.self_attn.queries(read, memory.rotary, memory.positions)
         k, v = layer.self_attn.keys_values(read, memory.rotary, memory.positions)
         out: torch.Tensor = self.norm(layer.leave(x, memory.attend(q, k, v), gate))

@@ -15,6 +15,7 @@ _OWN: dict[str, dict[str, int | None]] = {  # settings of one algorithm, with de
     "eagle3": {"unroll": 5, "vocab": None},
     "mtp": {"unroll": 5},
     "dflash": {"draft_layers": 2, "block_size": 8, "anchors": 16},
+    "dflash2": {"draft_layers": 2, "block_size": 8, "anchors": 16, "selector_rank": 256},
     "dspark": {"draft_layers": 2, "block_size": 7, "anchors": 16, "markov_rank": 256},
 }
 ANSWER_TOKENS = 512  # default limit of an answer
@@ -45,18 +46,21 @@ class Recipe:
         "eagle3: size of the draft vocabulary, made of the most frequent tokens. Default: 32000 or all.",
         whole(1),
     )
-    draft_layers: int | None = setting(None, "dflash, dspark: number of layers. Default: 2.", whole(1, 64))
+    draft_layers: int | None = setting(None, "dflash, dflash2, dspark: number of layers. Default: 2.", whole(1, 64))
     block_size: int | None = setting(
         None,
-        "dflash, dspark: rows of a block, including the newest token, where dspark drafts, too. Default: 8 and 7.",
+        "dflash, dflash2, dspark: rows of a block, including the newest token, where dspark drafts, too. Default: 8; "
+        "dspark: 7.",
         whole(2, 64),
     )
     anchors: int | None = setting(
         None,
-        "dflash, dspark: blocks per answer and step. Default: 16; more learn more from each step of a large target.",
+        "dflash, dflash2, dspark: blocks per answer and step. Default: 16; with a large target more cost little.",
         whole(1, 4096),
     )
     markov_rank: int | None = setting(None, "dspark: rank of the Markov head. Default: 256.", whole(1, 4096))
+
+    selector_rank: int | None = setting(None, "dflash2: rank of the selector. Default: 256.", whole(1, 4096))
 
     def __post_init__(self) -> None:
         if self.algorithm not in HEADS:

@@ -36,6 +36,7 @@ RECIPES = {
     "eagle3": {"unroll": 3, "vocab": 24},
     "mtp": {"unroll": 3},
     "dflash": {"draft_layers": 2, "block_size": 5, "steps": 40},
+    "dflash2": {"draft_layers": 1, "block_size": 5, "selector_rank": 6, "steps": 40},
     "dspark": {"draft_layers": 1, "block_size": 4, "markov_rank": 8, "steps": 40},
 }
 

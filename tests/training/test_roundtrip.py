@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from specbatch import Engine, EngineConfig, SamplingParams, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.training.data import Batch, Example, split
 from specbatch.training.dflash import DFlashHead, feature_layers
+from specbatch.training.dflash2 import DFlash2Head
 from specbatch.training.dspark import DSparkHead
 from specbatch.training.eagle3 import Eagle3Head
 from specbatch.training.files import takes_a_head, write_beside
@@ -29,6 +31,9 @@ LAYER += ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn
 NORMED = (*LAYER, "self_attn.q_norm", "self_attn.k_norm")
 
 
+BLOCKS = {"dflash": DFlashHead, "dflash2": partial(DFlash2Head, rank=6), "dspark": partial(DSparkHead, rank=8)}
+
+
 def weights(stem: str, *names: str) -> set[str]:
     return {f"{stem}{name}.weight" for name in names}
 
@@ -36,6 +41,10 @@ def weights(stem: str, *names: str) -> set[str]:
 PUBLISHED = {
     "eagle3": {"d2t", "t2d"} | weights("", "fc", "norm", "lm_head") | weights("midlayer.", "hidden_norm", *LAYER),
     "dflash": weights("", "fc", "hidden_norm", "norm") | weights("layers.0.", *NORMED) | weights("layers.1.", *NORMED),
+    "dflash2": weights("", "fc", "hidden_norm", "norm", "candidate_selector.hidden_projection")
+    | weights("layers.0.", *NORMED, "attention_conv.kernel_projection", "mlp_conv.kernel_projection")
+    | {f"layers.0.{part}_conv.base_kernel" for part in ("attention", "mlp")}
+    | {f"candidate_selector.{part}_codebook" for part in ("predecessor", "successor")},
     "dspark": weights("", "fc", "hidden_norm", "norm", "embed_tokens", "lm_head", "confidence_head.proj")
     | weights("layers.0.", *NORMED)
     | weights("markov_head.", "markov_w1", "markov_w2")
@@ -64,7 +73,11 @@ def test_configs_hold_the_keys_that_readers_need(trained):
     dspark = json.loads((trained["dspark"][0] / "config.json").read_text())
     assert (dspark["architectures"], dspark["block_size"], dspark["markov_rank"]) == (["Qwen3DSparkModel"], 4, 8)
     assert (dspark["mask_token_id"], dspark["target_layer_ids"]) == (VOCABULARY - 2, [1, 4, 6])
-    for config in (eagle, dflash, dspark):
+    dflash2 = json.loads((trained["dflash2"][0] / "config.json").read_text())
+    assert (dflash2["architectures"], dflash2["block_size"]) == (["DFlash2DraftModel"], 5)
+    own = {"conv_kernel_size": 2, "conv_group_size": 1, "selector_rank": 6, "selector_top_k": 16}
+    assert dflash2["dflash_config"] == dflash["dflash_config"] | own
+    for config in (eagle, dflash, dflash2, dspark):
         assert (config["rope_theta"], config["head_dim"], config["vocab_size"]) == (500.0, DIM, VOCABULARY)
 
 
@@ -100,7 +113,7 @@ def read_back(algorithm, folder, target):
         sizes = {"layers": config["num_hidden_layers"], "block": config["block_size"], "anchors": MAX_LEN}
         sizes |= {"max_len": MAX_LEN, "seed": 99}
         sizes |= {"mask_token": (config | config.get("dflash_config", {}))["mask_token_id"]}
-        head = DFlashHead(target, **sizes) if algorithm == "dflash" else DSparkHead(target, rank=8, **sizes)
+        head = BLOCKS[algorithm](target, **sizes)
     file = folder / ("model-mtp.safetensors" if algorithm == "mtp" else "model.safetensors")
     named = {name.removeprefix("mtp."): tensor for name, tensor in load_file(file).items()}
     head.load_state_dict({name: named[name] for name in head.state_dict()})
