@@ -21,7 +21,6 @@ import triton.language as tl
 from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
-from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.workspace import reserve
@@ -29,6 +28,7 @@ from specbatch.kernels.common.workspace import reserve
 SPAN = 256
 KEYS = 64  # of a tile; divides SPAN
 FEW_ROWS, ROWS = 16, 64  # of a tile
+WARPS, STAGES = 4, 3
 LOG2E = 1.4426950408889634
 PROGRAMS = 2  # for each processor; with fewer tiles than that, spans are shared out
 WORKSPACE = 256 << 20  # bytes of partial results, at most
@@ -39,29 +39,43 @@ def prefill_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     spans: RaggedBatch,
-    window: int = 0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, dim], the rows of `spans`, over caches [pages, page_size, kv, dim] that hold all
-    of their keys. `window`: a query sees that many keys, itself included; 0 is all. Returns [T, heads, dim]."""
+    of their keys. Returns [T, heads, dim]."""
     tokens = max(1, ROWS // (q.shape[1] // k_cache.shape[2]))
-    longest = min(max(spans.ends), window + tokens + SPAN) if window else max(spans.ends)
     table = spans.table
     return _launch(
         q, k_cache, v_cache, (table[0], table[1], table[2], table[3]), spans.tiles(tokens), spans.page_table,
-        spans.page_size, longest, 0, True, window, out,
+        spans.page_size, max(spans.ends), 0, out,
     )  # fmt: skip
 
 
 def decode_attention(queries: DecodeQueries) -> partial[torch.Tensor]:
     """The attention of a decode or verify pass of chains, for all layers: `DecodeAttentionRef` of `queries`."""
     assert queries.ancestors is None, "trees are refused"
-    size, count, lengths = queries.page_size, queries.num_queries, queries.lengths
-    place = lengths[:, None] + torch.arange(count, device=lengths.device)
-    capacity = queries.page_table.shape[1] * size
-    slots = kv_slots(queries.page_table, queries.slots[:, None], place.clamp(max=capacity - 1), size)
-    slots = torch.where(place < capacity, slots, 0).flatten()  # page 0 is for padding
+    table, count = queries.page_table, queries.num_queries
+    tokens = len(queries.lengths) * count
+    slots = torch.empty(tokens, dtype=torch.int64, device=table.device)
+    _new_slots[(triton.cdiv(tokens, 128),)](
+        table, queries.slots, queries.lengths, slots, tokens, count, table.shape[1], PAGE=queries.page_size, BLOCK=128,
+        **pdl(table),
+    )  # fmt: skip
     return partial(_decode, queries, slots)
+
+
+@triton.jit(do_not_specialize=["tokens", "count", "width"])
+def _new_slots(
+    page_table, rows, lengths, slots, tokens, count, width, PAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Where the key of each token goes; page 0, which is for padding, if there is no page for it."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < tokens
+    wait_for_previous_kernel(PDL)
+    place = tl.load(lengths + token // count, inside, 0) + token % count
+    fits = inside & (place < width * PAGE)
+    row = tl.load(rows + token // count, inside, 0)
+    tl.store(slots + token, tl.where(fits, kv_slot(page_table + row * width, place, PAGE, fits), 0), inside)
 
 
 def _decode(
@@ -74,17 +88,12 @@ def _decode(
     v_cache: torch.Tensor,
     mask: Mask,
 ) -> torch.Tensor:
-    q, _, _ = split_qkv_rope(qkv, heads, positions, slots, k_cache, v_cache)
+    assert mask == Mask(), "chains of a target see all keys before them"
+    q = split_qkv_rope(qkv, heads, positions, slots, k_cache, v_cache)[0]
     table, size = queries.page_table, queries.page_size
     longest = table.shape[1] * size if queries.bound is None else queries.bound
-    window = mask.window or 0
-    longest = min(longest, window + queries.num_queries + SPAN) if window else longest
     bounds = queries.lengths, queries.lengths, queries.slots, queries.slots
-    causal = mask.causal
-    out = _launch(
-        q, k_cache, v_cache, bounds, None, table, size, longest, queries.num_queries, causal, window, None
-    )  # fmt: skip
-    return out.flatten(1)
+    return _launch(q, k_cache, v_cache, bounds, None, table, size, longest, queries.num_queries, None).flatten(1)
 
 
 def _launch(
@@ -97,8 +106,6 @@ def _launch(
     page_size: int,
     longest: int,
     count: int,
-    causal: bool,
-    window: int,
     out: torch.Tensor | None,
     splits: int | None = None,
     rows: int | None = None,
@@ -130,8 +137,8 @@ def _launch(
     _span_attention[(kv, sequences * per_sequence, splits)](
         q, k_cache, v_cache, out, partials, arrivals, *bounds, tiles, page_table, page_table.stride(0), q.stride(0),
         spans, count, per_sequence, dim**-0.5 * LOG2E,
-        GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=page_size, WINDOW=window, CAUSAL=causal, TOKENS=tokens,
-        ROWS=rows, FEW=few, KEYS=KEYS, SPAN=SPAN, SPREAD=splits > 1, **pdl(q), num_warps=4, num_stages=3,
+        GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=page_size, TOKENS=tokens,
+        ROWS=rows, FEW=few, KEYS=KEYS, SPAN=SPAN, SPREAD=splits > 1, **pdl(q), num_warps=WARPS, num_stages=STAGES,
         enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -151,8 +158,8 @@ def _span_attention(
     q, k_cache, v_cache, out, partials, arrivals, starts, ends, rows, offsets, tiles, page_table, page_stride, q_stride,
     spans, count, per_sequence, scale,
     GROUP: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr,
-    KEYS: tl.constexpr, SPAN: tl.constexpr, SPREAD: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
+    SPREAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """spans: as many as a tile may have; FEW: the rows of a tile that may be real."""
     head, index, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -180,20 +187,11 @@ def _span_attention(
     source = q + ((offset + token) * q_stride + query_head * DIM)[:, None] + column[None, :]
     queries = tl.load(source, mask=real[:, None] & inside, other=0.0)
     newest = (start + token)[:, None]  # the last key that a row sees
-    low, high = 0, tl.minimum(start + first + TOKENS, stop)
-    if not CAUSAL:
-        newest = newest * 0 + stop - 1
-        high = stop
-    high = tl.minimum(high, page_stride * PAGE)
-    if WINDOW > 0:
-        low = tl.maximum(start + first - WINDOW + 1, 0) // KEYS * KEYS
-    first_span = low // SPAN
-    filled = tl.cdiv(high, SPAN) - first_span
+    low, high = 0, tl.minimum(tl.minimum(start + first + TOKENS, stop), page_stride * PAGE)
+    filled = tl.cdiv(high, SPAN)
     if SPREAD:
-        share = tl.cdiv(filled, tl.num_programs(2))
-        from_span = first_span + split * share
-        low = tl.maximum(low, from_span * SPAN)
-        high = tl.minimum(high, (from_span + share) * SPAN)
+        share = tl.cdiv(filled, tl.num_programs(2)) * SPAN
+        low, high = split * share, tl.minimum((split + 1) * share, high)
 
     size: tl.constexpr = FEW * (BLOCK_D + 2)
     program = index * KV + head
@@ -216,10 +214,7 @@ def _span_attention(
             k = tl.load(k_cache + place)
             v = tl.load(v_cache + place)
         scores = tl.dot(queries, k.to(queries.dtype).T, input_precision="ieee") * scale
-        visible = key[None, :] <= newest
-        if WINDOW > 0:
-            visible &= key[None, :] > (start + token)[:, None] - WINDOW
-        scores = tl.where(visible, scores, float("-inf"))
+        scores = tl.where(key[None, :] <= newest, scores, float("-inf"))
         # Keys that a row does not see change nothing: its maximum stays, and 0 is added.
         peak = tl.maximum(top, tl.max(scores, 1)[:, None])
         base = tl.where(peak == float("-inf"), 0.0, peak)
@@ -231,7 +226,7 @@ def _span_attention(
         if ((at + KEYS) % SPAN == 0) | (at + KEYS >= high):
             sums = tl.max(total, 1)[:, None]
             if SPREAD:
-                part = parts + (at // SPAN - first_span) * size
+                part = parts + at // SPAN * size
                 here = row < FEW
                 tl.store(part + row[:, None] * BLOCK_D + column[None, :], acc, here[:, None])
                 tl.store(part + FEW * BLOCK_D + row[:, None], top, here[:, None])

@@ -28,7 +28,7 @@ _agreed: dict[tuple[object, ...], bool] = {}
 
 def takes(weight: torch.Tensor) -> bool:
     """Can it multiply by this weight? Bulk copies need rows of multiples of 16 bytes."""
-    return weight.is_contiguous() and weight.shape[1] * weight.element_size() % 16 == 0
+    return weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.shape[1] * weight.element_size() % 16 == 0
 
 
 def fixed_order_linear(

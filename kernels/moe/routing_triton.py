@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.moe.routing import Routing
 
 TILE = 16  # tokens
@@ -49,7 +50,8 @@ def route(logits: torch.Tensor, rule: Routing, rows: int) -> tuple[torch.Tensor,
         torch.empty(most_blocks(tokens, rule, rows), 3, device=device, dtype=torch.int32),
         torch.empty(1, device=device, dtype=torch.int32),
     )
-    tile = min(TILE, triton.next_power_of_2(tokens))
+    # The order in which the weights of a token are added depends on the shape of its tile.
+    tile = TILE if is_deterministic() else min(TILE, triton.next_power_of_2(tokens))
     tiles = triton.cdiv(tokens, tile)
     columns = triton.next_power_of_2(rule.experts)
     counts = torch.empty(tiles + 1 if tiles > 1 else 0, columns, device=device, dtype=torch.int32)

@@ -26,6 +26,7 @@ from specbatch.sweeps.microbench import (
     attention_tiles,
     cpu_decode,
     cpu_gemm,
+    deterministic,
     equal_rows,
     gemm,
     http_client,
@@ -80,7 +81,7 @@ def _machine() -> str:
     return ", ".join([name, *(f"{library} {known[library]}" for library in ("torch", "triton") if library in known)])
 
 
-for kernels in (accept, attention, attention_tiles, gemm, moe, prefill, recurrent):
+for kernels in (accept, attention, attention_tiles, deterministic, gemm, moe, prefill, recurrent):
     _add(kernels, needs_cuda=True, inference=True)
 for alone in (all_reduce, equal_rows):
     _add(alone, needs_cuda=True)

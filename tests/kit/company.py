@@ -15,6 +15,7 @@ from specbatch.kernels.common.verified_rows import VerifiedRows
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.decoder import Decoder
+from specbatch.weights.dummy import DummyCheckpoint
 
 CPU, PAGE, MOST_ROWS = torch.device("cpu"), 8, 16
 
@@ -39,15 +40,16 @@ class Company:
 
     def __init__(
         self,
-        target: str | TargetCheckpoint,
+        target: str | TargetCheckpoint | DummyCheckpoint,
         dtype: torch.dtype,
         state: str = "fp32",
         device: torch.device = CPU,
+        kv_dtype: torch.dtype | None = None,
         trees: bool = True,
     ) -> None:
         found = TargetCheckpoint(target) if isinstance(target, str) else target
         self._config, self._dtype, self._state = found.config, dtype, state
-        self._device, self._trees = device, trees
+        self._device, self._kv_dtype, self._trees = device, kv_dtype or dtype, trees
         self._model = Decoder(found.config, found.tensor, dtype=dtype, device=device, max_positions=1024)
 
     @torch.inference_mode()
@@ -86,7 +88,7 @@ class Company:
         states = RecurrentStates(config.state_shapes, layers, len(texts) + 1, MOST_ROWS, types, self._device)
         attention = prefill_backend("auto", self._device, self._dtype, config.head_dim)
         count = self._model.attention_layers
-        self._kv = KVCache(config, count, pages * len(texts), PAGE, self._dtype, self._device, attention, states)
+        self._kv = KVCache(config, count, pages * len(texts), PAGE, self._kv_dtype, self._device, attention, states)
         return self._kv
 
     def _prefill(self, cache: KVCache, parts: list[tuple[Text, int]]) -> None:

@@ -17,7 +17,10 @@ from targets import SIZES, SPECULATIONS, TargetCheckpoint, Targets, random_weigh
 
 from specbatch import Completion, SamplingParams
 from specbatch.kernels.dispatch import use_deterministic
+from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.models.config import ModelConfig
+from specbatch.weights.dummy import DummyCheckpoint
+from specbatch.weights.shapes import SHAPES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")]
 
@@ -33,11 +36,12 @@ class Wide(TargetCheckpoint):
     """A dense model, some of whose GEMMs add their columns in parts."""
 
     def __init__(self, architecture: str) -> None:
-        sizes = SIZES | {
+        self.sizes = SIZES | {
             "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 2, "num_attention_heads": 16,
             "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 1000, "max_position_embeddings": 1024,
+            "architectures": [architecture],
         }  # fmt: skip
-        self.config = ModelConfig.from_dict(sizes | {"architectures": [architecture]})
+        self.config = ModelConfig.from_dict(self.sizes)
         self.tensors = random_weights(self.config.tensor_shapes(), 1.0)
 
 
@@ -53,12 +57,30 @@ def differing(company: Company, lengths: list[int], rng: Random, rounds: int) ->
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
-def test_logits_do_not_depend_on_company(name: str, dtype: torch.dtype) -> None:
-    target = name if name == "llama" else Wide(name)
-    company, rng = Company(target, dtype, device=torch.device("cuda"), trees=False), Random(f"{name} {dtype}")
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [
+        ("llama", None),
+        ("Qwen2ForCausalLM", None),
+        ("Qwen3ForCausalLM", None),
+        ("Qwen3ForCausalLM", torch.float8_e4m3fn),
+        ("qwen3-moe", None),
+    ],
+)
+def test_logits_do_not_depend_on_company(name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    target = Wide(name) if name.startswith("Qwen") else name
+    company = Company(target, dtype, device=torch.device("cuda"), kv_dtype=kv_dtype, trees=False)
+    rng = Random(f"{name} {dtype}")
     assert differing(company, [600, 150, 9, 70, 300], rng, 3) == 0
     assert differing(company, [rng.randrange(1, 60) for _ in range(128)], rng, 1) == 0
+
+
+def test_fp8_logits_do_not_depend_on_company() -> None:
+    sizes = Wide("Qwen3ForCausalLM").sizes | {"quantization_config": SHAPES["qwen3-8b-fp8"]["quantization_config"]}
+    checkpoint = DummyCheckpoint(ModelConfig.from_dict(sizes), name="fp8", seed=0, tokenizer=None, device="cuda")
+    company, rng = Company(checkpoint, BF16, device=torch.device("cuda"), trees=False), Random(0)
+    with use_fp8_activations(True):
+        assert differing(company, [600, 150, 9, 70, 300], rng, 3) == 0
 
 
 def test_without_the_mode_they_do() -> None:

@@ -28,13 +28,11 @@ class Case:
         self.k, self.v = torch.randn(2, pages + 1, PAGE, kv, dim, generator=generator).to(device, dtype)
         self.q = torch.randn(LENGTH, heads, dim, generator=generator).to(device, dtype)
 
-    def prompt(self, start: int, end: int, window: int = 0) -> torch.Tensor:
+    def prompt(self, start: int, end: int) -> torch.Tensor:
         spans = RaggedBatch([start], [end], [1], self.table, PAGE)
-        return span_attention_triton.prefill_attention(self.q[start:end], self.k, self.v, spans, window)
+        return span_attention_triton.prefill_attention(self.q[start:end], self.k, self.v, spans)
 
-    def verify(
-        self, start: int, rows: int, splits: int | None = None, window: int = 0, tile: int | None = None
-    ) -> torch.Tensor:
+    def verify(self, start: int, rows: int, splits: int, tile: int | None = None) -> torch.Tensor:
         """The rows at `start` beside others of the first sequence."""
         device = self.q.device
         lengths, slots = torch.tensor([start // 2, start], device=device), torch.tensor([0, 1], device=device)
@@ -42,21 +40,20 @@ class Case:
         bounds = (lengths, lengths, slots, slots)
         capacity = self.table.shape[1] * PAGE
         return span_attention_triton._launch(
-            q, self.k, self.v, bounds, None, self.table, PAGE, capacity, rows, True, window, None, splits, tile
+            q, self.k, self.v, bounds, None, self.table, PAGE, capacity, rows, None, splits, tile
         )[rows:]
 
 
-@pytest.mark.parametrize("window", [0, 100])
 def test_prompts_and_verifies_match_the_reference(
-    window: int, dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None]
+    dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None]
 ) -> None:
     case = Case(dtype, device)
-    every = case.prompt(0, LENGTH, window)
-    expected = prefill_attention_ref(case.q, case.k, case.v, case.table[1], 0, window)
+    every = case.prompt(0, LENGTH)
+    expected = prefill_attention_ref(case.q, case.k, case.v, case.table[1], 0)
     torch.testing.assert_close(every, expected, rtol=0, atol=TOLERANCE[dtype])
-    assert_same(case.prompt(250, 300, window), every[250:300])
+    assert_same(case.prompt(250, 300), every[250:300])
     for start, rows, splits in ((1, 1, 1), (255, 3, 1), (513, 16, 2), (511, 1, 3)):
-        assert_same(case.verify(start, rows, splits, window), every[start : start + rows])
+        assert_same(case.verify(start, rows, splits), every[start : start + rows])
 
 
 def test_a_decode_pass_matches_the_reference(dtype: torch.dtype, device: torch.device) -> None:

@@ -14,7 +14,17 @@ from specbatch.sweeps.microbench import runner
 from specbatch.sweeps.microbench.__main__ import app
 from specbatch.sweeps.microbench.runner import Case, Table
 
-KERNELS = ("accept", "attention", "attention-tiles", "equal-rows", "gemm", "moe", "prefill", "recurrent")
+KERNELS = (
+    "accept",
+    "attention",
+    "attention-tiles",
+    "deterministic",
+    "equal-rows",
+    "gemm",
+    "moe",
+    "prefill",
+    "recurrent",
+)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
