@@ -6,7 +6,7 @@ its own; the spans are merged in order. One program may take all spans of its qu
 Then the last one to arrive merges them by the same operations: how many programs share the spans changes no bit.
 
 All sums over keys are sums of a tensor core, that of the weights too, whose order does not depend on the tile (see
-`gemm/fixed_order`): 16 rows, tokens times the query heads that share a KV head, or 64. Multiplications and additions
+`gemm/fixed_order`): 16 to 64 rows, tokens times the query heads that share a KV head. Multiplications and additions
 elsewhere are not fused (`enable_fp_fusion`), because the compiler may choose differently in two places.
 """
 
@@ -26,9 +26,9 @@ from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.workspace import reserve
 
 SPAN = 256
-KEYS = 64  # of a tile; divides SPAN
-FEW_ROWS, ROWS = 16, 64  # of a tile
-WARPS, STAGES = 4, 3
+KEYS = 32  # of a tile; divides SPAN
+ROWS = 64  # of a tile of a prompt
+LAUNCHES = {16: (4, 3, 128), 32: (4, 3, None), 64: (4, 3, None)}  # by rows: warps, stages, registers of a thread
 LOG2E = 1.4426950408889634
 PROGRAMS = 2  # for each processor; with fewer tiles than that, spans are shared out
 WORKSPACE = 256 << 20  # bytes of partial results, at most
@@ -117,8 +117,9 @@ def _launch(
     kv = k_cache.shape[2]
     group = heads // kv
     if rows is None:
-        rows = FEW_ROWS if tiles is None and count * group <= FEW_ROWS else ROWS
+        rows = ROWS if tiles is not None else min(ROWS, max(16, triton.next_power_of_2(count * group)))
     rows = max(rows, triton.next_power_of_2(group))
+    warps, stages, registers = LAUNCHES.get(rows, (8, 2, None))
     tokens = max(1, rows // group)
     sequences = len(bounds[0]) if tiles is None else 1
     per_sequence = triton.cdiv(count, tokens) if tiles is None else len(tiles)
@@ -138,8 +139,8 @@ def _launch(
         q, k_cache, v_cache, out, partials, arrivals, *bounds, tiles, page_table, page_table.stride(0), q.stride(0),
         spans, count, per_sequence, dim**-0.5 * LOG2E,
         GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=page_size, TOKENS=tokens,
-        ROWS=rows, FEW=few, KEYS=KEYS, SPAN=SPAN, SPREAD=splits > 1, **pdl(q), num_warps=WARPS, num_stages=STAGES,
-        enable_fp_fusion=False,
+        ROWS=rows, FEW=few, KEYS=KEYS, SPAN=SPAN, SPREAD=splits > 1, **pdl(q), num_warps=warps, num_stages=stages,
+        maxnreg=registers, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 

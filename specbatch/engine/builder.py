@@ -106,7 +106,7 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     sharing = "" if shared is None else ", weights shared"
     log(f"model: {target.name} ({target.origin}), {type_name(dtype)} on {device}{sharing}; {target.config.rope}")
     if config.deterministic and device.type == "cuda":
-        _check_deterministic_on_cuda(config, target.config, dtype)
+        _check_deterministic_on_cuda(config, device, target.config, dtype)
     draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, log)
     if draft.drafted is not None:
         asked = config.speculation
@@ -428,24 +428,29 @@ def _check_device(config: EngineConfig, device: torch.device) -> None:
         raise refuse("kv_dtype", config.kv_dtype, "needs a CUDA device and this engine runs on a CPU; use auto")
 
 
-def _check_deterministic_on_cuda(config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> None:
-    """Refuse what has no deterministic kernels on a CUDA device. A draft may be any model: no bit of a result depends
-    on it."""
+def _check_deterministic_on_cuda(
+    config: EngineConfig, device: torch.device, target: ModelConfig, dtype: torch.dtype
+) -> None:
+    """Refuse what has no deterministic kernels on a CUDA device, and devices on which their bits were not compared. A
+    draft may be any model: no bit of a result depends on it."""
     why = "with deterministic=True a CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        works = f"its kernels were compared on Hopper only, and {device} has compute capability {capability}"
+        raise refuse("deterministic", True, f"{works}; use an H100 or H200, or device='cpu'")
     if dtype == torch.float32:
         raise refuse("dtype", type_name(dtype), f"{why} computes in bfloat16 and float16 only; use one of them")
-    if config.kv_dtype != "auto":
-        raise refuse("kv_dtype", config.kv_dtype, f"{why} keeps keys and values in the model's type; use auto")
     if config.attention_backend not in ("auto", "triton"):
         raise refuse("attention_backend", config.attention_backend, f"{why} runs triton only; use auto or triton")
     if config.speculation.shape.topk > 1:
-        works = f"{why} verifies chains only, trees on a CPU; use draft_topk=1"
+        works = f"{why} verifies chains only, and trees need a CPU; use draft_topk=1"
         raise refuse("draft_topk", config.speculation.shape.topk, works)
-    kind = "recurrent layers" if target.attention_layers < target.num_layers else "experts" if target.chosen else ""
-    kind = "FP8 weights" if target.fp8 is not None else kind
-    if kind:
-        works = f"{why} runs dense Llama and Qwen models in bfloat16 or float16, not {kind}; use device='cpu'"
-        raise refuse("deterministic", True, works)
+    if target.fp8 is not None and not config.fp8_activations:
+        raise refuse("fp8_activations", False, f"{why} multiplies FP8 weights by FP8 activations only; use True")
+    if target.attention_layers < target.num_layers:
+        raise refuse("deterministic", True, "a CUDA device has no such kernels for recurrent layers; use device='cpu'")
+    if target.fp8 is not None and target.chosen:
+        raise refuse("deterministic", True, "a CUDA device has no such kernels for FP8 experts; use device='cpu'")
     for size in (target.hidden_size, target.intermediate_size, target.num_heads * target.head_dim):
         if size % 8:
             works = f"{why} needs matrices whose columns are a multiple of 8, not {size}; use device='cpu'"
