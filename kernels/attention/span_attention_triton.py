@@ -126,20 +126,19 @@ def _launch(
     programs = sequences * per_sequence * kv
     block = max(16, triton.next_power_of_2(dim))
     spans = triton.cdiv(longest, SPAN)
-    few = rows if tiles is not None else min(rows, triton.next_power_of_2(count * group))
+    cells = programs * spans * rows * (block + 2)
     if splits is None:
         splits = max(1, min(PROGRAMS * _processors(q.device) // programs, spans))
-        if programs * spans * few * (block + 2) * 4 > WORKSPACE:
-            splits = 1
+        splits = splits if 4 * cells <= WORKSPACE else 1
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     partials, arrivals = out, out
     if splits > 1:
-        partials, arrivals = reserve(q.device, programs * spans * few * (block + 2), programs)
+        partials, arrivals = reserve(q.device, cells, programs)
     _span_attention[(kv, sequences * per_sequence, splits)](
         q, k_cache, v_cache, out, partials, arrivals, *bounds, tiles, page_table, page_table.stride(0), q.stride(0),
         spans, count, per_sequence, dim**-0.5 * LOG2E,
         GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=page_size, TOKENS=tokens,
-        ROWS=rows, FEW=few, KEYS=KEYS, SPAN=SPAN, SPREAD=splits > 1, **pdl(q), num_warps=warps, num_stages=stages,
+        ROWS=rows, KEYS=KEYS, SPAN=SPAN, SPREAD=splits > 1, **pdl(q), num_warps=warps, num_stages=stages,
         maxnreg=registers, enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -159,10 +158,10 @@ def _span_attention(
     q, k_cache, v_cache, out, partials, arrivals, starts, ends, rows, offsets, tiles, page_table, page_stride, q_stride,
     spans, count, per_sequence, scale,
     GROUP: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
-    SPREAD: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, SPREAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """spans: as many as a tile may have; FEW: the rows of a tile that may be real."""
+    """spans: as many as a tile may have. SPREAD: several programs share them."""
     head, index, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     wait_for_previous_kernel(PDL)
     if tiles is not None:
@@ -194,9 +193,10 @@ def _span_attention(
         share = tl.cdiv(filled, tl.num_programs(2)) * SPAN
         low, high = split * share, tl.minimum((split + 1) * share, high)
 
-    size: tl.constexpr = FEW * (BLOCK_D + 2)
+    size: tl.constexpr = ROWS * (BLOCK_D + 2)
     program = index * KV + head
     parts = partials + program.to(tl.int64) * spans * size
+    cell, line, there = row[:, None] * BLOCK_D + column[None, :], row[:, None], real[:, None]
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     top = tl.full([ROWS, 1], float("-inf"), tl.float32)
     ones = tl.full([KEYS, 16], 1.0, queries.dtype)
@@ -228,10 +228,9 @@ def _span_attention(
             sums = tl.max(total, 1)[:, None]
             if SPREAD:
                 part = parts + at // SPAN * size
-                here = row < FEW
-                tl.store(part + row[:, None] * BLOCK_D + column[None, :], acc, here[:, None])
-                tl.store(part + FEW * BLOCK_D + row[:, None], top, here[:, None])
-                tl.store(part + FEW * (BLOCK_D + 1) + row[:, None], sums, here[:, None])
+                tl.store(part + cell, acc, there)
+                tl.store(part + ROWS * BLOCK_D + line, top, there)
+                tl.store(part + ROWS * (BLOCK_D + 1) + line, sums, there)
             else:
                 whole, whole_top, whole_total = _merge(whole, whole_top, whole_total, acc, top, sums)
             acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -243,26 +242,16 @@ def _span_attention(
         if tl.atomic_add(arrivals + program, 1, sem="acq_rel") != tl.num_programs(2) - 1:
             return
         tl.store(arrivals + program, 0)
-        few = tl.arange(0, FEW)
-        token = first + few // GROUP
-        real = (few < TOKENS * GROUP) & (start + token < stop)
-        query_head = head * GROUP + few % GROUP
-        whole_few = tl.zeros([FEW, BLOCK_D], tl.float32)
-        top_few = tl.full([FEW, 1], float("-inf"), tl.float32)
-        total_few = tl.zeros([FEW, 1], tl.float32)
         for number in range(filled):
             part = parts + number * size
-            acc_few = tl.load(part + few[:, None] * BLOCK_D + column[None, :], cache_modifier=".cg")
-            part_top = tl.load(part + FEW * BLOCK_D + few[:, None], cache_modifier=".cg")
-            part_total = tl.load(part + FEW * (BLOCK_D + 1) + few[:, None], cache_modifier=".cg")
-            whole_few, top_few, total_few = _merge(whole_few, top_few, total_few, acc_few, part_top, part_total)
-        result = out + ((offset + token) * (KV * GROUP) + query_head)[:, None] * DIM + column[None, :]
-        mixed = whole_few / tl.where(total_few > 0, total_few, 1.0)
-        tl.store(result, mixed.to(out.dtype.element_ty), mask=real[:, None] & inside)
-    else:
-        result = out + ((offset + token) * (KV * GROUP) + query_head)[:, None] * DIM + column[None, :]
-        mixed = whole / tl.where(whole_total > 0, whole_total, 1.0)
-        tl.store(result, mixed.to(out.dtype.element_ty), mask=real[:, None] & inside)
+            acc = tl.load(part + cell, there, 0.0, cache_modifier=".cg")
+            top = tl.load(part + ROWS * BLOCK_D + line, there, float("-inf"), cache_modifier=".cg")
+            sums = tl.load(part + ROWS * (BLOCK_D + 1) + line, there, 0.0, cache_modifier=".cg")
+            whole, whole_top, whole_total = _merge(whole, whole_top, whole_total, acc, top, sums)
+
+    result = out + ((offset + token) * (KV * GROUP) + query_head)[:, None] * DIM + column[None, :]
+    mixed = whole / tl.where(whole_total > 0, whole_total, 1.0)
+    tl.store(result, mixed.to(out.dtype.element_ty), mask=there & inside)
 
 
 def _processors(device: torch.device) -> int:

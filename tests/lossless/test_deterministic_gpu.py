@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import cache
 from random import Random
 from typing import Any
@@ -16,8 +17,11 @@ from stand_ins import late_results, random_draft_lengths
 from targets import SIZES, SPECULATIONS, TargetCheckpoint, Targets, random_weights
 
 from specbatch import Completion, SamplingParams
+from specbatch.kernels.attention import span_attention_triton
 from specbatch.kernels.dispatch import use_deterministic
+from specbatch.kernels.gemm import fixed_order, skinny_gemm_triton
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
+from specbatch.kernels.gemm.skinny_gemm_configs import tile_for
 from specbatch.models.config import ModelConfig
 from specbatch.weights.dummy import DummyCheckpoint
 from specbatch.weights.shapes import SHAPES
@@ -56,15 +60,16 @@ def differing(company: Company, lengths: list[int], rng: Random, rounds: int) ->
     return found
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize(
-    ("name", "kv_dtype"),
+    ("name", "dtype", "kv_dtype"),
     [
-        ("llama", None),
-        ("Qwen2ForCausalLM", None),
-        ("Qwen3ForCausalLM", None),
-        ("Qwen3ForCausalLM", torch.float8_e4m3fn),
-        ("qwen3-moe", None),
+        ("llama", BF16, None),
+        ("llama", FP16, None),
+        ("Qwen2ForCausalLM", BF16, None),
+        ("Qwen3ForCausalLM", BF16, None),
+        ("Qwen3ForCausalLM", FP16, None),
+        ("Qwen3ForCausalLM", BF16, torch.float8_e4m3fn),
+        ("qwen3-moe", BF16, None),
     ],
 )
 def test_logits_do_not_depend_on_company(name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
@@ -88,6 +93,34 @@ def test_without_the_mode_they_do() -> None:
     texts = [[rng.randrange(3, 37) for _ in range(length)] for length in (150, 40)]
     alone = [company.alone(text) for text in texts]
     assert any(not torch.equal(one, other) for one, other in zip(alone, company.together(texts, rng), strict=True))
+
+
+def _spans_of_a_prompt(patch: pytest.MonkeyPatch) -> None:
+    prefill = span_attention_triton.prefill_attention
+
+    def with_other_spans(*args: Any) -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(span_attention_triton, "SPAN", 128)
+            return prefill(*args)
+
+    patch.setattr(span_attention_triton, "prefill_attention", with_other_spans)
+
+
+def _divided_columns(patch: pytest.MonkeyPatch) -> None:
+    """Of few rows, as without the mode."""
+    patch.setattr(fixed_order, "undivided_tile_for", lambda n, k, **how: tile_for(n, k, 16, **how))
+
+
+def _sum_that_is_not_rounded(patch: pytest.MonkeyPatch) -> None:
+    gated = skinny_gemm_triton.skinny_gated
+    patch.setattr(skinny_gemm_triton, "skinny_gated", lambda *args, **how: gated(*args, **how | {"rounded": False}))
+
+
+@pytest.mark.parametrize("mutate", [_spans_of_a_prompt, _divided_columns, _sum_that_is_not_rounded])
+def test_every_rule_is_needed(monkeypatch: pytest.MonkeyPatch, mutate: Callable[[pytest.MonkeyPatch], None]) -> None:
+    mutate(monkeypatch)
+    company = Company(Wide("Qwen3ForCausalLM"), BF16, device=torch.device("cuda"), trees=False)
+    assert differing(company, [400, 150], Random(0), 1) > 0
 
 
 _SAMPLED = [SamplingParams(**{**vars(params), "max_new_tokens": lossless.LONGER}) for params in lossless.SAMPLED]
