@@ -85,6 +85,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         default_tokens=3,
         draft="an EAGLE head (folder or hub id)",
         settings=("draft_rope_theta",),
+        training="specbatch.training.eagle",
     ),
     "eagle3": Algorithm(
         "specbatch.drafters.eagle3",

@@ -41,13 +41,21 @@ class ChainHead(Head):
         """[n, H] -> logits [n, Vd]."""
         raise NotImplementedError
 
+    def losses(
+        self, hidden: torch.Tensor, logits: torch.Tensor, last: torch.Tensor, wanted: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """The losses float32 [n] of hidden [n, H] with logits [n, Vd], at places where the target's hidden state is
+        last[rows] and its distribution wanted[rows], for int64 [n]."""
+        return cross_entropy(logits, wanted, rows)
+
     def score(self, batch: Batch, target: Target, generator: torch.Generator) -> Scores:
         last, aux = target.features(batch, self.aux)
         tokens, device = batch.tokens, batch.tokens.device
         places = torch.arange(tokens.shape[1])
         # Hidden states of answer tokens with a next token: the head learns the target's prediction there.
         known = (places >= batch.prompts[:, None]) & (places + 1 < batch.lengths[:, None])
-        wanted, inside = self._distributions(target, last.flatten(0, 1)[indices(known, device)])
+        shown = last.flatten(0, 1)[indices(known, device)]
+        wanted, inside = self._distributions(target, shown)
         row_of = torch.full(known.shape, -1)
         row_of[known] = torch.arange(len(wanted))
 
@@ -60,11 +68,13 @@ class ChainHead(Head):
             rows = ahead(row_of, 1 + step, -1)
             valid = ahead(known, 1, False) & (rows >= 0)  # the root is a token of the answer
             here, theirs = indices(valid, device), upload(rows[valid], device)
-            logits = self.predict(hidden.flatten(0, 1)[here], target)
+            own = hidden.flatten(0, 1)[here]
+            logits = self.predict(own, target)
             drafted = logits.argmax(-1) if self.kept is None else self.kept[logits.argmax(-1)]
             hits = drafted == ahead(tokens, 2 + step, 0).flatten()[here]
             right[here] &= hits
-            guesses.append(Guess(cross_entropy(logits, wanted, theirs), hits, right[here], inside[theirs]))
+            losses = self.losses(own, logits, shown, wanted, theirs)
+            guesses.append(Guess(losses, hits, right[here], inside[theirs]))
         return Scores.of(guesses, DECAY)
 
     def _distributions(self, target: Target, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -59,10 +59,10 @@ class Scores:
 class Layer(nn.Module):
     """One decoder layer. Attention is computed by the training method."""
 
-    input_layernorm: Norm
+    input_layernorm: nn.Module
     self_attn: Attention
 
-    def __init__(self, attention: Attention, norm: Norm, mlp_norm: Norm, mlp: Mlp) -> None:
+    def __init__(self, attention: Attention, norm: nn.Module, mlp_norm: Norm, mlp: Mlp) -> None:
         super().__init__()
         self.input_layernorm = norm
         self.self_attn = attention

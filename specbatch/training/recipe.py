@@ -12,6 +12,7 @@ from specbatch.settings import check_fields, number, setting, whole
 
 HEADS = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.training)
 _OWN: dict[str, dict[str, int | None]] = {  # settings of one algorithm, with defaults; None: depends on the target
+    "eagle": {"unroll": 3},
     "eagle3": {"unroll": 5, "vocab": None},
     "mtp": {"unroll": 5},
     "dflash": {"draft_layers": 2, "block_size": 8, "anchors": 16},
@@ -40,7 +41,9 @@ class Recipe:
     )
     held_out: int = setting(32, "Number of answers held out for evaluation.", whole(1))
     seed: int = setting(0, "", whole(0, MOST_SEED))
-    unroll: int | None = setting(None, "eagle3, mtp: length of the draft chains in training. Default: 5.", whole(1, 16))
+    unroll: int | None = setting(
+        None, "eagle, eagle3, mtp: length of the draft chains in training. Default: 5; eagle: 3.", whole(1, 16)
+    )
     vocab: int | None = setting(
         None,
         "eagle3: size of the draft vocabulary, made of the most frequent tokens. Default: 32000 or all.",

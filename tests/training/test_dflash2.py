@@ -27,6 +27,7 @@ def head(target):
     with torch.no_grad():
         for parameter in made.parameters():
             parameter += torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[-1])
+        made.candidate_selector.successor_codebook *= 100  # so that a token that is no candidate may score best
     return made
 
 

@@ -18,6 +18,7 @@ from specbatch.training.data import Batch, Example, split
 from specbatch.training.dflash import DFlashHead, feature_layers
 from specbatch.training.dflash2 import DFlash2Head
 from specbatch.training.dspark import DSparkHead
+from specbatch.training.eagle import EagleHead
 from specbatch.training.eagle3 import Eagle3Head
 from specbatch.training.files import takes_a_head, write_beside
 from specbatch.training.mtp import MtpHead
@@ -39,6 +40,7 @@ def weights(stem: str, *names: str) -> set[str]:
 
 
 PUBLISHED = {
+    "eagle": {"fc.bias"} | weights("", "fc", "embed_tokens") | weights("layers.0.", *LAYER[1:]),
     "eagle3": {"d2t", "t2d"} | weights("", "fc", "norm", "lm_head") | weights("midlayer.", "hidden_norm", *LAYER),
     "dflash": weights("", "fc", "hidden_norm", "norm") | weights("layers.0.", *NORMED) | weights("layers.1.", *NORMED),
     "dflash2": weights("", "fc", "hidden_norm", "norm", "candidate_selector.hidden_projection")
@@ -70,6 +72,8 @@ def test_configs_hold_the_keys_that_readers_need(trained):
     assert dflash["architectures"] == ["DFlashDraftModel"]
     assert (dflash["model_type"], dflash["block_size"], dflash["num_target_layers"]) == ("qwen3", 5, LAYERS)
     assert dflash["dflash_config"] == {"mask_token_id": VOCABULARY - 2, "target_layer_ids": [1, 4, 6]}
+    first = json.loads((trained["eagle"][0] / "config.json").read_text())
+    assert (first["architectures"], first["num_hidden_layers"]) == (["LlamaForCausalLMEagle"], 1)
     dspark = json.loads((trained["dspark"][0] / "config.json").read_text())
     assert (dspark["architectures"], dspark["block_size"], dspark["markov_rank"]) == (["Qwen3DSparkModel"], 4, 8)
     assert (dspark["mask_token_id"], dspark["target_layer_ids"]) == (VOCABULARY - 2, [1, 4, 6])
@@ -77,7 +81,7 @@ def test_configs_hold_the_keys_that_readers_need(trained):
     assert (dflash2["architectures"], dflash2["block_size"]) == (["DFlash2DraftModel"], 5)
     own = {"conv_kernel_size": 2, "conv_group_size": 1, "selector_rank": 6, "selector_top_k": 16}
     assert dflash2["dflash_config"] == dflash["dflash_config"] | own
-    for config in (eagle, dflash, dflash2, dspark):
+    for config in (first, eagle, dflash, dflash2, dspark):
         assert (config["rope_theta"], config["head_dim"], config["vocab_size"]) == (500.0, DIM, VOCABULARY)
 
 
@@ -105,6 +109,8 @@ def read_back(algorithm, folder, target):
     """The trainer's module with the weights from the files."""
     if algorithm == "mtp":
         head = MtpHead(target, steps=3, max_len=MAX_LEN, seed=99)
+    elif algorithm == "eagle":
+        head = EagleHead(target, steps=3, max_len=MAX_LEN, seed=99)
     elif algorithm == "eagle3":
         d2t = load_file(folder / "model.safetensors")["d2t"]
         head = Eagle3Head(target, torch.arange(24) + d2t, steps=3, max_len=MAX_LEN, seed=99)
