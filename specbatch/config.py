@@ -43,9 +43,9 @@ class Speculation:
     aux_layers     counted as EAGLE-3 heads do: the input of layer k is the output of layer k - 1
     draft_rope_theta  overrides the theta in the head's config. A config without one means 10000, and some heads were
                    trained with 10000 whatever their config says
-    corpus         earlier answers from which drafts are made; the algorithm drafts where these have nothing. Finished
-                   answers of the run are added in any case. With a corpus the tokens of a seed are the baseline's for
-                   all algorithms, as drafts are coupled (see `specbatch.drafters.choose.sample_drafts`)
+    corpus         other answers from which drafts are made; the algorithm drafts where these have nothing. Those of the
+                   run, running and finished, are among them in any case. With a corpus the tokens of a seed are the
+                   baseline's for all algorithms, as drafts are coupled (`specbatch.drafters.choose.sample_drafts`)
     simulate_accept_length, simulate_accept  of each request each draft is accepted with its conditional probability,
                    whatever it is (`specbatch.acceptance_profile`); the generated text is not the model's. The mean is
                    that of the most drafts, at most draft_steps + 1: fewer drafts, as "auto" and n-gram lookup make
@@ -97,18 +97,22 @@ class Speculation:
     ngram_max: int = setting(4, "Longest n-gram to match; tried first.", whole(1))
     corpus: str | None = setting(
         None,
-        "Draft from earlier answers where they continue the text, else with the algorithm. run: the finished answers "
-        "of this run. FILE,FILE: these, and the answers of files: outputs of generate and eval (.jsonl, or a folder of "
-        "eval), or a text in each line (.txt).",
+        "Draft from other answers where they continue the text, else with the algorithm. run: the answers of this run. "
+        "FILE,FILE: these, and the answers of files: outputs of generate and eval (.jsonl, or a folder of eval), or a "
+        "text in each line (.txt).",
         Rule(lambda corpus: isinstance(corpus, str) and all(corpus.split(",")), "use run, or files with commas"),
     )
     corpus_tokens: int = setting(
         1 << 20,
-        "Tokens that the corpus holds, in 28 to 40 bytes of device memory each; new answers replace the oldest ones.",
+        "Tokens of finished answers that the corpus holds, in 28 to 40 bytes of device memory each. New ones replace "
+        "the oldest.",
         whole(1 << 10, 1 << 28),
     )
-    corpus_min: int = setting(
-        4, "Shortest n-gram to look up in the corpus; four and two times as long ones are tried first.", whole(1, 16)
+    corpus_min: int | None = setting(
+        None,
+        "Shortest n-gram to look up in the corpus; four and two times as long ones are tried first. Default: 4 with "
+        "ngram, and 8 with a draft model or head, whose drafts are better than what follows shorter ones.",
+        whole(1, 16),
     )
     verification: str = setting(
         "token",
@@ -212,6 +216,11 @@ class Speculation:
                 raise refuse("aux_layers", layers, "give a tuple of layers, such as (2, 18, 33)")
             for layer in layers:
                 at_least("aux_layers", layer, 1)
+
+    @property
+    def corpus_ngram(self) -> int:
+        """Length of the shortest n-grams that are looked up in the corpus."""
+        return self.corpus_min or (8 if self.entry.samples_drafts else 4)
 
     @property
     def corpus_files(self) -> tuple[str, ...]:

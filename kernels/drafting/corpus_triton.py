@@ -1,6 +1,8 @@
-"""Triton kernels of `corpus.corpus_insert` and `corpus.corpus_drafts`, one launch each."""
+"""Triton kernels of `corpus.corpus_insert`, `corpus_extend` and `corpus_drafts`, one launch each."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -12,31 +14,47 @@ from specbatch.kernels.drafting.corpus import HOPS, LEVELS, PRIME, CorpusIndex
 _BLOCK = 128
 
 
+@triton.jit
+def _link(newest, earlier, total, place, added, stored, table, PRIME: tl.constexpr, BLOCK: tl.constexpr):
+    """Add a block of places with the sums of their hashes, as if one after the other. stored: `earlier` is written."""
+    bucket = (total % PRIME) & (table - 1)
+    lane = tl.arange(0, BLOCK)
+    same = (bucket[:, None] == bucket[None, :]) & added[:, None] & added[None, :]
+    before = tl.max(tl.where(same & (lane[None, :] < lane[:, None]), lane[None, :], -1), 1)
+    after = tl.max(tl.where(same & (lane[None, :] > lane[:, None]), 1, 0), 1)
+    previous = tl.load(newest + bucket, added, other=-1)
+    in_block = tl.sum(tl.where(lane[None, :] == before[:, None], place[None, :], 0), 1)
+    previous = tl.where(before >= 0, in_block, previous)
+    tl.store(earlier + place, tl.where(added, previous, -1), stored)
+    tl.debug_barrier()  # no lane writes before all have read
+    tl.store(newest + bucket, place, added & (after == 0))
+    tl.debug_barrier()
+
+
 @triton.jit(do_not_specialize=["start", "count"])
 def _insert_kernel(
     ring,
     newest,
     earlier,
     powers,
+    size,
+    places,
+    table,
     texts,
     start,
     count,
-    size,
-    table,
-    SHORTEST: tl.constexpr,
-    LEVELS: tl.constexpr,
+    LONGEST: tl.constexpr,
     PRIME: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_previous_kernel(PDL)
     level = tl.program_id(0)
-    length = tl.full([], SHORTEST << (LEVELS - 1), tl.int32) >> level
+    length = tl.full([], LONGEST, tl.int32) >> level
     newest += level.to(tl.int64) * table
-    earlier += level.to(tl.int64) * size
-    lane = tl.arange(0, BLOCK)
+    earlier += level.to(tl.int64) * places
     for first in range(0, count, BLOCK):
-        at = first + lane
+        at = first + tl.arange(0, BLOCK)
         place = (start + at) % size
         added = tl.load(texts + count + at, at < count, other=0) != 0
         total = tl.zeros([BLOCK], tl.int64)
@@ -44,38 +62,82 @@ def _insert_kernel(
             token = tl.load(texts + at - back, (at < count) & (at >= back), other=-1).to(tl.int64)
             added = added & (token >= 0)
             total += (token + 1) * tl.load(powers + back) % PRIME
-        bucket = (total % PRIME) & (table - 1)
-        # The tables are as if the places were added one after the other.
-        same = (bucket[:, None] == bucket[None, :]) & added[:, None] & added[None, :]
-        before = tl.max(tl.where(same & (lane[None, :] < lane[:, None]), lane[None, :], -1), 1)
-        after = tl.max(tl.where(same & (lane[None, :] > lane[:, None]), 1, 0), 1)
-        previous = tl.load(newest + bucket, added, other=-1)
-        previous = tl.where(before >= 0, (start + first + before) % size, previous)
-        tl.store(earlier + place, tl.where(added, previous, -1), at < count)
         if level == 0:
             tl.store(ring + place, tl.load(texts + at, at < count, other=-1), at < count)
-        tl.debug_barrier()  # no lane writes before all have read
-        tl.store(newest + bucket, place, added & (after == 0))
-        tl.debug_barrier()
+        _link(newest, earlier, total, place, added, at < count, table, PRIME, BLOCK)
 
 
 def corpus_insert(index: CorpusIndex, texts: torch.Tensor, start: int) -> None:
     """`corpus_insert_ref`. One program per length of n-grams goes through the texts, a block at a time."""
     _insert_kernel[(LEVELS,)](
-        index.tokens,
-        index.newest,
-        index.earlier,
-        index.powers,
-        texts,
-        start,
-        texts.shape[1],
-        len(index.tokens),
-        index.newest.shape[1],
-        SHORTEST=index.shortest,
-        LEVELS=LEVELS,
-        PRIME=PRIME,
+        **_tables(index), texts=texts, start=start, count=texts.shape[1], BLOCK=_BLOCK, **pdl(texts), num_warps=8
+    )
+
+
+@triton.jit
+def _extend_kernel(
+    ring,
+    newest,
+    earlier,
+    powers,
+    size,
+    places,
+    table,
+    tokens,
+    width,
+    rows,
+    lengths,
+    accepted,
+    stride,
+    batch,
+    COUNT: tl.constexpr,
+    LONGEST: tl.constexpr,
+    PRIME: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_previous_kernel(PDL)
+    level = tl.program_id(0)
+    length = tl.full([], LONGEST, tl.int32) >> level
+    newest += level.to(tl.int64) * table
+    earlier += level.to(tl.int64) * places
+    for first in range(0, batch * COUNT, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        sequence, step = at // COUNT, at % COUNT
+        inside = sequence < batch
+        row = tl.load(rows + sequence, inside, other=0)
+        end = tl.load(lengths + sequence, inside, other=0) - 1 + step
+        stored = inside & (step <= tl.load(accepted + sequence * stride, inside, other=-1)) & (row > 0) & (end >= 0)
+        added = stored & (end >= length - 1)
+        total = tl.zeros([BLOCK], tl.int64)
+        for back in range(length):
+            token = tl.load(tokens + row * width + end - back, added, other=0)
+            total += (token + 1) * tl.load(powers + back) % PRIME
+        place = (size + row * width + end).to(tl.int32)
+        _link(newest, earlier, total, place, added, stored, table, PRIME, BLOCK)
+
+
+def corpus_extend(
+    index: CorpusIndex,
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    accepted: torch.Tensor,
+    count: int,
+) -> None:
+    """`corpus_extend_ref`. One program per length of n-grams goes through the tokens of all sequences."""
+    _extend_kernel[(LEVELS,)](
+        **_tables(index),
+        tokens=tokens,
+        width=tokens.shape[1],
+        rows=rows,
+        lengths=lengths,
+        accepted=accepted,
+        stride=accepted.stride(0),
+        batch=len(rows),
+        COUNT=count,
         BLOCK=_BLOCK,
-        **pdl(texts),
+        **pdl(rows),
         num_warps=8,
     )
 
@@ -86,18 +148,19 @@ def _drafts_kernel(
     newest,
     earlier,
     powers,
+    size,
+    places,
+    table,
     tokens,
+    width,
+    known,
     rows,
-    lengths,
     own,
     own_drafted,
     drafts,
     drafted,
     found,
-    width,
-    size,
-    table,
-    SHORTEST: tl.constexpr,
+    LONGEST: tl.constexpr,
     LEVELS: tl.constexpr,
     HOPS: tl.constexpr,
     PRIME: tl.constexpr,
@@ -108,26 +171,37 @@ def _drafts_kernel(
 ):
     wait_for_previous_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
-    tokens += tl.load(rows + sequence) * width
-    last = tl.load(lengths + sequence)
+    row = tl.load(rows + sequence)
+    last = tl.load(known + row)
+    newest_token = tokens + row * width + last
     back = tl.arange(0, BLOCK)
-    longest: tl.constexpr = SHORTEST << (LEVELS - 1)
-    suffix = tl.load(tokens + last - back, (back <= last) & (back < longest), other=-2)  # newest first
-    terms = (suffix + 1) * tl.load(powers + back, back < longest, other=0) % PRIME
+    suffix = tl.load(newest_token - back, (back <= last) & (back < LONGEST), other=-2)  # newest first
+    terms = (suffix + 1) * tl.load(powers + back, back < LONGEST, other=0) % PRIME
     hit = last * 0 - 1
     for level in tl.static_range(LEVELS):
-        inside = back < (SHORTEST << (LEVELS - 1 - level))
+        inside = back < (LONGEST >> level)
         bucket = (tl.sum(tl.where(inside, terms, 0), 0) % PRIME) & (table - 1)
         place = tl.load(newest + level * table + bucket).to(tl.int64)
         for _ in tl.static_range(HOPS):
-            text = tl.load(ring + (place - back + size) % size, inside, other=0)
+            finished = tl.load(ring + (place - back + size) % size, inside, other=0).to(tl.int64)
+            at = tl.maximum(place - size, 0)
+            # An earlier request's place may be past the tokens of the one that has its row now.
+            there = (at % width >= (LONGEST >> level) - 1) & (at % width < tl.load(known + at // width))
+            running = tl.load(tokens + tl.maximum(at - back, 0), inside, other=0)
+            text = tl.where(place < size, finished, running)
             wrong = tl.max((inside & (text != suffix)).to(tl.int32), 0)
-            hit = tl.where((hit < 0) & (wrong == 0) & (place >= 0), place, hit)
-            place = tl.load(earlier + level * size + place, place >= 0, other=-1).to(tl.int64)
+            is_same = (wrong == 0) & (place >= 0) & ((place < size) | there)
+            hit = tl.where((hit < 0) & is_same, place, hit)
+            place = tl.load(earlier + places * level + place, place >= 0, other=-1).to(tl.int64)
     step = tl.arange(0, BLOCK_COUNT)
-    text = tl.load(ring + (hit + 1 + step) % size, step < COUNT, other=-1).to(tl.int64)
+    finished = tl.load(ring + (hit + 1 + step) % size, step < COUNT, other=-1).to(tl.int64)
+    from_row = tl.where(hit >= size, (hit - size) // width, 0)
+    column = tl.where(hit >= size, (hit - size) % width, 0)
+    ahead = (column + 1 + step <= tl.load(known + from_row)) & (step < COUNT)
+    running = tl.load(tokens + from_row * width + column + 1 + step, ahead, other=-1)
+    text = tl.where(hit < size, finished, running)
     count = tl.where(hit >= 0, tl.min(tl.where(text < 0, step, COUNT), 0), 0).to(tl.int64)
-    text = tl.where(step < count, text, tl.load(tokens + last))
+    text = tl.where(step < count, text, tl.load(newest_token))
     at = sequence * COUNT + step
     text = tl.where(count > 0, text, tl.load(own + at, step < COUNT, other=0))
     tl.store(drafts + at, text, step < COUNT)
@@ -138,8 +212,8 @@ def _drafts_kernel(
 def corpus_drafts(
     index: CorpusIndex,
     tokens: torch.Tensor,
+    known: torch.Tensor,
     rows: torch.Tensor,
-    lengths: torch.Tensor,
     drafts: torch.Tensor,
     drafted: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -147,25 +221,18 @@ def corpus_drafts(
     found = torch.empty(2, len(rows), dtype=torch.int64, device=rows.device)
     chosen, count = torch.empty(drafts.shape, dtype=torch.int64, device=rows.device), drafts.shape[1]
     _drafts_kernel[(len(rows),)](
-        index.tokens,
-        index.newest,
-        index.earlier,
-        index.powers,
-        tokens,
-        rows,
-        lengths,
-        drafts.contiguous(),
-        drafted,
-        chosen,
-        found[0],
-        found[1],
-        tokens.shape[1],
-        len(index.tokens),
-        index.newest.shape[1],
-        SHORTEST=index.shortest,
+        **_tables(index),
+        tokens=tokens,
+        width=tokens.shape[1],
+        known=known,
+        rows=rows,
+        own=drafts.contiguous(),
+        own_drafted=drafted,
+        drafts=chosen,
+        drafted=found[0],
+        found=found[1],
         LEVELS=LEVELS,
         HOPS=HOPS,
-        PRIME=PRIME,
         BLOCK=triton.next_power_of_2(len(index.powers)),
         COUNT=count,
         BLOCK_COUNT=triton.next_power_of_2(count),
@@ -173,3 +240,18 @@ def corpus_drafts(
         num_warps=1,
     )
     return chosen, found[0], found[1]
+
+
+def _tables(index: CorpusIndex) -> dict[str, Any]:
+    """Launch arguments of all kernels."""
+    return {
+        "ring": index.ring,
+        "newest": index.newest,
+        "earlier": index.earlier,
+        "powers": index.powers,
+        "size": len(index.ring),
+        "places": index.earlier.shape[1],
+        "table": index.newest.shape[1],
+        "LONGEST": len(index.powers),
+        "PRIME": PRIME,
+    }

@@ -16,7 +16,7 @@ class Proposal(NamedTuple):
                    those of a tree always are
     ancestors      int64 [B, N], for a tree: node 0 is the root and draft i is node i + 1; bit j of a node's word is set
                    if it sees node j, itself included. Parents come before their children. None for a chain
-    of_corpus      int64 [B], 1 where the drafts come from earlier answers; None without a corpus
+    of_corpus      int64 [B], 1 where the drafts come from other answers; None without a corpus
     """
 
     tokens: torch.Tensor

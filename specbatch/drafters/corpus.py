@@ -1,7 +1,8 @@
-"""Corpus drafting: drafts what followed the last few tokens in earlier answers, of this run and of files.
+"""Corpus drafting: drafts what followed the last few tokens in other answers, of this run and of files.
 
 Where the corpus has nothing, the algorithm itself drafts. The corpus is an index in device memory of fixed size
-(`kernels.drafting.corpus`). The host adds answers as they finish, between steps and without a wait.
+(`kernels.drafting.corpus`). Each step adds the tokens of running requests to it, and the host adds answers as they
+finish, between steps and without a wait.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from specbatch.core.request import Completion
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import Drafter
 from specbatch.kernels.common.upload import upload
-from specbatch.kernels.drafting.corpus import SEPARATOR, CorpusIndex, corpus_drafts, corpus_insert
+from specbatch.kernels.drafting.corpus import SEPARATOR, CorpusIndex, corpus_drafts, corpus_extend, corpus_insert
 from specbatch.models.decoder import Features
 
 
@@ -34,7 +35,7 @@ class Answer(NamedTuple):
 class CorpusPlan(NamedTuple):
     """What a corpus holds at most, and what it holds at the beginning.
 
-    size      tokens
+    size      tokens of finished answers
     shortest  length of the shortest n-grams
     given     answers that files hold, in order
     """
@@ -43,18 +44,18 @@ class CorpusPlan(NamedTuple):
     shortest: int
     given: list[Answer]
 
-    @property
-    def bytes(self) -> int:
-        return CorpusIndex.bytes_of(self.size)
+    def bytes(self, running: int) -> int:
+        """Its memory with room for so many tokens of running requests."""
+        return CorpusIndex.bytes_of(self.size, running)
 
 
 class Corpus:
     """The index and the place in its ring where the next answer goes, which the host knows."""
 
-    def __init__(self, plan: CorpusPlan, device: torch.device) -> None:
-        self.index = CorpusIndex.empty(plan.size, plan.shortest, device)
+    def __init__(self, plan: CorpusPlan, batch: DeviceBatch) -> None:
+        self.index = CorpusIndex.empty(plan.size, plan.shortest, batch.tokens)
         self._given = plan.given
-        self._device = device
+        self._device = batch.device
         self._place = 0
         self.forget()
 
@@ -66,7 +67,7 @@ class Corpus:
     @torch.inference_mode()
     def add(self, answers: Iterable[Answer]) -> None:
         """Add answers; the oldest ones are overwritten."""
-        size = len(self.index.tokens)
+        size = len(self.index.ring)
         for table in _tables(answers, size):
             corpus_insert(self.index, upload(table, self._device, torch.int32), self._place)
             self._place = (self._place + table.shape[1]) % size
@@ -115,13 +116,15 @@ class CorpusDrafter:
         own = self._drafter.propose(replace(step, coupled=True))
         if not step.num_drafts:
             return own
+        batch = step.batch
         tokens, drafted, found = corpus_drafts(
-            self._index, step.batch.tokens, step.slots, step.lengths, own.tokens, own.drafted
+            self._index, batch.tokens, batch.lengths, step.slots, own.tokens, own.drafted
         )
         return Proposal(tokens, drafted, of_corpus=found)
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         self._drafter.update(step, features, accepted, path)
+        corpus_extend(self._index, step.batch.tokens, step.slots, step.lengths, accepted, step.num_drafts + 1)
 
     def shorten(self, step: StepInput) -> None:
         self._drafter.shorten(step)

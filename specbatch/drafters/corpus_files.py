@@ -27,7 +27,7 @@ def plan_corpus(asked: Speculation, target: Checkpoint, log: Log) -> CorpusPlan 
         return None
     given: list[Answer] = []
     for name in asked.corpus_files:
-        reader = _Reader(Path(name), target, asked.corpus_min << (LEVELS - 1))
+        reader = _Reader(Path(name), target, asked.corpus_ngram << (LEVELS - 1))
         found = list(reader.answers())
         if not found:
             raise refuse("corpus", name, f"holds no answer; {_WORKS}")
@@ -37,7 +37,7 @@ def plan_corpus(asked: Speculation, target: Checkpoint, log: Log) -> CorpusPlan 
     held = sum(len(answer.tokens) + 1 for answer in given)
     if held > asked.corpus_tokens:
         log(f"corpus: holds the last {asked.corpus_tokens} of {held} tokens; raise --corpus-tokens to hold all")
-    return CorpusPlan(asked.corpus_tokens, asked.corpus_min, given)
+    return CorpusPlan(asked.corpus_tokens, asked.corpus_ngram, given)
 
 
 class _Reader:

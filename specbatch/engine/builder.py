@@ -219,7 +219,7 @@ def memory_plan(
         vocabulary=model.vocab_size,
         rows=draft.kv_slots_per_step(config.speculation.drafted + 1),
         token_bytes=_token_bytes(model, draft, dtype),
-        corpus=0 if corpus is None else corpus.bytes,
+        corpus_bytes=(lambda running: 0) if corpus is None else corpus.bytes,
         graphs=graphs,
         share=share,
     )
@@ -302,7 +302,7 @@ def _load(
     needs_all_hidden = draft.needs_all_hidden
     forward, cache = loader.target(model, needs_all_hidden=needs_all_hidden)
     drafter: Drafter = draft.build(model, loader)
-    corpus = None if asked_corpus is None else Corpus(asked_corpus, device)
+    corpus = None if asked_corpus is None else Corpus(asked_corpus, batch)
     if corpus is not None:
         drafter = CorpusDrafter(drafter, corpus.index)
     simulated = config.speculation.simulated
@@ -355,7 +355,7 @@ def _load(
         "prefix_cache": "on" if config.prefix_cache else "off",
     }
     if asked_corpus is not None:
-        caps |= {"corpus_tokens": asked_corpus.size, "corpus_bytes": asked_corpus.bytes}
+        caps |= {"corpus_tokens": asked_corpus.size, "corpus_bytes": asked_corpus.bytes(batch.tokens.numel())}
     return EngineParts(
         config=config,
         device=device,

@@ -321,7 +321,7 @@ _ALL = (
         "corpus_share",
         "drafts of the corpus",
         "%",
-        "Share of the drafted tokens that came from earlier answers (--corpus). The algorithm drafted the others.",
+        "Share of the drafted tokens that came from other answers (--corpus). The algorithm drafted the others.",
         "tokens drafted from the corpus / drafted tokens",
         scale=100.0,
         per_request=("corpus_drafted", "drafted"),

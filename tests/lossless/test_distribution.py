@@ -27,6 +27,7 @@ CASES = [
     ("qwen3-next", "eagle-tree"),
     ("llama", "ngram"),
     ("llama", "ngram-tree"),
+    ("llama", "model-corpus-auto"),
     ("llama", "none"),
 ]
 

@@ -11,39 +11,56 @@ from crossed import slow_but
 pytest.importorskip("triton")
 
 from specbatch.kernels.drafting import corpus_triton
-from specbatch.kernels.drafting.corpus import CorpusIndex, corpus_drafts_ref, corpus_insert_ref
-from specbatch.kernels.drafting.corpus_triton import corpus_drafts, corpus_insert
+from specbatch.kernels.drafting.corpus import (
+    CorpusIndex,
+    corpus_drafts_ref,
+    corpus_extend_ref,
+    corpus_insert_ref,
+)
+from specbatch.kernels.drafting.corpus_triton import corpus_drafts, corpus_extend, corpus_insert
 
 
 @pytest.mark.parametrize("case", slow_but(range(6), range(20)))
 def test_kernels_match_their_references(case: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small vocabularies, tables and blocks: equal hashes within a block and across blocks, in a ring that is full."""
+    """Small vocabularies, tables and blocks: equal hashes within a block and across blocks, in a ring that is full and
+    rows that are used again."""
     if case % 3:
         monkeypatch.setattr(corpus_triton, "_BLOCK", 16)
-    draw, shortest = random.Random(case), random.Random(case).randint(1, 4)
-    size, letters = draw.choice([33, 80, 200]), draw.randint(1, 4)
+    draw = random.Random(case)
+    shortest, size, letters, width = draw.randint(1, 4), draw.choice([33, 80, 200]), draw.randint(1, 4), 40
     generator = torch.Generator().manual_seed(case)
-    cpu, own = (CorpusIndex.empty(size, shortest, where) for where in (torch.device("cpu"), device))
-    cpu, own = (index._replace(newest=index.newest[:, : draw.choice([4, 32])].contiguous()) for index in (cpu, own))
-    own = own._replace(newest=torch.full_like(cpu.newest, -1, device=device))
+
+    def randint(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    batch, count, table = draw.randint(1, 7), draw.randint(1, 9), draw.choice([4, 32])
+    tokens = randint(0, letters, batch + 3, width)
+    cpu, own = (CorpusIndex.empty(size, shortest, tokens.to(where)) for where in (torch.device("cpu"), device))
+    cpu, own = (index._replace(newest=index.newest[:, :table].contiguous()) for index in (cpu, own))
     start = 0
-    for _ in range(4):
+    for turn in range(4):
         length = draw.randint(1, size)
-        tokens = torch.randint(-1, letters, (length,), generator=generator)
-        texts = torch.stack([tokens, torch.rand(length, generator=generator) < 0.8]).int()
+        written = randint(-1, letters, length)
+        texts = torch.stack([written, torch.rand(length, generator=generator) < 0.8]).int()
         corpus_insert_ref(cpu, texts, start)
         corpus_insert(own, texts.to(device), start)
         start = (start + length) % size
-        for expected, table in zip(cpu[:3], own[:3], strict=True):
-            assert torch.equal(table.cpu(), expected)
-    batch, count, width = draw.randint(1, 7), draw.randint(1, 9), 40
-    tokens = torch.randint(0, letters, (batch + 3, width), generator=generator)
-    rows = torch.randint(0, batch + 3, (batch,), generator=generator)
-    lengths = torch.randint(0, width, (batch,), generator=generator)
-    drafts = torch.randint(50, 60, (batch, count), generator=generator)
-    drafted = torch.randint(0, count + 1, (batch,), generator=generator)
-    inputs = (tokens, rows, lengths, drafts, drafted)
-    found = corpus_drafts(own, *(item.to(device) for item in inputs))
-    for expected, result in zip(corpus_drafts_ref(cpu, *inputs), found, strict=True):
-        assert result.dtype == torch.int64
-        assert torch.equal(result.cpu(), expected)
+        same(cpu, own)
+        # Some of the rows, in any order, and padding.
+        rows = (torch.randperm(batch + 2, generator=generator)[:batch] + 1) * (torch.arange(batch) != 1)
+        lengths, accepted = randint(0, width - count, batch), randint(0, count, batch, 3)[:, 1]
+        tokens[draw.randint(1, batch + 2)] = randint(0, letters, width)
+        corpus_extend_ref(cpu, tokens, rows, lengths, accepted, count)
+        packed = torch.stack([accepted, accepted], 1).to(device)[:, turn % 2]
+        corpus_extend(own, *(item.to(device) for item in (tokens, rows, lengths)), packed, count)
+        same(cpu, own)
+        inputs = tokens, randint(0, width, batch + 3), rows, randint(50, 60, batch, count), randint(0, count + 1, batch)
+        found = corpus_drafts(own, *(item.to(device) for item in inputs))
+        for expected, result in zip(corpus_drafts_ref(cpu, *inputs), found, strict=True):
+            assert result.dtype == torch.int64
+            assert torch.equal(result.cpu(), expected)
+
+
+def same(index: CorpusIndex, other: CorpusIndex) -> None:
+    for expected, table in zip(index[:3], other[:3], strict=True):
+        assert torch.equal(table.cpu(), expected)
