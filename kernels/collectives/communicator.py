@@ -11,7 +11,8 @@ from uuid import uuid4
 
 import torch
 
-MOST_PUSHED = 1 << 20  # bytes: from here on NCCL is as fast
+MOST_ONE_SHOT = 1 << 20  # bytes, on two ranks; on more a two-shot, which sends less, is faster from smaller sizes on
+MOST_TWO_SHOT = 1 << 25  # bytes; larger ones are summed by NCCL
 
 
 class Communicator(Protocol):
@@ -79,9 +80,11 @@ class GroupCommunicator:
 
 
 class DeviceCommunicator:
-    """Collectives of CUDA devices of one host: small tensors through peer memory (`push_triton`), others by NCCL.
+    """Collectives of CUDA devices of one host, through peer memory: a one-shot of small tensors (`push_triton`), a
+    two-shot of larger ones (`two_shot_triton`), both with the bits of `sum_ref`.
 
-    Sums of large tensors are NCCL's: the same bits on all ranks, too, but rounded at each addition.
+    Tensors that no mailbox holds, and those that are not whole vectors of 16 bytes, are NCCL's: their sums have the
+    same bits on all ranks, too, but are rounded at each addition.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,7 +93,8 @@ class DeviceCommunicator:
         from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-        from specbatch.kernels.collectives.push_triton import Mailboxes
+        from specbatch.kernels.collectives.push_triton import OneShot
+        from specbatch.kernels.collectives.two_shot_triton import TwoShot
 
         self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         # torch keeps the store of a group's name for good, and every default group has the same name. A group after
@@ -98,37 +102,59 @@ class DeviceCommunicator:
         store = _get_default_store()
         name: Any = store.compare_set("specbatch-peer-memory", "", uuid4().hex).decode()
         _SymmetricMemory.set_group_info(name, self.rank, self.size, PrefixStore(name, store))
-        memory = symmetric.empty(Mailboxes.bytes_for(MOST_PUSHED, self.size) // 4, dtype=torch.int32, device=device)
-        addresses = list(symmetric.rendezvous(memory, name).buffer_ptrs)
-        self._mailboxes = Mailboxes(memory, addresses, self.rank, MOST_PUSHED)
+        small = OneShot.bytes_for(MOST_ONE_SHOT, self.size)
+        total = small + TwoShot.bytes_for(MOST_TWO_SHOT, self.size)
+        memory = symmetric.empty(total // 4, dtype=torch.int32, device=device)
+        peers = list(symmetric.rendezvous(memory, name).buffer_ptrs)
+        self.one_shot = OneShot(memory[: small // 4], peers, self.rank, MOST_ONE_SHOT)
+        self.two_shot = TwoShot(
+            memory[small // 4 :],
+            [address + small for address in peers],
+            self.rank,
+            MOST_TWO_SHOT,
+            self.one_shot.abort,
+            self.one_shot.late,
+        )
+        self._most_one_shot = 2 * MOST_ONE_SHOT // self.size
         torch.cuda.synchronize(device)
         torch.distributed.barrier()
 
     def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        if self._mailboxes.fits(x):
-            return self._mailboxes.all_reduce(x, residual)
+        size = _sent_bytes(x)
+        if 0 < size <= self._most_one_shot:
+            return self.one_shot.all_reduce(x, residual)
+        if 0 < size <= MOST_TWO_SHOT:
+            return self.two_shot.all_reduce(x, residual)
         y = x.contiguous()  # of a GEMM or a mixture of experts, and used nowhere else
         torch.distributed.all_reduce(y)
         return y if residual is None else residual + y
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        if self._mailboxes.fits(x):
-            return self._mailboxes.all_gather(x)
+        if 0 < _sent_bytes(x) <= MOST_ONE_SHOT:
+            return self.one_shot.all_gather(x)
         parts = x.new_empty(self.size, *x.shape)
         torch.distributed.all_gather_into_tensor(parts, x.contiguous())
         return parts
 
     @property
     def is_late(self) -> bool:
-        return bool(self._mailboxes.late)
+        return bool(self.one_shot.late)
 
     def abort(self) -> None:
         from torch.distributed.distributed_c10d import _abort_process_group
 
-        self._mailboxes.abort.fill_(1)  # ends our kernels
+        self.one_shot.abort.fill_(1)  # ends our kernels
         if torch.distributed.is_initialized():
             _abort_process_group()  # ends NCCL's, by `ncclCommAbort`, and forgets the group
 
     def close(self) -> None:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _sent_bytes(x: torch.Tensor) -> int:
+    """Bytes of a tensor that the kernels can send, which is of floats and whole vectors; 0 of others."""
+    from specbatch.kernels.collectives.peer_words_triton import KINDS, VECTOR
+
+    size = x.numel() * x.element_size()
+    return size if x.dtype in KINDS and size % VECTOR == 0 else 0

@@ -17,7 +17,7 @@ from specbatch.sweeps.machine.devices import run_on_devices
 from specbatch.sweeps.machine.timing import captured
 from specbatch.sweeps.microbench.runner import Row, Table, in_a_row
 
-KIB = (2, 8, 32, 64, 128, 256, 1024)
+KIB = (2, 8, 32, 64, 128, 256, 1024, 2048, 4096, 16384, 32768)
 CALLS, REPEATS = 100, 9  # calls of a graph; replays
 
 
@@ -46,7 +46,9 @@ def _measure(ranks: DeviceCommunicator, rows: Any) -> None:
         calls: dict[str, Callable[[], object]] = {
             "specbatch": partial(ranks.all_reduce, x),
             "specbatch + residual": partial(ranks.all_reduce, x, residual),
+            "specbatch two-shot": partial(ranks.two_shot.all_reduce, x, None),
             "torch one-shot": partial(torch.ops.symm_mem.one_shot_all_reduce, shared, "sum", group.group_name),
+            "torch two-shot": partial(torch.ops.symm_mem.two_shot_all_reduce_, shared, "sum", group.group_name),
             "NCCL": partial(torch.distributed.all_reduce, x),
         }
         row: Row = {"KiB": size}

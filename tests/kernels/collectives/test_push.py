@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from specbatch.kernels.collectives.communicator import MOST_PUSHED, DeviceCommunicator, sum_ref
+from specbatch.kernels.collectives.communicator import MOST_ONE_SHOT, MOST_TWO_SHOT, DeviceCommunicator, sum_ref
 from specbatch.sweeps.machine.devices import run_on_devices
 
 CALLS = 20_000
@@ -28,7 +28,7 @@ def random_calls(ranks: DeviceCommunicator, calls: int) -> None:
     wrong = torch.zeros(1, dtype=torch.int64, device=device)
     for call in range(calls):
         dtype = (torch.bfloat16, torch.float16, torch.float32)[call % 3]
-        largest = MOST_PUSHED // dtype.itemsize // (16 if call % 50 else 1)
+        largest = (MOST_ONE_SHOT // 16 if call % 50 else MOST_TWO_SHOT) // dtype.itemsize
         count = int(torch.randint(1, largest // 8 + 1, (1,), generator=sizes)) * 8
         parts = inputs(generators, count, dtype)
         if call % 4:
@@ -44,7 +44,7 @@ def replayed_random_calls(ranks: DeviceCommunicator, replays: int) -> None:
     """A graph of calls with random sizes that checks itself, with other inputs in each replay."""
     device = torch.device("cuda", ranks.rank)
     sizes = torch.rand(CALLS_OF_GRAPH, generator=torch.Generator().manual_seed(11)).tolist()
-    seeds = torch.arange(MOST_PUSHED // 2, dtype=torch.int32, device=device)
+    seeds = torch.arange(MOST_TWO_SHOT // 2, dtype=torch.int32, device=device)
     replay = torch.zeros((), dtype=torch.int32, device=device)
     wrong = torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -55,7 +55,7 @@ def replayed_random_calls(ranks: DeviceCommunicator, replays: int) -> None:
     def exchange() -> None:
         for call, size in enumerate(sizes):
             dtype = (torch.bfloat16, torch.float16, torch.float32)[call % 3]
-            largest = MOST_PUSHED // dtype.itemsize // (64 if call % 50 else 1)
+            largest = (MOST_ONE_SHOT // 64 if call % 50 else MOST_TWO_SHOT) // dtype.itemsize
             count = (int(size * (largest // 8)) + 1) * 8
             parts = [part(rank, call, count, dtype) for rank in range(ranks.size)]
             if call % 4:
