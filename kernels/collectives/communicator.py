@@ -90,8 +90,8 @@ class DeviceCommunicator:
     def __init__(self, device: torch.device) -> None:
         """The default group of `torch.distributed` must be initialized, with NCCL."""
         import torch.distributed._symmetric_memory as symmetric
-        from torch._C._distributed_c10d import _SymmetricMemory
-        from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
+        from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, _get_default_store
 
         from specbatch.kernels.collectives.push_triton import OneShot
         from specbatch.kernels.collectives.two_shot_triton import TwoShot
@@ -101,6 +101,7 @@ class DeviceCommunicator:
         # one whose process failed has another store, so it needs a name of its own: that of the first rank here.
         store = _get_default_store()
         name: Any = store.compare_set("specbatch-peer-memory", "", uuid4().hex).decode()
+        _register_process_group(name, _get_default_group())
         _SymmetricMemory.set_group_info(name, self.rank, self.size, PrefixStore(name, store))
         small = OneShot.bytes_for(MOST_ONE_SHOT, self.size)
         total = small + TwoShot.bytes_for(MOST_TWO_SHOT, self.size)

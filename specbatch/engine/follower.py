@@ -44,7 +44,11 @@ def join_group(store: TCPStore, rank: int, size: int, device: str) -> Communicat
     # A failure of another rank is reported, see `RankGroup`; by default NCCL's watchdog would end this process.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=place)
-    return DeviceCommunicator(place)
+    try:
+        return DeviceCommunicator(place)
+    except BaseException:
+        torch.distributed.destroy_process_group()  # the next engine joins a group of its own
+        raise
 
 
 def main() -> None:
