@@ -32,7 +32,7 @@ from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 BLOCK = 64  # threads, of 16 bytes each
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vectors"])  # a specialized 1 would be no tensor
 def _exchange_kernel(
     x,
     residual,

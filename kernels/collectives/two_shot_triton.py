@@ -32,7 +32,7 @@ BLOCK = 256  # threads, of 16 bytes each
 BLOCKS = 264  # two for each SM of an H100 or H200
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vectors", "part"])
 def _two_shot_kernel(
     x,
     residual,
