@@ -82,7 +82,7 @@ def test_ranks_generate_the_tokens_of_one_device(
 def test_a_fault_of_another_rank_is_one_error(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """Prompts are long enough for NCCL, which waits for a rank that has ended, too."""
+    """Prompts are long enough for a two-shot."""
     ranks._close_groups()
     monkeypatch.setattr(rank_group, "SILENT_BEATS", 5)
     path = folder(tmp_path_factory.getbasetemp(), "llama")

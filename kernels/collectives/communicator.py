@@ -10,9 +10,10 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 import torch
+import torch.nn.functional as F
 
 MOST_ONE_SHOT = 1 << 20  # bytes, on two ranks; on more a two-shot, which sends less, is faster from smaller sizes on
-MOST_TWO_SHOT = 1 << 25  # bytes; larger ones are summed by NCCL
+MOST_TWO_SHOT = 1 << 25  # bytes; larger ones are summed in parts
 
 
 class Communicator(Protocol):
@@ -80,82 +81,92 @@ class GroupCommunicator:
 
 
 class DeviceCommunicator:
-    """Collectives of CUDA devices of one host, through peer memory: a one-shot of small tensors (`push_triton`), a
-    two-shot of larger ones (`two_shot_triton`), both with the bits of `sum_ref`.
+    """Collectives of CUDA devices of one host, by kernels that write into the memory of the other devices: a one-shot
+    of small tensors (`push_triton`), a two-shot of larger ones (`two_shot_triton`). Sums have the bits of `sum_ref`.
 
-    Tensors that no mailbox holds, and those that are not whole vectors of 16 bytes, are NCCL's: their sums have the
-    same bits on all ranks, too, but are rounded at each addition.
+    NCCL is not used: it is slower at all sizes here, and a process that leaves an NCCL group whose other processes have
+    been killed can end with SIGABRT. Tensors are of bfloat16, float16 or float32.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """The default group of `torch.distributed` must be initialized, with NCCL."""
+    def __init__(self, store: torch.distributed.Store, rank: int, size: int, device: torch.device) -> None:
+        """store: connects the ranks of this group only. Returns once all ranks have joined."""
         import torch.distributed._symmetric_memory as symmetric
-        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
-        from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, _get_default_store
+        from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory
 
         from specbatch.kernels.collectives.push_triton import OneShot
         from specbatch.kernels.collectives.two_shot_triton import TwoShot
 
-        self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        # torch keeps the store of a group's name for good, and every default group has the same name. A group after
-        # one whose process failed has another store, so it needs a name of its own: that of the first rank here.
-        store = _get_default_store()
-        name: Any = store.compare_set("specbatch-peer-memory", "", uuid4().hex).decode()
-        _register_process_group(name, _get_default_group())
-        _SymmetricMemory.set_group_info(name, self.rank, self.size, PrefixStore(name, store))
-        small = OneShot.bytes_for(MOST_ONE_SHOT, self.size)
-        total = small + TwoShot.bytes_for(MOST_TWO_SHOT, self.size)
-        memory = symmetric.empty(total // 4, dtype=torch.int32, device=device)
-        peers = list(symmetric.rendezvous(memory, name).buffer_ptrs)
-        self.one_shot = OneShot(memory[: small // 4], peers, self.rank, MOST_ONE_SHOT)
+        self.store, self.rank, self.size = store, rank, size
+        # torch keeps what it knows of a group's name for good. A group after one whose process failed needs a name of
+        # its own: that of the first rank here. torch 2.11 looks for a process group of this name, later ones for an
+        # entry; the process group has no backend and makes no collectives.
+        self._name: Any = store.compare_set("specbatch-peer-memory", "", uuid4().hex).decode()
+        _register_process_group(self._name, ProcessGroup(store, rank, size))
+        _SymmetricMemory.set_group_info(self._name, rank, size, store)
+        small = OneShot.bytes_for(MOST_ONE_SHOT, size)
+        memory = symmetric.empty(
+            (small + TwoShot.bytes_for(MOST_TWO_SHOT, size)) // 4, dtype=torch.int32, device=device
+        )
+        peers = list(symmetric.rendezvous(memory, self._name).buffer_ptrs)
+        self.one_shot = OneShot(memory[: small // 4], peers, rank, MOST_ONE_SHOT)
         self.two_shot = TwoShot(
             memory[small // 4 :],
             [address + small for address in peers],
-            self.rank,
+            rank,
             MOST_TWO_SHOT,
             self.one_shot.abort,
             self.one_shot.late,
         )
-        self._most_one_shot = 2 * MOST_ONE_SHOT // self.size
+        self._most_one_shot = 2 * MOST_ONE_SHOT // size
         torch.cuda.synchronize(device)
-        torch.distributed.barrier()
+        self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        """Return once every rank has emptied its mailboxes."""
+        everyone = f"{self._name}-is-ready"
+        if self.store.add(f"{everyone}-count", 1) == self.size:
+            self.store.set(everyone, "")
+        self.store.wait([everyone])
 
     def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        size = _sent_bytes(x)
-        if 0 < size <= self._most_one_shot:
-            return self.one_shot.all_reduce(x, residual)
-        if 0 < size <= MOST_TWO_SHOT:
-            return self.two_shot.all_reduce(x, residual)
-        y = x.contiguous()  # of a GEMM or a mixture of experts, and used nowhere else
-        torch.distributed.all_reduce(y)
-        return y if residual is None else residual + y
+        if x.numel() == 0:
+            return x
+        flat = _vectors(x)
+        added = None if residual is None else _vectors(residual)
+        size = flat.numel() * flat.element_size()
+        if size <= self._most_one_shot:
+            total = self.one_shot.all_reduce(flat, added)
+        elif size <= MOST_TWO_SHOT:
+            total = self.two_shot.all_reduce(flat, added)
+        else:
+            parts = flat.split(MOST_TWO_SHOT // flat.element_size())
+            others = [None] * len(parts) if added is None else added.split(parts[0].numel())
+            total = torch.cat([self.all_reduce(part, other) for part, other in zip(parts, others, strict=True)])
+        return total[: x.numel()].view(x.shape)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        if 0 < _sent_bytes(x) <= MOST_ONE_SHOT:
-            return self.one_shot.all_gather(x)
-        parts = x.new_empty(self.size, *x.shape)
-        torch.distributed.all_gather_into_tensor(parts, x.contiguous())
-        return parts
+        flat = _vectors(x)
+        out = flat.new_empty(self.size, flat.numel())
+        step = MOST_ONE_SHOT // flat.element_size()
+        for start in range(0, flat.numel(), step):
+            self.one_shot.all_gather(flat[start : start + step], out[:, start : start + step])
+        return out[:, : x.numel()].reshape(self.size, *x.shape)
 
     @property
     def is_late(self) -> bool:
         return bool(self.one_shot.late)
 
     def abort(self) -> None:
-        from torch.distributed.distributed_c10d import _abort_process_group
-
-        self.one_shot.abort.fill_(1)  # ends our kernels
-        if torch.distributed.is_initialized():
-            _abort_process_group()  # ends NCCL's, by `ncclCommAbort`, and forgets the group
+        self.one_shot.abort.fill_(1)
 
     def close(self) -> None:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        from torch._C._distributed_c10d import _unregister_process_group
+
+        _unregister_process_group(self._name)
 
 
-def _sent_bytes(x: torch.Tensor) -> int:
-    """Bytes of a tensor that the kernels can send, which is of floats and whole vectors; 0 of others."""
-    from specbatch.kernels.collectives.peer_words_triton import KINDS, VECTOR
-
-    size = x.numel() * x.element_size()
-    return size if x.dtype in KINDS and size % VECTOR == 0 else 0
+def _vectors(x: torch.Tensor) -> torch.Tensor:
+    """x as one contiguous dimension, padded to whole vectors of 16 bytes."""
+    flat = x.contiguous().view(-1)
+    missing = -flat.numel() % (16 // flat.element_size())
+    return F.pad(flat, (0, missing)) if missing else flat

@@ -32,7 +32,7 @@ from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 BLOCK = 64  # threads, of 16 bytes each
 
 
-@triton.jit(do_not_specialize=["vectors"])  # a specialized 1 would be no tensor
+@triton.jit(do_not_specialize=["vectors", "out_vectors"])  # a specialized 1 would be no tensor
 def _exchange_kernel(
     x,
     residual,
@@ -42,6 +42,7 @@ def _exchange_kernel(
     abort,
     late,
     vectors,
+    out_vectors,
     mailbox_bytes,
     timeout_ns,
     RANK: tl.constexpr,
@@ -88,7 +89,7 @@ def _exchange_kernel(
             l0, l1, l2, l3 = l0 + low(e, KIND), l1 + low(f, KIND), l2 + low(g, KIND), l3 + low(h, KIND)
             h0, h1, h2, h3 = h0 + high(e, KIND), h1 + high(f, KIND), h2 + high(g, KIND), h3 + high(h, KIND)
         else:
-            store((out.to(tl.int64) + rank * vectors.to(tl.int64) * 16 + at).to(tl.uint64), e, f, g, h)
+            store((out.to(tl.int64) + rank * out_vectors.to(tl.int64) * 16 + at).to(tl.uint64), e, f, g, h)
     if REDUCES:
         if HAS_RESIDUAL:
             e, f, g, h = load((residual.to(tl.int64) + at).to(tl.uint64))
@@ -123,18 +124,18 @@ class OneShot:
         return 2 * ranks * (most + BLOCK * VECTOR)
 
     def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """The sum over ranks plus `residual`, like x."""
-        x = x.contiguous()
-        return self._exchange(x, residual if residual is None else residual.contiguous(), torch.empty_like(x), True)
+        """The sum over ranks plus `residual`, like x. Both are contiguous."""
+        out = torch.empty_like(x)
+        self._exchange(x, residual, out, 0, True)
+        return out
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The tensors of all ranks: [ranks, ...]."""
-        x = x.contiguous()
-        return self._exchange(x, None, x.new_empty(self.ranks, *x.shape), False)
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write x [n] of rank r to out[r]. out: [ranks, n], of which the columns may be a part of a larger tensor's."""
+        self._exchange(x, None, out, out.stride(0) * out.element_size() // VECTOR, False)
 
     def _exchange(
-        self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, reduces: bool
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, out_vectors: int, reduces: bool
+    ) -> None:
         vectors = x.numel() * x.element_size() // VECTOR
         _exchange_kernel[(triton.cdiv(vectors, BLOCK),)](
             x,
@@ -145,6 +146,7 @@ class OneShot:
             self.abort,
             self.late,
             vectors,
+            out_vectors,
             self.most + BLOCK * VECTOR,
             TIMEOUT_NS,
             RANK=self.rank,
@@ -157,4 +159,3 @@ class OneShot:
             num_warps=BLOCK // 32,
             **pdl(x),
         )
-        return out

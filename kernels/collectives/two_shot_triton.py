@@ -149,20 +149,19 @@ class TwoShot:
     @staticmethod
     def _part(size: int, ranks: int) -> int:
         """Vectors of a tensor of `size` bytes that one rank sums: whole blocks."""
-        return triton.cdiv(size, VECTOR * ranks * BLOCK) * BLOCK
+        return -(-size // (VECTOR * ranks * BLOCK)) * BLOCK
 
     @staticmethod
     def bytes_for(most: int, ranks: int) -> int:
         return 4 * ranks * TwoShot._part(most, ranks) * VECTOR
 
     def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """The sum over ranks plus `residual`, like x."""
-        x = x.contiguous()
+        """The sum over ranks plus `residual`, like x. Both are contiguous."""
         out, size = torch.empty_like(x), x.numel() * x.element_size()
         part = self._part(size, self.ranks)
         _two_shot_kernel[(min(part // BLOCK, BLOCKS),)](
             x,
-            x if residual is None else residual.contiguous(),
+            x if residual is None else residual,
             out,
             self._addresses,
             self._calls,

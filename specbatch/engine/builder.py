@@ -245,8 +245,7 @@ def _divided(model: ModelConfig, draft: DraftPlan, ranks: int) -> tuple[ModelCon
 def _least_memory(device: torch.device, ranks: Communicator) -> int:
     """Free memory of a rank: on a CPU all ranks share it."""
     free = available_memory(device) // (ranks.size if device.type == "cpu" else 1)
-    # Whole vectors of float32, and not NCCL: a wait for a rank that has failed can be aborted.
-    mebibytes = torch.full((8,), free >> 20, dtype=torch.float32, device=device)
+    mebibytes = torch.tensor([float(free >> 20)], device=device)
     return int(ranks.all_gather(mebibytes).min()) << 20
 
 

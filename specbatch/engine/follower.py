@@ -41,14 +41,7 @@ def join_group(store: TCPStore, rank: int, size: int, device: str) -> Communicat
         return GroupCommunicator(group)
     place = torch.device("cuda", rank)
     torch.cuda.set_device(place)
-    # A failure of another rank is reported, see `RankGroup`; by default NCCL's watchdog would end this process.
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=place)
-    try:
-        return DeviceCommunicator(place)
-    except BaseException:
-        torch.distributed.destroy_process_group()  # the next engine joins a group of its own
-        raise
+    return DeviceCommunicator(store, rank, size, place)
 
 
 def main() -> None:

@@ -133,8 +133,6 @@ class VocabParallelHead(_Divided):
         rows = rows_per_rank(vocabulary, ranks)
         first = min(rank * rows, vocabulary)
         keys = argmax_keys(own, first, min(rows, vocabulary - first))
-        if keys.numel() % 2:  # communicators take whole vectors of 16 bytes
-            keys = F.pad(keys, (0, 1), value=torch.iinfo(torch.int64).min)
         gathered = self._ranks.all_gather(keys.view(torch.float32)).view(torch.int64)  # their bits
         return Maxima(gathered.transpose(0, 1).flatten(1))
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from torch.distributed import TCPStore
 
 from specbatch.kernels.collectives.communicator import DeviceCommunicator
 
@@ -23,11 +23,10 @@ def run_on_devices(work: Callable[..., None], *arguments: Any) -> None:
 
 
 def _run(rank: int, count: int, port: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    torch.distributed.init_process_group("nccl", rank=rank, world_size=count, device_id=device)
-    communicator = DeviceCommunicator(device)
+    store = TCPStore("127.0.0.1", port, count, is_master=rank == 0)
+    communicator = DeviceCommunicator(store, rank, count, device)
     try:
         work(communicator, *arguments)
         torch.cuda.synchronize()

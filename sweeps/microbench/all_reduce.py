@@ -34,7 +34,10 @@ def tables() -> Iterator[Table]:
 def _measure(ranks: DeviceCommunicator, rows: Any) -> None:
     import torch.distributed._symmetric_memory as symmetric
 
-    device, group = torch.device("cuda", ranks.rank), torch.distributed.group.WORLD
+    device = torch.device("cuda", ranks.rank)
+    store = torch.distributed.PrefixStore("nccl", ranks.store)
+    torch.distributed.init_process_group("nccl", store=store, rank=ranks.rank, world_size=ranks.size, device_id=device)
+    group = torch.distributed.group.WORLD
     assert group is not None
     for size in KIB:
         x = torch.randn(size * 512, dtype=torch.bfloat16, device=device)
@@ -57,6 +60,7 @@ def _measure(ranks: DeviceCommunicator, rows: Any) -> None:
             row[name] = f"{median(times):.1f} ({min(times):.1f}-{max(times):.1f})"
         if ranks.rank == 0:
             rows.append(row)
+    torch.distributed.destroy_process_group()
 
 
 def _times(run: Callable[[], object]) -> list[float]:
