@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import torch
 import torch.nn.functional as F
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 MOST_ONE_SHOT = 1 << 20  # bytes, on two ranks; on more a two-shot, which sends less, is faster from smaller sizes on
 MOST_TWO_SHOT = 1 << 25  # bytes; larger ones are summed in parts
@@ -88,7 +89,7 @@ class DeviceCommunicator:
     been killed can end with SIGABRT. Tensors are of bfloat16, float16 or float32.
     """
 
-    def __init__(self, store: torch.distributed.Store, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
         """store: connects the ranks of this group only. Returns once all ranks have joined."""
         import torch.distributed._symmetric_memory as symmetric
         from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory

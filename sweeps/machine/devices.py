@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from specbatch.kernels.collectives.communicator import DeviceCommunicator
 

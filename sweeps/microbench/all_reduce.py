@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from specbatch.errors import refuse
 from specbatch.kernels.collectives.communicator import DeviceCommunicator
@@ -35,7 +36,7 @@ def _measure(ranks: DeviceCommunicator, rows: Any) -> None:
     import torch.distributed._symmetric_memory as symmetric
 
     device = torch.device("cuda", ranks.rank)
-    store = torch.distributed.PrefixStore("nccl", ranks.store)
+    store = PrefixStore("nccl", ranks.store)
     torch.distributed.init_process_group("nccl", store=store, rank=ranks.rank, world_size=ranks.size, device_id=device)
     group = torch.distributed.group.WORLD
     assert group is not None
