@@ -101,14 +101,15 @@ class DeviceCommunicator:
         # torch keeps what it knows of a group's name for good. A group after one whose process failed needs a name of
         # its own: that of the first rank here. torch 2.11 looks for a process group of this name, later ones for an
         # entry; the process group has no backend and makes no collectives.
-        self._name: Any = store.compare_set("specbatch-peer-memory", "", uuid4().hex).decode()
-        _register_process_group(self._name, ProcessGroup(store, rank, size))
-        _SymmetricMemory.set_group_info(self._name, rank, size, store)
+        name: Any = store.compare_set("specbatch-peer-memory", "", uuid4().hex).decode()
+        self._name = name
+        _register_process_group(name, ProcessGroup(store, rank, size))
+        _SymmetricMemory.set_group_info(name, rank, size, store)
         small = OneShot.bytes_for(MOST_ONE_SHOT, size)
         memory = symmetric.empty(
             (small + TwoShot.bytes_for(MOST_TWO_SHOT, size)) // 4, dtype=torch.int32, device=device
         )
-        peers = list(symmetric.rendezvous(memory, self._name).buffer_ptrs)
+        peers = list(symmetric.rendezvous(memory, name).buffer_ptrs)
         self.one_shot = OneShot(memory[: small // 4], peers, rank, MOST_ONE_SHOT)
         self.two_shot = TwoShot(
             memory[small // 4 :],
