@@ -64,6 +64,10 @@ REQUEST = {
     "drafted": "drafts that count in the accept rate",
     "accepted": "drafts that were accepted",
     "accept_length": "emitted / verifies; null without a verify",
+    "corpus_verifies": "verifies whose drafts came from the corpus",
+    "corpus_emitted": "tokens emitted by them",
+    "corpus_drafted": "their drafts that count in the accept rate",
+    "corpus_accepted": "their drafts that were accepted",
     "emitted_histogram": "verifies that emitted 0, 1, 2, ... tokens",
     "acceptance": "counts by draft position (`drafted`, `tried`, `accepted`) and by length of the context (`context`: "
     "tokens, verifies, emitted tokens)",
