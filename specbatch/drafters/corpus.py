@@ -23,6 +23,8 @@ from specbatch.kernels.common.upload import upload
 from specbatch.kernels.drafting.corpus import SEPARATOR, CorpusIndex, corpus_drafts, corpus_extend, corpus_insert
 from specbatch.models.decoder import Features
 
+_TABLE = 1 << 16  # tokens of a table with several answers
+
 
 class Answer(NamedTuple):
     """An earlier answer: tokens, of which the first `prompt` are the end of its prompt. These are matched, so that the
@@ -54,7 +56,7 @@ class Corpus:
 
     def __init__(self, plan: CorpusPlan, batch: DeviceBatch) -> None:
         self.index = CorpusIndex.empty(plan.size, plan.shortest, batch.tokens)
-        self._given = plan.given
+        self._given = list(_tables(plan.given, plan.size))
         self._device = batch.device
         self._place = 0
         self.forget()
@@ -67,28 +69,32 @@ class Corpus:
     @torch.inference_mode()
     def add(self, answers: Iterable[Answer]) -> None:
         """Add answers; the oldest ones are overwritten."""
-        size = len(self.index.ring)
-        for table in _tables(answers, size):
-            corpus_insert(self.index, upload(table, self._device, torch.int32), self._place)
-            self._place = (self._place + table.shape[1]) % size
+        for table in _tables(answers, len(self.index.ring)):
+            self._insert(table)
 
     @torch.inference_mode()
     def forget(self) -> None:
         """Go back to the answers of the files."""
         self.index.clear()
         self._place = 0
-        self.add([*self._given, Answer((), 0)])  # one more, so that the kernel is compiled
+        for table in self._given:
+            self._insert(table)
+        self.add([Answer((), 0)])  # so that the kernel is compiled
+
+    def _insert(self, table: np.ndarray) -> None:
+        corpus_insert(self.index, upload(table, self._device, torch.int32), self._place)
+        self._place = (self._place + table.shape[1]) % len(self.index.ring)
 
 
 def _tables(answers: Iterable[Answer], size: int) -> Iterator[np.ndarray]:
-    """Tables int32 [2, T], T <= size, as `corpus_insert` takes them, of several answers each."""
+    """Tables int32 [2, T], T <= size, as `corpus_insert` takes them, of an answer or several."""
     parts: list[np.ndarray] = []
     held = 0
     for answer in answers:
         tokens = np.array([*answer.tokens[: size - 1], SEPARATOR], np.int32)
         adds = np.zeros(len(tokens), np.int32)
         adds[max(answer.prompt - 1, 0) : max(len(tokens) - 2, 0)] = 1  # the last token is followed by nothing
-        if held + len(tokens) > size:
+        if parts and held + len(tokens) > min(size, _TABLE):
             yield np.concatenate(parts, 1)
             parts, held = [], 0
         parts.append(np.stack([tokens, adds]))

@@ -19,7 +19,7 @@ from specbatch.engine.draft_length import DraftLength
 from specbatch.kernels.attention import context_kv_triton, qkv_triton, span_attention_triton, verify_attention_triton
 from specbatch.kernels.attention.prefill_backends import _Triton
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
-from specbatch.kernels.drafting import draft_inputs_triton, ngram_triton, tree_draft_triton
+from specbatch.kernels.drafting import corpus_triton, draft_inputs_triton, ngram_triton, tree_draft_triton
 from specbatch.kernels.elementwise import elementwise_triton, gather_rows_triton
 from specbatch.kernels.gemm import fixed_order, skinny_gemm_triton
 from specbatch.kernels.moe import experts_triton
@@ -37,6 +37,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is avai
 SPECULATIONS = {
     "none": Speculation(),
     "ngram": Speculation("ngram", draft_tokens=3, ngram_min=1),
+    "ngram-corpus": Speculation("ngram", draft_tokens=3, corpus="run", corpus_tokens=1024, corpus_min=1),
     "self": Speculation("standalone", draft="self:skip=1", draft_tokens=2),
     "self by block": Speculation("standalone", draft="self:skip=1", draft_tokens=2, verification="block"),
     "eagle3": Speculation("eagle3", draft="dummy"),
@@ -77,6 +78,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None])
         gated_delta_triton: ["delta_verify"],
         mamba2_triton: ["ssd_prefill", "ssd_verify"],
         ngram_triton: ["ngram_match"],
+        corpus_triton: ["corpus_drafts", "corpus_extend", "corpus_insert"],
         draft_inputs_triton: ["pending_inputs", "beam_inputs", "buffer_features"],
         gather_rows_triton: ["gather_rows"],
         short_conv_triton: ["conv_prefill", "conv_verify"],
@@ -116,6 +118,7 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
     own = {
         "none": set(),
         "ngram": {"ngram_match"},
+        "ngram-corpus": {"ngram_match", "corpus_drafts", "corpus_extend", "corpus_insert"},
         "self": {"argmax"},
         "self by block": {"argmax"},
         "eagle3": {"argmax_embedding"} | pairs,
