@@ -6,9 +6,9 @@ The folder has the layout of a sweep, so that `report` and `compare` read it:
     folder/CONFIGURATION/cN/rN/                  the results of one point, as of any evaluation
     folder/summary.md, summary.csv, summary.json all points in one table
 
-Every point answers all questions. All engines are loaded on one copy of the weights, and rounds are interleaved (A B C
-A B C at each concurrency). Points are kept as they finish; one that is interrupted starts over, because its throughput
-would be unknown.
+Every point answers all questions, or the first ones, as many for each concurrent request. All engines are loaded on one
+copy of the weights, and rounds are interleaved (A B C A B C at each concurrency). Points are kept as they finish; one
+that is interrupted starts over, because its throughput would be unknown.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import speculation_of
 from specbatch.records.runs import Replicates
 from specbatch.records.store import RECORD
-from specbatch.records.sweep_plan import PLAN, Point, check_plan, folder_name, points, save
+from specbatch.records.sweep_plan import LEAST_PROMPTS, PLAN, Point, check_plan, folder_name, points, save
 from specbatch.records.verdicts import ONE_REPEAT, speedup_of
 from specbatch.text_files import read_json
 
@@ -58,17 +58,31 @@ Place = tuple[int, str]  # concurrency, configuration
 @dataclass(frozen=True)
 class GridOptions:
     """Each configuration answers the questions of `task` at each concurrency, `repeats` times. The concurrency and the
-    folder of `task` are ignored."""
+    folder of `task` are ignored.
+
+    prompts_per_concurrency  a point has at most this many questions per concurrent request, the first ones, and at
+                             least `LEAST_PROMPTS`. None: all questions
+    """
 
     task: EvalOptions
     concurrency: tuple[int, ...]
     repeats: int = 1
+    prompts_per_concurrency: int | None = None
 
     def __post_init__(self) -> None:
         for number in self.concurrency:
             at_least("concurrency", number, 1)
         each_once("concurrency", self.concurrency)
         at_least("repeats", self.repeats, 1)
+        if self.prompts_per_concurrency is not None:
+            at_least("prompts_per_concurrency", self.prompts_per_concurrency, 1)
+
+    def limit(self, concurrency: int) -> int | None:
+        """The most questions of each task that a point answers; None: all."""
+        if self.prompts_per_concurrency is None:
+            return self.task.limit
+        most = max(self.prompts_per_concurrency * concurrency, LEAST_PROMPTS)
+        return most if self.task.limit is None else min(most, self.task.limit)
 
 
 @dataclass(frozen=True)
@@ -122,7 +136,12 @@ class Grid:
     def _row(self, place: Place) -> dict[str, Any]:
         concurrency, name = place
         report, *_ = reports = self.reports[place]
-        row: dict[str, Any] = {"repeats": len(reports), "base": self.bases[name], "truncated": report.truncated}
+        row: dict[str, Any] = {
+            "questions": len(report.questions),
+            "repeats": len(reports),
+            "base": self.bases[name],
+            "truncated": report.truncated,
+        }
         for score in report.overall:
             known = {"": score.value, " stderr": score.stderr, " unparsed": score.unparsed}
             row |= {f"{_named(score, report)}{what}": value for what, value in known.items() if value is not None}
@@ -149,10 +168,11 @@ class Grid:
     def _details(self, row: dict[str, Any]) -> dict[str, str]:
         report = self.reports[row["concurrency"], row["configuration"]][0]
         cells = {"concurrency": str(row["concurrency"]), "configuration": row["configuration"]}
+        cells["questions"] = str(row["questions"])
         for score in report.overall:
             missed = "" if score.unparsed is None else f", {score.unparsed:.1%} unparsed"
             cells[_named(score, report)] = _score_text(score) + missed
-        same = f"{row['same_answers']} of {len(report.questions)}" if "same_answers" in row else "-"
+        same = f"{row['same_answers']} of {row['questions']}" if "same_answers" in row else "-"
         return cells | {"truncated": f"{report.truncated:.1%}", "same answers": same}
 
     def _notes(self, rows: list[dict[str, Any]]) -> str:
@@ -177,14 +197,24 @@ class Grid:
         return (
             f"Model: {first.record.config['model']}, {first.record.caps['dtype']} on {first.record.processor}. Data: "
             f"{first.data_source}. Few-shot examples: {examples}.{warning}\n\n{what}\n"
-            f"{first.task} (version {first.task_version}, lm-eval {first.lm_eval_version}): {len(first.questions)} "
-            f"answers per point ({first.sampled}), prompts sha256 {first.prompts_sha256[:16]}. Scores: "
+            f"{first.task} (version {first.task_version}, lm-eval {first.lm_eval_version}): {self._counts(rows)} "
+            f"({first.sampled}). Scores: "
             f"{first.overall[0].metric} ± standard error. Speedup (ratio of output tok/s, {spread}) and difference (of "
             "the first score on the same questions, with the two-sided p value of McNemar's test, or ± standard error "
             "where answers are not right or wrong) are of "
             f"{over or 'none'}. TTFT and TPOT: means in ms; tok/s: of output tokens. Same answers: token for "
             f"token.{self._deterministic()}"
         )
+
+    def _counts(self, rows: list[dict[str, Any]]) -> str:
+        """How many answers a point has, and the hash of their prompts."""
+        hashes = {row["questions"]: "" for row in rows}
+        hashes |= {len(one.questions): one.prompts_sha256[:16] for [one, *_] in self.reports.values()}
+        if len(hashes) == 1:
+            [(number, sha256)] = hashes.items()
+            return f"{number} answers per point, prompts sha256 {sha256}"
+        named = "; ".join(f"{number}: {sha256}" for number, sha256 in sorted(hashes.items()))
+        return f"{min(hashes)} to {max(hashes)} answers per point, prompts sha256 of {named}"
 
     def _deterministic(self) -> str:
         found = {name: reports[0].record.is_deterministic for (_, name), reports in self.reports.items()}
@@ -246,7 +276,7 @@ def run_grid(
 
     with reporting(lambda: _kept(len(found), len(every), folder)):
         try:
-            _run(every, load, ready, plan, folder, found, failed, log, progress)
+            _run(every, load, ready, options, plan, folder, found, failed, log, progress)
         finally:
             if found:
                 grid().save(folder)
@@ -290,6 +320,7 @@ def _run(
     every: list[Point],
     load: Load,
     ready: PreparedEval,
+    options: GridOptions,
     plan: dict[str, Any],
     folder: Path,
     found: dict[Point, EvalReport],
@@ -306,18 +337,22 @@ def _run(
         log(f"{len(found)} of {len(every)} points are finished")
     if not left:
         return
-    done, warm = 0, set[Place]()
+    warm = set[Place]()
+    counts = {point: ready.task.questions(options.limit(point.concurrency)) for point in left}
+    before, wanted = 0, sum(counts.values())
 
-    def count(finished: int, wanted: int) -> None:
+    def count(finished: int, _: int) -> None:
         if progress is not None:
-            progress(done * wanted + finished, len(left) * wanted)
+            progress(before + finished, wanted)
 
     with load() as engines:
-        for done, point in enumerate(left):  # noqa: B007 (count reads it)
+        for number, point in enumerate(left):
+            before = sum(counts[earlier] for earlier in left[:number])
             name, place = point.configuration, f"{point.configuration} at concurrency {point.concurrency}"
             if name not in engines or place in failed:
                 continue
-            ours = replace(ready, options=replace(ready.options, concurrency=point.concurrency))
+            asked = replace(ready.options, concurrency=point.concurrency, limit=options.limit(point.concurrency))
+            ours = replace(ready, options=asked)
             try:
                 if (point.concurrency, name) not in warm:
                     _warm_up(ours, engines[name])
@@ -329,7 +364,7 @@ def _run(
                 if log is not None:
                     log(f"failed: {place}: {failed[place]}")
                 continue
-            _check_prompts([*found.values(), report])
+            _check_prompts([*(found[one] for one in found if one.concurrency == point.concurrency), report])
             _keep(report, point, plan, folder)
             found[point] = report
 
@@ -370,6 +405,7 @@ def _plan(configs: Mapping[str, EngineConfig], options: GridOptions) -> dict[str
         "configurations": {name: config.as_dict() for name, config in configs.items()},
         "concurrency": options.concurrency,
         "repeats": options.repeats,
+        "prompts_per_concurrency": options.prompts_per_concurrency,
         "eval": {key: value for key, value in settings.items() if key not in ("output", "overwrite", "concurrency")},
     }
     found: dict[str, Any] = json.loads(json.dumps(plan, default=str))

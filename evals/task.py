@@ -80,6 +80,11 @@ class EvalTask:
         """Whether the task generates text; the others score given texts by their log-likelihoods."""
         return self.kind == GENERATING
 
+    def questions(self, limit: int | None) -> int:
+        """How many questions are asked with at most `limit` of each task."""
+        sizes = [len(task.eval_docs) for task in self.tasks.values()]
+        return sum(sizes if limit is None else (min(limit, size) for size in sizes))
+
     def first_ids(self) -> dict[str, int]:
         """By task: the number of its first question among those of the group."""
         sizes = [len(task.eval_docs) if self.is_group else 0 for task in self.tasks.values()]

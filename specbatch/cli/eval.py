@@ -20,6 +20,7 @@ from specbatch.progress import progress
 
 if TYPE_CHECKING:
     from specbatch.config import EngineConfig
+    from specbatch.evals.grid import GridOptions
 
 
 _GRID = "Comparison"  # a box of --help
@@ -70,6 +71,14 @@ def evaluate(
             rich_help_panel=_GRID,
         ),
     ] = 1,
+    prompts_per_concurrency: Annotated[
+        int | None,
+        Option(
+            help="With --configs: questions of a point, as a multiple of its concurrency, but at least 4; the first "
+            "ones. Default: all questions at every concurrency.",
+            rich_help_panel=_GRID,
+        ),
+    ] = None,
     cluster: dict[str, Any],
     output: Annotated[
         Path | None,
@@ -105,7 +114,8 @@ def evaluate(
     Answers are sampled as the task says (most tasks are greedy), or with --temperature, --top-p, --top-k and --min-p;
     --seed chooses the random numbers.
 
-    With --configs every configuration answers all questions at every concurrency, and one table shows accuracy beside
+    With --configs every configuration answers all questions at every concurrency (--prompts-per-concurrency: the first
+    ones, as many for each concurrent request), and one table shows accuracy beside
     accept length, TTFT, TPOT, throughput and speedup, with the paired difference of accuracy from the configuration
     without speculation. The same command with the folder as --out runs the points that are missing or have failed.
 
@@ -115,6 +125,7 @@ def evaluate(
     """
     needs("eval")
     from specbatch.evals.finished import PARTIAL
+    from specbatch.evals.grid import GridOptions
     from specbatch.evals.run import prepare
     from specbatch.records.sweep_plan import PLAN
 
@@ -122,6 +133,8 @@ def evaluate(
     is_grid = ablation or configs is not None
     if is_grid:
         _check_grid(engine, configs, ablation, cluster["distributed"])
+    elif prompts_per_concurrency is not None:
+        raise refuse("prompts_per_concurrency", prompts_per_concurrency, "goes with --configs; use --limit")
     elif repeats != 1:
         raise refuse("repeats", repeats, "goes with --configs; leave it out")
     elif steps is not None and len(steps) > 1:
@@ -130,9 +143,11 @@ def evaluate(
     resumes = "*" if output is not None and (output / partial).exists() else None
     settings |= {"seed": fewshot_seed, "overwrite": overwrite}
     if is_grid:
-        grid = _grid(engine, configs, steps)
+        found, steps, left_out = _grid(engine, configs, steps)
         with fresh_folder(output, "eval", resumes=resumes) as folder:
-            _compare(*grid, EvalOptions(task, output=folder, **settings), repeats, folder, as_json)
+            options = EvalOptions(task, output=folder, **settings)
+            points = GridOptions(options, steps, repeats, prompts_per_concurrency)
+            _compare(found, left_out, points, folder, as_json)
         return
     engine, workers = clustered(engine, cluster)
     most = None if steps is None else steps[0]
@@ -198,21 +213,24 @@ def _grid(
 
 def _compare(
     configs: dict[str, EngineConfig],
-    steps: tuple[int, ...],
     left_out: dict[str, str],
-    options: EvalOptions,
-    repeats: int,
+    options: GridOptions,
     folder: Path,
     as_json: bool,
 ) -> None:
-    from specbatch.evals.grid import GridOptions, run_grid
+    from specbatch.evals.grid import run_grid
     from specbatch.sweeps.run.loading import loaded
 
     failed = dict(left_out)
-    with progress(f"eval {options.task}", unit="requests") as report:
-        grid = GridOptions(options, steps, repeats)
+    with progress(f"eval {options.task.task}", unit="requests") as report:
         found = run_grid(
-            configs, lambda: loaded(configs, say, None, failed), grid, folder, failed=failed, log=say, progress=report
+            configs,
+            lambda: loaded(configs, say, None, failed),
+            options,
+            folder,
+            failed=failed,
+            log=say,
+            progress=report,
         )
     show(f"{found.table()}\n\nresults: {folder}", {**found.as_dict(), "output": str(folder)}, as_json=as_json)
     if failed.keys() - left_out.keys():

@@ -22,6 +22,7 @@ from specbatch.text_files import read_json
 
 PLAN = "sweep.json"
 SWEEP = "a sweep"
+LEAST_PROMPTS = 4  # of a point, so that medians mean something
 
 
 class Described(Protocol):

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specbatch.sweeps.run.workloads import LEAST_PROMPTS, lines_of
+from specbatch.records.sweep_plan import LEAST_PROMPTS
+from specbatch.sweeps.run.workloads import lines_of
 
 if TYPE_CHECKING:
     from specbatch.sweeps.run.runner import SweepOptions

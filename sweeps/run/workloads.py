@@ -18,11 +18,11 @@ from specbatch.errors import at_least, refuse
 from specbatch.jobs.prompts import FORMS, TURNS, Prompt, read_prompts
 from specbatch.jobs.questions import bundled_questions
 from specbatch.records.objectives import Objectives, objectives_text
+from specbatch.records.sweep_plan import LEAST_PROMPTS
 
 if TYPE_CHECKING:
     from specbatch.tokenizer import Tokenizer
 
-LEAST_PROMPTS = 4  # of a point, so that medians mean something
 LM_EVAL = "lm-eval:"
 RANDOM = ("random", "gsp")  # datasets of random token ids
 Length = int | tuple[int, int]  # tokens, or least and most with a uniform distribution

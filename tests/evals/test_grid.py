@@ -72,9 +72,9 @@ def engines(make_engine: Any, mixed_reply: Any) -> Engines:
 
 @pytest.fixture
 def evaluate_all(engines: Engines, scored_file: Path, shots_file: Path, tmp_path: Path) -> Run:
-    def run(concurrency: tuple[int, ...] = (2,), repeats: int = 1, **changes: Any) -> Grid:
+    def run(concurrency: tuple[int, ...] = (2,), repeats: int = 1, most: int | None = None, **changes: Any) -> Grid:
         task = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3, **changes)
-        options = GridOptions(task, concurrency, repeats)
+        options = GridOptions(task, concurrency, repeats, most)
         return run_grid(CONFIGS, engines, options, tmp_path, failed={}, progress=lambda *at: seen.append(at))
 
     seen: list[tuple[int, int]] = []
@@ -128,6 +128,21 @@ def test_table_has_accuracy_beside_speed(
     assert list(table(load_records(tmp_path)).ratio.round(2)) == [1.0] * 6
     points = load_run("run", tmp_path, lambda path: []).points
     assert {(key.configuration, key.size) for key in points} == {(name, n) for name in CONFIGS for n in (1, 4)}
+
+
+def test_point_answers_as_many_questions_for_each_concurrent_request(evaluate_all: Run) -> None:
+    """And never fewer than 4; a point of another number of questions has no answers in common to compare."""
+    found = evaluate_all((1, 3, 4), most=2)
+    rows = found.rows()
+    assert [row["questions"] for row in rows] == [4] * 3 + [6] * 3 + [8] * 3
+    assert [row.get("same_answers") for row in rows if row["configuration"] == "v1"] == [4, 6, 8]
+    assert evaluate_all.seen[-1] == (54, 54)  # type: ignore[attr-defined]
+    assert "4 to 8 answers per point, prompts sha256 of 4: " in found.table()
+    assert evaluate_all((1, 3, 4), most=2).rows() == rows
+    with pytest.raises(SpecbatchError, match="is of an evaluation with another"):
+        evaluate_all((1, 3, 4), most=1)
+    with pytest.raises(SpecbatchError, match="prompts_per_concurrency=0"):
+        evaluate_all(most=0)
 
 
 @pytest.mark.slow
