@@ -41,13 +41,14 @@ class Stages:
 @contextmanager
 def progress(label: str, done: int = 0, unit: str = "") -> Iterator[NotedReport]:
     """Yield a function to call with (done, total), as often as needed. Shown are done / total, the rate, the time that
-    has passed and the time that is left.
+    has passed and the time that is left. Rate and remaining time are of what is done after the first call, so that they
+    leave out what came before it, such as loading a model.
 
-    done   what an earlier run had finished; it does not count for rate and remaining time
+    done   what an earlier run had finished
     unit   what is counted, such as "requests"
     """
     if not sys.stderr.isatty():
-        yield _lines(label, done, unit)
+        yield _lines(label, unit)
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -61,30 +62,34 @@ def progress(label: str, done: int = 0, unit: str = "") -> Iterator[NotedReport]
         TextColumn("{task.fields[left]}"),
         TextColumn("{task.fields[note]}"),
     )
-    before, start = done, time.monotonic()
+    pace = _Pace(unit)
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=None, completed=done, count="", left="", note="")
 
         def report(done: int, total: int, note: str = "") -> None:
-            seconds = time.monotonic() - start
-            count, left = _count(done, total, before, seconds, unit), _left(done, total, before, seconds)
+            count, left = pace(done, total)
             bar.update(task, completed=done, total=total, count=count, left=left, note=note)
 
         yield report
 
 
-def _count(done: int, total: int, before: int, seconds: float, unit: str) -> str:
-    """ "23/72 requests, 0.37/s": the rate is that of what was done since `before`."""
-    what = f"{done}/{total} {unit}".rstrip()
-    return f"{what}, {(done - before) / seconds:.3g}/s" if done > before and seconds > 0 else what
+class _Pace:
+    """How fast something advances after the first report."""
 
+    def __init__(self, unit: str) -> None:
+        self._unit = unit
+        self._first: tuple[int, float] | None = None  # done, when
 
-def _left(done: int, total: int, before: int, seconds: float) -> str:
-    """ "about 132 s left"; empty as long as nothing was done."""
-    if done <= before or done >= total:
-        return ""
-    rest = seconds / (done - before) * (total - done)
-    return f"about {rest:.0f} s left" if rest < LONG else f"about {rest / 60:.0f} min left"
+    def __call__(self, done: int, total: int) -> tuple[str, str]:
+        """("23/72 requests, 0.37/s", "about 132 s left"); without a rate and empty until more is done."""
+        now = time.monotonic()
+        before, start = self._first = self._first or (done, now)
+        count, passed, new = f"{done}/{total} {self._unit}".rstrip(), now - start, done - before
+        if new <= 0 or passed <= 0:
+            return count, ""
+        rest = passed / new * (total - done)
+        left = f"about {rest:.0f} s left" if rest < LONG else f"about {rest / 60:.0f} min left"
+        return f"{count}, {new / passed:.3g}/s", left if done < total else ""
 
 
 class Speed:
@@ -120,18 +125,18 @@ class Speed:
             self._tokens -= self._recent.popleft()[1]
 
 
-def _lines(label: str, before: int, unit: str) -> NotedReport:
+def _lines(label: str, unit: str) -> NotedReport:
     start = last = time.monotonic()
+    pace = _Pace(unit)
 
     def report(done: int, total: int, note: str = "") -> None:
         nonlocal last
         now = time.monotonic()
+        count, left = pace(done, total)
         if now - last < SECONDS_BETWEEN_LINES:
             return
         last = now
-        seconds = now - start
-        count, left = _count(done, total, before, seconds, unit), _left(done, total, before, seconds)
-        parts = filter(None, (count, f"{seconds:.0f} s elapsed", left, note))
+        parts = filter(None, (count, f"{now - start:.0f} s elapsed", left, note))
         print(f"{label}: {', '.join(parts)}", file=sys.stderr, flush=True)
 
     return report

@@ -58,7 +58,16 @@ def test_without_a_terminal_there_is_one_line_per_minute(clock, capsys):
         report(61, 100)
         clock.now += SECONDS_BETWEEN_LINES - 1
         report(100, 100)
-    assert capsys.readouterr().err == "work: 60/100 prompts, 0.333/s, 60 s elapsed, about 120 s left, 7 tok/s\n"
+    assert capsys.readouterr().err == "work: 60/100 prompts, 0.317/s, 60 s elapsed, about 126 s left, 7 tok/s\n"
+
+
+def test_time_before_the_first_report_is_in_no_rate(clock, capsys):
+    with progress("sweep", unit="requests") as report:
+        clock.now += SECONDS_BETWEEN_LINES - 2  # loads a model
+        report(1, 41)
+        clock.now += 2
+        report(21, 41)
+    assert capsys.readouterr().err == "sweep: 21/41 requests, 10/s, 60 s elapsed, about 2 s left\n"
 
 
 def test_no_remaining_time_before_the_first_item(clock, capsys):
@@ -75,6 +84,7 @@ def test_a_terminal_has_a_bar_with_the_note(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     with progress("work", 1, "prompts") as report:
+        report(1, 4)
         report(2, 4, "7 tok/s, 2 running")
     shown = screen.getvalue()
     assert "2/4 prompts, " in shown
