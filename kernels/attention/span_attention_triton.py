@@ -28,7 +28,7 @@ from specbatch.kernels.common.workspace import reserve
 SPAN = 256
 KEYS = 32  # of a tile; divides SPAN
 ROWS = 64  # of a tile of a prompt
-LAUNCHES = {16: (4, 3, 128), 32: (4, 3, None), 64: (4, 3, None)}  # by rows: warps, stages, registers of a thread
+LAUNCHES = {16: (2, 4), 32: (2, 4), 64: (4, 3)}  # by rows of a tile: warps and stages
 LOG2E = 1.4426950408889634
 PROGRAMS = 2  # for each processor; with fewer tiles than that, spans are shared out
 WORKSPACE = 256 << 20  # bytes of partial results, at most
@@ -119,14 +119,15 @@ def _launch(
     if rows is None:
         rows = ROWS if tiles is not None else min(ROWS, max(16, triton.next_power_of_2(count * group)))
     rows = max(rows, triton.next_power_of_2(group))
-    warps, stages, registers = LAUNCHES.get(rows, (8, 2, None))
+    warps, stages = LAUNCHES.get(rows, (8, 2))
     tokens = max(1, rows // group)
     sequences = len(bounds[0]) if tiles is None else 1
     per_sequence = triton.cdiv(count, tokens) if tiles is None else len(tiles)
     programs = sequences * per_sequence * kv
     block = max(16, triton.next_power_of_2(dim))
     spans = triton.cdiv(longest, SPAN)
-    cells = programs * spans * rows * (block + 2)
+    few = rows if tiles is not None else min(rows, triton.next_power_of_2(count * group))
+    cells = programs * spans * few * (block + 2)
     if splits is None:
         splits = max(1, min(PROGRAMS * _processors(q.device) // programs, spans))
         splits = splits if 4 * cells <= WORKSPACE else 1
@@ -138,8 +139,9 @@ def _launch(
         q, k_cache, v_cache, out, partials, arrivals, *bounds, tiles, page_table, page_table.stride(0), q.stride(0),
         spans, count, per_sequence, dim**-0.5 * LOG2E,
         GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=page_size, TOKENS=tokens,
-        ROWS=rows, KEYS=KEYS, SPAN=SPAN, SPREAD=splits > 1, **pdl(q), num_warps=warps, num_stages=stages,
-        maxnreg=registers, enable_fp_fusion=False,
+        ROWS=rows, FEW=few, KEYS=KEYS, SPAN=SPAN, SPREAD=splits > 1,
+        AT_ONCE=max(1, min(16, 32 * warps // few)), **pdl(q), num_warps=warps, num_stages=stages,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -158,10 +160,11 @@ def _span_attention(
     q, k_cache, v_cache, out, partials, arrivals, starts, ends, rows, offsets, tiles, page_table, page_stride, q_stride,
     spans, count, per_sequence, scale,
     GROUP: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, SPREAD: tl.constexpr,
-    PDL: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
+    SPREAD: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """spans: as many as a tile may have. SPREAD: several programs share them."""
+    """spans: as many as a tile may have. FEW: rows of a tile that may be real. SPREAD: several programs share its
+    spans; AT_ONCE: whose results are loaded before the first is used."""
     head, index, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     wait_for_previous_kernel(PDL)
     if tiles is not None:
@@ -193,10 +196,9 @@ def _span_attention(
         share = tl.cdiv(filled, tl.num_programs(2)) * SPAN
         low, high = split * share, tl.minimum((split + 1) * share, high)
 
-    size: tl.constexpr = ROWS * (BLOCK_D + 2)
+    size: tl.constexpr = FEW * (BLOCK_D + 2)
     program = index * KV + head
     parts = partials + program.to(tl.int64) * spans * size
-    cell, line, there = row[:, None] * BLOCK_D + column[None, :], row[:, None], real[:, None]
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     top = tl.full([ROWS, 1], float("-inf"), tl.float32)
     ones = tl.full([KEYS, 16], 1.0, queries.dtype)
@@ -204,16 +206,16 @@ def _span_attention(
     whole = tl.zeros([ROWS, BLOCK_D], tl.float32)
     whole_top = tl.full([ROWS, 1], float("-inf"), tl.float32)
     whole_total = tl.zeros([ROWS, 1], tl.float32)
+    # Pages are looked up a step before their keys are loaded, so that the pipeline fetches several steps ahead.
+    key = low + tl.arange(0, KEYS)
+    page = tl.load(pages + key // PAGE, key < high, 0)
     for at in tl.range(low, high, KEYS):
         key = at + tl.arange(0, KEYS)
-        held = tl.minimum(key, high - 1)  # the last tile repeats the last key, out of every row's sight
-        place = (kv_slot(pages, held, PAGE) * (KV * DIM) + head * DIM)[:, None] + column[None, :]
-        if DIM < BLOCK_D:
-            k = tl.load(k_cache + place, mask=inside, other=0.0)
-            v = tl.load(v_cache + place, mask=inside, other=0.0)
-        else:
-            k = tl.load(k_cache + place)
-            v = tl.load(v_cache + place)
+        held = (key < high)[:, None]
+        place = ((page * PAGE + key % PAGE) * (KV * DIM) + head * DIM)[:, None] + column[None, :]
+        k = tl.load(k_cache + place, held & inside, 0.0)
+        v = tl.load(v_cache + place, held & inside, 0.0)
+        page = tl.load(pages + (key + KEYS) // PAGE, key + KEYS < high, 0)
         scores = tl.dot(queries, k.to(queries.dtype).T, input_precision="ieee") * scale
         scores = tl.where(key[None, :] <= newest, scores, float("-inf"))
         # Keys that a row does not see change nothing: its maximum stays, and 0 is added.
@@ -228,9 +230,9 @@ def _span_attention(
             sums = tl.max(total, 1)[:, None]
             if SPREAD:
                 part = parts + at // SPAN * size
-                tl.store(part + cell, acc, there)
-                tl.store(part + ROWS * BLOCK_D + line, top, there)
-                tl.store(part + ROWS * (BLOCK_D + 1) + line, sums, there)
+                tl.store(part + row[:, None] * BLOCK_D + column[None, :], acc, real[:, None])
+                tl.store(part + FEW * BLOCK_D + row[:, None], top, real[:, None])
+                tl.store(part + FEW * (BLOCK_D + 1) + row[:, None], sums, real[:, None])
             else:
                 whole, whole_top, whole_total = _merge(whole, whole_top, whole_total, acc, top, sums)
             acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -242,16 +244,34 @@ def _span_attention(
         if tl.atomic_add(arrivals + program, 1, sem="acq_rel") != tl.num_programs(2) - 1:
             return
         tl.store(arrivals + program, 0)
-        for number in range(filled):
-            part = parts + number * size
-            acc = tl.load(part + cell, there, 0.0, cache_modifier=".cg")
-            top = tl.load(part + ROWS * BLOCK_D + line, there, float("-inf"), cache_modifier=".cg")
-            sums = tl.load(part + ROWS * (BLOCK_D + 1) + line, there, 0.0, cache_modifier=".cg")
-            whole, whole_top, whole_total = _merge(whole, whole_top, whole_total, acc, top, sums)
-
-    result = out + ((offset + token) * (KV * GROUP) + query_head)[:, None] * DIM + column[None, :]
-    mixed = whole / tl.where(whole_total > 0, whole_total, 1.0)
-    tl.store(result, mixed.to(out.dtype.element_ty), mask=there & inside)
+        few = tl.arange(0, FEW)
+        token = first + few // GROUP
+        real = (few < TOKENS * GROUP) & (start + token < stop)
+        query_head = head * GROUP + few % GROUP
+        cell, line, there = few[:, None] * BLOCK_D + column[None, :], few[:, None], real[:, None]
+        mixed = tl.zeros([FEW, BLOCK_D], tl.float32)
+        mixed_top = tl.full([FEW, 1], float("-inf"), tl.float32)
+        mixed_total = tl.zeros([FEW, 1], tl.float32)
+        for number in tl.range(0, filled, AT_ONCE, num_stages=1):
+            accs, tops, totals = (), (), ()  # Triton knows no stars
+            for step in tl.static_range(AT_ONCE):
+                part, mask = parts + (number + step) * size, there & (line * 0 + number + step < filled)
+                accs = accs + (tl.load(part + cell, mask, 0.0, cache_modifier=".cg"),)  # type: ignore[assignment]  # noqa: RUF005
+                part += FEW * BLOCK_D
+                tops = tops + (tl.load(part + line, mask, float("-inf"), cache_modifier=".cg"),)  # type: ignore[assignment]  # noqa: RUF005
+                totals = totals + (tl.load(part + FEW + line, mask, 0.0, cache_modifier=".cg"),)  # type: ignore[assignment]  # noqa: RUF005
+            tl.debug_barrier()  # all are asked for before the first is waited for
+            for step in tl.static_range(AT_ONCE):
+                mixed, mixed_top, mixed_total = _merge(
+                    mixed, mixed_top, mixed_total, accs[step], tops[step], totals[step]
+                )
+        result = out + ((offset + token) * (KV * GROUP) + query_head)[:, None] * DIM + column[None, :]
+        mixed = mixed / tl.where(mixed_total > 0, mixed_total, 1.0)
+        tl.store(result, mixed.to(out.dtype.element_ty), mask=there & inside)
+    else:
+        result = out + ((offset + token) * (KV * GROUP) + query_head)[:, None] * DIM + column[None, :]
+        whole = whole / tl.where(whole_total > 0, whole_total, 1.0)
+        tl.store(result, whole.to(out.dtype.element_ty), mask=real[:, None] & inside)
 
 
 def _processors(device: torch.device) -> int:
