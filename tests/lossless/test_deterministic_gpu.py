@@ -160,6 +160,15 @@ def test_results_do_not_depend_on_draft_schedule_graphs_and_memory(
         assert record.metrics["drafted_tokens"]
 
 
+@pytest.mark.parametrize("drafter", ["none", "ngram", "eagle3"])
+def test_results_of_many_requests_at_once(targets: Targets, drafter: str) -> None:
+    """More rows than the kernels for few rows take."""
+    settings: dict[str, Any] = {"dtype": "bfloat16", "deterministic": True, "device": "cuda", "max_running": 24}
+    engine = targets.engine("llama", drafter, graphs=lossless.GRAPHS["both"], **settings)
+    done = engine.generate(targets.prompts("llama") * 4, _SAMPLED * 4)
+    assert _results(done) == _one_by_one(targets, "llama") * 4
+
+
 @cache
 def _one_by_one(targets: Targets, name: str) -> list[Any]:
     """The baseline's results, one request at a time."""
