@@ -25,13 +25,13 @@ class Tile:
     group: int = 0
 
 
-def tile_for(rows: int, outputs: int, item: int) -> Tile:
-    """The tile for so many rows of x and of the weight, and elements of `item` bytes."""
+def tile_for(rows: int, item: int) -> Tile:
+    """The tile for so many rows of x, and elements of `item` bytes."""
     if item == 4:  # the interpreter
         return Tile(min(32, max(16, triton.next_power_of_2(rows))), 64, 32, 4, 2)
     if rows <= 32:
         return Tile(16 if rows <= 16 else 32, 64, 128, 4, 7)
-    if rows <= 64 or (rows <= 128 and outputs <= 8192):  # enough programs for all processors
+    if rows <= 64:
         return Tile(64, 64, 128, 4, 6)
     if rows <= 128:
         return Tile(128, 64, 128, 4, 4)
@@ -61,7 +61,7 @@ def fixed_order_gemm(
         return y
     if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    tile = tile or tile_for(rows, n, x.element_size())
+    tile = tile or tile_for(rows, x.element_size())
     _fixed_order_gemm[(triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.outputs),)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.columns]),
         TensorDescriptor.from_tensor(weight, [tile.outputs, tile.columns]),
