@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2 drafting: a head of one layer reads the target's last hidden state and the next token."""
+"""EAGLE-1 and EAGLE-2 drafting: a head of few layers reads the target's last hidden state and the next token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.feature_head import FeatureChain, feature_chain, head_plan
 from specbatch.drafters.head_checks import expect, fit, parameters, usual_head
-from specbatch.errors import of_draft, refuse
+from specbatch.errors import of_draft
 from specbatch.models.decoder import Decoder
 from specbatch.models.draft_head import layer_config
 from specbatch.models.eagle import Eagle, eagle_shapes
@@ -32,8 +32,6 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
             files = open_draft(asked.draft)
             expect(files, "eagle")
         layer = layer_config(files.config, files.shapes)
-        if layer.num_layers != 1:
-            raise refuse("num_hidden_layers", layer.num_layers, "EAGLE heads of one layer are supported")
     layer = fit(layer, layer.hidden_size, files, target, asked, log)
     check_tensors(eagle_shapes(layer, files.shapes), files.shapes, files.origin, "draft")
 

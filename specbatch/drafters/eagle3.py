@@ -1,4 +1,4 @@
-"""EAGLE-3 drafting: a head of one layer reads three residual streams of the target and the next token."""
+"""EAGLE-3 drafting: a head of few layers reads three residual streams of the target and the next token."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ costs at most a little acceptance.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +33,7 @@ from specbatch.kernels.elementwise.gather_rows import gather_rows
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
-from specbatch.models.draft_head import DraftHead
+from specbatch.models.draft_head import Attend, DraftHead
 from specbatch.runtime.cuda_graphs import GraphCounters, Program, Recorder, bucket_of, token_buckets
 from specbatch.runtime.loader import Loader
 
@@ -40,7 +42,8 @@ if TYPE_CHECKING:
 
 
 class HeadPrefill:
-    """Writes keys and values of a prompt's pairs. The layer's output is not needed there, so attention is skipped."""
+    """Writes keys and values of a prompt's pairs. The last layer's output is not needed there, so its attention is
+    skipped."""
 
     def __init__(self, head: DraftHead, cache: KVCache) -> None:
         self.counters = GraphCounters()
@@ -50,7 +53,8 @@ class HeadPrefill:
     def __call__(self, tokens: torch.Tensor, taken: torch.Tensor, metadata: PrefillMetadata) -> None:
         """tokens int64 [T]: the next token of each; taken [T, width]: features of the pass's tokens."""
         self.counters.fall_back("off")
-        self._write(tokens, taken, metadata.positions, metadata.kv_slots, self._overrides(metadata))
+        attend = attention_of(self._head, self._cache, metadata, metadata.positions)
+        self._write(tokens, taken, metadata.positions, metadata.kv_slots, self._overrides(metadata), attend)
 
     def _overrides(self, metadata: PrefillMetadata) -> EmbeddingOverrides | None:
         return metadata.embedding_overrides(self._head.embedding, ahead=1)
@@ -62,45 +66,60 @@ class HeadPrefill:
         positions: torch.Tensor,
         slots: torch.Tensor,
         overrides: EmbeddingOverrides | None = None,
+        attend: Attend | None = None,
     ) -> None:
         head, cache = self._head, self._cache
-        _, qkv = head.enter(head.embed(tokens, overrides), head.project(taken))
-        split_qkv_rope(qkv, head.heads, positions, slots, cache.k[0], cache.v[0])
+        _, qkv = head.enter(head.embed(tokens, overrides), head.project(taken), attend)
+        split_qkv_rope(qkv, head.heads_of(head.depth - 1), positions, slots, cache.k[-1], cache.v[-1])
+
+
+def attention_of(
+    head: DraftHead, cache: KVCache, metadata: PrefillMetadata | DecodeMetadata, positions: torch.Tensor
+) -> Attend | None:
+    """The attention of the layers before the last one; None for a head of one layer."""
+    return partial(metadata.bind(cache).attend, positions=positions) if head.more else None
 
 
 class HeadPrefillGraphs(HeadPrefill):
-    """The same with one CUDA graph per token bucket."""
+    """The same with CUDA graphs per token bucket: one up to the first attention, and one after that of each layer but
+    the last."""
 
     def __init__(self, head: DraftHead, cache: KVCache, recorder: Recorder, most: int) -> None:
         """most: number of tokens of the largest pass."""
         super().__init__(head, cache)
         self._recorder = recorder
         self._buckets = token_buckets(most)
-        self._graphs: dict[int, Program] = {}
-        device = head.embedding.device
+        self._graphs: dict[int, list[Program]] = {}
+        like, heads, between = head.embedding, head.heads, most if head.more else 0
         # Tokens, positions and slots.
-        self._places = torch.zeros(3, most, dtype=torch.int64, device=device)
-        self._taken = torch.zeros(most, head.width, dtype=head.embedding.dtype, device=device)
+        self._places = torch.zeros(3, most, dtype=torch.int64, device=like.device)
+        self._taken, self._x, self._qkv, self._attended = (
+            torch.zeros(count, width, dtype=like.dtype, device=like.device)
+            for count, width in (
+                (most, head.width),
+                (between, head.config.hidden_size),
+                (between, (heads.count + 2 * heads.kv) * heads.dim),
+                (between, heads.count * heads.dim),
+            )
+        )
 
     def __len__(self) -> int:
         return len(self._buckets)
 
     def capture(self) -> Iterator[None]:
         for bucket in reversed(self._buckets):
-
-            def program(count: int = bucket) -> None:
-                tokens, positions, slots = self._places[:, :count]
-                self._write(tokens, self._taken[:count], positions, slots)
-
-            self._recorder.warm(program)
-            self._graphs[bucket] = self._recorder.record(program)
+            programs = [partial(self._segment, layer, bucket) for layer in range(self._head.depth)]
+            for program in programs:
+                self._recorder.warm(program)
+            self._graphs[bucket] = [self._recorder.record(program) for program in programs]
             yield
 
     def __call__(self, tokens: torch.Tensor, taken: torch.Tensor, metadata: PrefillMetadata) -> None:
         overrides = self._overrides(metadata)
+        attend = attention_of(self._head, self._cache, metadata, metadata.positions)
         if overrides is not None:
             self.counters.fall_back("embeddings")
-            self._write(tokens, taken, metadata.positions, metadata.kv_slots, overrides)
+            self._write(tokens, taken, metadata.positions, metadata.kv_slots, overrides, attend)
             return
         count = len(tokens)
         bucket = bucket_of(self._buckets, count)
@@ -108,9 +127,28 @@ class HeadPrefillGraphs(HeadPrefill):
             static[:count].copy_(here)
         self._taken[:count].copy_(taken)
         self._places[2, count:bucket].zero_()  # padding tokens write to the page of padding rows
-        self._graphs[bucket]()
+        for layer, program in enumerate(self._graphs[bucket]):
+            if layer:
+                assert attend is not None
+                attended = attend(layer - 1, self._qkv[:count], self._head.heads_of(layer - 1))
+                self._attended[:count].copy_(attended)
+            program()
         self.counters.replays += 1
         self.counters.padded += bucket - count
+
+    def _segment(self, layer: int, count: int) -> None:
+        """What is between the attention of the layer before and that of `layer`."""
+        head, cache = self._head, self._cache
+        tokens, positions, slots = self._places[:, :count]
+        if layer:
+            x, qkv = head.advance(layer - 1, self._x[:count], self._attended[:count])
+        else:
+            x, qkv = head.begin(head.embed(tokens), head.project(self._taken[:count]))
+        if layer + 1 < head.depth:
+            self._x[:count].copy_(x)
+            self._qkv[:count].copy_(qkv)
+        else:
+            split_qkv_rope(qkv, head.heads_of(layer), positions, slots, cache.k[-1], cache.v[-1])
 
 
 class FeatureChain(NoDraft):
@@ -210,12 +248,17 @@ class FeatureChain(NoDraft):
         ), due.places
 
     def _write(self, step: StepInput, most: int = 1) -> None:
-        """Write keys and values of the buffered pairs, up to `most` per row, without attention."""
+        """Write keys and values of the buffered pairs, up to `most` per row, without the last layer's attention."""
         due, cache = self._due(step, most), self._cache
         rows = step.slots.repeat_interleave(most)
         slots = kv_slots(step.batch.page_table, rows, due.positions, step.page_size)
-        _, qkv = self._head.enter(due.embedded, due.hidden)
-        split_qkv_rope(qkv, self._head.heads, due.positions, slots, cache.k[0], cache.v[0])
+        head, attend = self._head, None
+        if head.more:
+            metadata = step.decode_metadata(due.start, most)
+            metadata = replace(metadata, bound=None)  # pairs that are not ready may be beyond it
+            attend = attention_of(head, cache, metadata, due.positions)
+        _, qkv = head.enter(due.embedded, due.hidden, attend)
+        split_qkv_rope(qkv, head.heads_of(head.depth - 1), due.positions, slots, cache.k[-1], cache.v[-1])
 
     def _due(self, step: StepInput, most: int) -> PendingInputs:
         """Up to `most` buffered pairs per row. Rows with fewer ready pairs get invalid ones after them, whose positions
@@ -231,10 +274,11 @@ class FeatureChain(NoDraft):
         positions: torch.Tensor,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run pairs through the layer. Returns hidden states [n, hidden_size] of `rows`, or of all."""
+        """Run pairs through the layers. Returns hidden states [n, hidden_size] of `rows`, or of all."""
         head = self._head
-        x, qkv = head.enter(embedded, hidden)
-        attended = metadata.bind(self._cache).attend(0, qkv, head.heads, positions)
+        attend = partial(metadata.bind(self._cache).attend, positions=positions)
+        x, qkv = head.enter(embedded, hidden, attend)
+        attended = attend(head.depth - 1, qkv, head.heads_of(head.depth - 1))
         if rows is not None:
             x, attended = gather_rows(x, attended, rows)
         return head.leave(x, attended)
@@ -272,13 +316,13 @@ def head_plan(
     needs_all_hidden: bool = True,
     aux: tuple[int, ...] = (),
 ) -> DraftPlan:
-    """The plan of a head with one `layer`; other arguments as in `DraftPlan`. When a request ends, the pairs of its
-    last verify are still buffered, which gives the `uncached_tail`."""
+    """The plan of a head with layers like `layer`; other arguments as in `DraftPlan`. When a request ends, the pairs of
+    its last verify are still buffered, which gives the `uncached_tail`."""
     shape = config.speculation.shape
     return DraftPlan(
         build,
         layer,
-        kv_layers=1,
+        kv_layers=layer.num_layers,
         weights=weights,
         parameters_of=parameters_of,
         needs_all_hidden=needs_all_hidden,
@@ -292,7 +336,7 @@ def feature_chain(
     head: DraftHead, loader: Loader, config: EngineConfig, vocabulary: int, diagnosis: Diagnosis | None = None
 ) -> FeatureChain:
     """Build the drafter of an engine and register its prefill with the loader. diagnosis: see `Drafter.diagnose`."""
-    cache = loader.cache(head.config, 1, "draft")
+    cache = loader.cache(head.config, head.depth, "draft")
     prefill = HeadPrefill(head, cache)
     if loader.recorder is not None:
         prefill = HeadPrefillGraphs(head, cache, loader.recorder, loader.chunk)

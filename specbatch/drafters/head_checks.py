@@ -48,6 +48,7 @@ def fit(
     log(
         f"draft: {files.name} ({files.origin}), {parameters(files.shapes) / 1e6:.1f} M parameters; hidden size "
         f"{layer.hidden_size}, {layer.num_heads} heads ({layer.num_kv_heads} KV) of {layer.head_dim}"
+        + (f", {layer.num_layers} layers" if layer.num_layers > 1 else "")
         + (f"; the target's {' and '.join(lent)}" if lent else "")
     )
     log(f"draft: {rope}, the target's theta is {beside.rope.theta:g}; trained for {layer.max_position} positions")

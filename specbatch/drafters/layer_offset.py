@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -65,8 +66,10 @@ def _counts(model: Decoder, head: DraftHead, texts: Sequence[tuple[tuple[int, ..
         positions = torch.arange(len(text), device=model.device)
         features = model.forward(tokens, positions, UncachedContext(model, 1, len(text)))
         # Pair i: the feature of token i and token i + 1. It drafts token i + 2.
-        x, qkv = head.enter(head.embed(tokens[1:]), head.project(head.take(features))[:-1])
-        attended = UncachedContext(model, 1, len(text) - 1).attend(0, qkv, head.heads, positions[:-1])
+        context = UncachedContext(model, 1, len(text) - 1)
+        attend = partial(context.attend, positions=positions[:-1])
+        x, qkv = head.enter(head.embed(tokens[1:]), head.project(head.take(features))[:-1], attend)
+        attended = attend(head.depth - 1, qkv, head.heads_of(head.depth - 1))
         drafts = head.logits(head.leave(x, attended)[prompt - 1 : -1]).argmax(-1)
         drafts = drafts if head.vocabulary is None else head.vocabulary[drafts]
         counts.append((int((drafts == tokens[prompt + 1 :]).sum()), len(drafts)))

@@ -1,8 +1,8 @@
-"""Draft heads on the target's features (EAGLE, EAGLE-3, MTP): one decoder layer over pairs of a feature and a token.
+"""Draft heads on the target's features (EAGLE, EAGLE-3, MTP): decoder layers over pairs of a feature and a token.
 
 After t_0 .. t_i the target has computed the feature f_i and chosen t_{i+1}. The pair (f_i, t_{i+1}) is the head's
-input at draft position i and predicts t_{i+2}. For the next draft the layer's own output replaces f_{i+1} (Li et al.,
-"EAGLE", 2024).
+input at draft position i and predicts t_{i+2}. For the next draft the head's own output replaces f_{i+1} (Li et al.,
+"EAGLE", 2024). Almost all heads have one layer. Those after the first are plain layers, as in vLLM (#26164).
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from specbatch.kernels.gemm.weight import Weight, split_input_columns
 from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features, rope_tables
-from specbatch.models.layers import Reader, ShapeRecorder
-from specbatch.models.llama import dense
+from specbatch.models.layers import Attention, Layer, Reader, ShapeRecorder
+from specbatch.models.llama import decoder_layer, dense
 from specbatch.models.partition import scores
 
 Shapes = dict[str, tuple[int, ...]]
+Attend = Callable[[int, torch.Tensor, QKVLayout], torch.Tensor]  # layer, its qkv, its heads -> attention output
 LAYER = "layers.0"
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -47,9 +48,11 @@ class Joined:
 
 
 class DraftHead:
-    """A draft head, split at the attention of its layer. Embedding and output matrix are the target's.
+    """A draft head, split at the attention of its last layer. Embedding and output matrix are the target's.
 
-    config      sizes of its one layer
+    config      sizes of its layers
+    heads       of the first layer
+    more        the layers after the first
     vocabulary  int64 [Vd]: target token id of each draft token id; None if they are the same
     width       columns of the features that it reads
     """
@@ -60,6 +63,7 @@ class DraftHead:
     def __init__(self, config: ModelConfig, heads: QKVLayout, target: Decoder) -> None:
         self.config = config
         self.heads = heads
+        self.more: tuple[Layer, ...] = ()
         self.embedding = target.embedding
         self._head = target.head
 
@@ -75,14 +79,55 @@ class DraftHead:
         """Features [T, width] -> hidden [T, hidden_size], which its own output replaces in later drafts."""
         return taken
 
-    def enter(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return 1 + len(self.more)
+
+    def heads_of(self, layer: int) -> QKVLayout:
+        return self._attention(layer).heads if layer else self.heads
+
+    def enter(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, attend: Attend | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Embedded tokens and hidden [T, hidden_size] -> residual stream [T, hidden_size], which may be `hidden`
-        itself, and qkv."""
-        raise NotImplementedError
+        itself, and qkv, both of the last layer. attend: the attention of the layers before it, if there are any."""
+        x, qkv = self.begin(embedded, hidden)
+        for layer in range(len(self.more)):
+            assert attend is not None
+            x, qkv = self.advance(layer, x, attend(layer, qkv, self.heads_of(layer)))
+        return x, qkv
 
     def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """From the attention output [T, heads * head_dim] to the next `hidden` [T, hidden_size]; may overwrite x."""
+        """From the attention output [T, heads * head_dim] of the last layer to the next `hidden` [T, hidden_size]; may
+        overwrite x."""
+        return self._finish(self._leave(len(self.more), x, attended))
+
+    def begin(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream and qkv of the first layer; see `enter`."""
         raise NotImplementedError
+
+    def advance(self, layer: int, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """From the attention output of a layer to the residual stream and qkv of the next one; may overwrite x."""
+        x = self._leave(layer, x, attended)
+        return x, self._attention(layer + 1).project(x)
+
+    def _leave(self, layer: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The residual stream after a layer."""
+        return self.more[layer - 1].leave(x, attended) if layer else self._leave_first(x, attended)
+
+    def _leave_first(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _finish(self, x: torch.Tensor) -> torch.Tensor:
+        """From the residual stream after the last layer to the next `hidden`."""
+        return x
+
+    def _attention(self, layer: int) -> Attention:
+        """That of a layer after the first."""
+        mixer = self.more[layer - 1].mixer
+        assert isinstance(mixer, Attention)
+        return mixer
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, hidden_size] -> logits [T, V], or [T, Vd] with a draft vocabulary."""
@@ -97,8 +142,8 @@ class DraftHead:
 
 
 class LlamaHead(DraftHead):
-    """A head whose layer is a Llama layer from the attention on. It may have its own embedding and output matrix, and
-    then a hidden size that differs from the target's."""
+    """A head whose first layer is a Llama layer from the attention on, and whose others are whole ones. It may have its
+    own embedding and output matrix, and then a hidden size that differs from the target's."""
 
     def __init__(
         self,
@@ -121,13 +166,14 @@ class LlamaHead(DraftHead):
         columns = config.num_heads * config.head_dim
         self._out = read.linear({f"{attention}.o_proj": config.hidden_size}, columns, config.o_bias)
         self._mlp = dense(read, LAYER)
+        self.more = tuple(decoder_layer(read, f"layers.{index}", tables) for index in range(1, config.num_layers))
 
-    def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    def _leave_first(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         return self._mlp(self._out(attended, residual=x))
 
 
 def layer_config(described: dict[str, Any], shapes: Shapes | None = None) -> ModelConfig:
-    """The sizes of a head's layer. Its config.json names the architecture that the head was derived from, marked as
+    """The sizes of a head's layers. Its config.json names the architecture that the head was derived from, marked as
     EAGLE. Biases and q/k norms are taken from the tensors `shapes`, if given, not from the config."""
     plain = dict(described)
     names = names_of(plain, "architectures")

@@ -2,8 +2,8 @@
 
 Both versions have the same head; EAGLE-2 drafts trees with it.
 
-x = fc([embed(t_{i+1}) ; f_i]), where f_i is the target's last hidden state after its final norm; then a Llama layer
-whose attention reads x without a norm. Its output is the input of the target's output matrix and the next feature.
+x = fc([embed(t_{i+1}) ; f_i]), where f_i is the target's last hidden state after its final norm; then Llama layers, the
+first without input norm. Their output is the input of the target's output matrix and the next feature.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Eagle(LlamaHead):
         super().__init__(config, read, names, target, positions)
         self._qkv = read.linear(qkv_rows(config, f"{LAYER}.self_attn"), config.hidden_size, config.qkv_bias)
 
-    def enter(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def begin(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self._fc(embedded, hidden, None, None)
         return x, self._qkv(x)
 

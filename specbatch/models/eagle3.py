@@ -1,8 +1,8 @@
 """Network and config of EAGLE-3 draft heads (Li et al. 2025), in the formats of SpecForge and speculators.
 
-h = fc(three concatenated residual streams of the target), or the layer's own output for later drafts. Attention reads
-[norm(embed(t_{i+1})) ; norm(h)], and its output is added to h. The output matrix covers only the most frequent tokens;
-`d2t` maps them to the target's token ids.
+h = fc(three concatenated residual streams of the target), or the head's own output for later drafts. The attention of
+the first layer reads [norm(embed(t_{i+1})) ; norm(h)], and its output is added to h. The output matrix covers only the
+most frequent tokens; `d2t` maps them to the target's token ids.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LAYERS = "eagle_aux_hidden_state_layer_ids"
 class Eagle3Config:
     """The settings of a head's config.json.
 
-    layer                 sizes of its layer
+    layer                 sizes of its layers
     target_hidden         hidden size of the target that it was trained for
     draft_vocabulary      number of tokens that it can draft
     aux                   boundary indices of the features (k is the input of layer k, which is the output of layer
@@ -74,8 +74,6 @@ class Eagle3Config:
         _refuse_switches(config, nested)
         names = shapes or {}
         layer = layer_config(table_of(config, "transformer_layer_config") if method else config, shapes)
-        if layer.num_layers != 1:
-            raise refuse("num_hidden_layers", layer.num_layers, "EAGLE-3 heads of one layer are supported")
         switches = {name: flag_of(config, name, flag_of(nested, name)) for name in _SWITCHES}
         switches["norm_before_fc"] |= "input_norm.weight" in names
         switches["fc_norm"] |= "fc_norm.0.weight" in names
@@ -192,13 +190,12 @@ class Eagle3(LlamaHead):
             taken = torch.cat(normed, 1)
         return self._fc(taken, norm=self._together)
 
-    def enter(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def begin(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         norm = self._token_norm
         if self._before_residual:
             hidden = rms_norm(hidden, *self._hidden_norm)
             return hidden, self._qkv(embedded, hidden, norm, None)
         return hidden, self._qkv(embedded, hidden, norm, self._hidden_norm)
 
-    def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        y = super().leave(x, attended)
-        return rms_norm(y, *self._norm) if self._norm_output else y
+    def _finish(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, *self._norm) if self._norm_output else x

@@ -9,7 +9,11 @@ from specbatch.models.layers import Attention, Layer, Reader, SwiGlu, Tables
 
 def layer(read: Reader, index: int, tables: Tables) -> Layer:
     """Layer `index`; tables: cos and sin."""
-    stem = f"model.layers.{index}"
+    return decoder_layer(read, f"model.layers.{index}", tables)
+
+
+def decoder_layer(read: Reader, stem: str, tables: Tables) -> Layer:
+    """The layer whose tensors are named `stem`.*."""
     return Layer(attention(read, f"{stem}.input_layernorm", f"{stem}.self_attn", tables), (dense(read, stem),))
 
 

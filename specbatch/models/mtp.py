@@ -53,12 +53,15 @@ class Mtp(DraftHead):
         self._hidden_norm = centred(reader, f"{PREFIX}pre_fc_norm_hidden")
         self._norm = centred(reader, f"{PREFIX}norm")
 
-    def enter(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def begin(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self._fc(embedded, hidden, self._token_norm, self._hidden_norm)
         return x, self._layer.mixer.project(x)
 
-    def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        return rms_norm(self._layer.leave(x, attended), *self._norm)
+    def _leave_first(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        return self._layer.leave(x, attended)
+
+    def _finish(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, *self._norm)
 
 
 def mtp_config(target: ModelConfig, found: Shapes | None = None) -> MtpConfig:

@@ -2,8 +2,8 @@
 
 Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (2025);
 github.com/sgl-project/SpecForge. Place p pairs the target's feature f_p with token t_{p+1} and predicts t_{p+2}. Step k
-continues as in drafting: its input is the output of step k - 1 and the token t_{p+1+k}, at position p + k. It attends
-to the pairs with real features up to p, and to the keys of its own steps 1..k at this place. So all places of a
+continues as in drafting: its input is the output of step k - 1 and the token t_{p+1+k}, at position p + k. Each layer
+attends to the pairs with real features up to p, and to the keys of its own steps 1..k at this place. So all places of a
 sequence draft in parallel, each from its own prefix.
 """
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from specbatch.kernels.common.upload import upload
 from specbatch.training.data import Batch, indices
-from specbatch.training.head import Guess, Head, Scores
+from specbatch.training.head import Guess, Head, Layer, Scores
 from specbatch.training.layers import Rotary
 from specbatch.training.target import Target
 
@@ -28,6 +28,7 @@ class ChainHead(Head):
 
     kept: torch.Tensor | None = None
     rotary: Rotary
+    depth = 1  # layers
 
     def begin(self, last: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
         """The target's features -> hidden [B, L, H], which the head's own output replaces in later steps."""
@@ -60,7 +61,7 @@ class ChainHead(Head):
         row_of[known] = torch.arange(len(wanted))
 
         guesses = []
-        memory = Memory(self.rotary, upload(places, device))
+        memory = Memory(self.rotary, upload(places, device), self.depth)
         hidden = self.begin(last, aux)
         right = torch.ones(tokens.numel(), dtype=torch.bool, device=device)
         for step in range(self.drafts):
@@ -113,33 +114,44 @@ def cross_entropy(logits: torch.Tensor, wanted: torch.Tensor, rows: torch.Tensor
 
 
 class Memory:
-    """Keys and values of the steps so far. Place p of step k is at position p + k."""
+    """Keys and values of the steps so far, of each layer. Place p of step k is at position p + k."""
 
-    def __init__(self, rotary: Rotary, places: torch.Tensor) -> None:
+    def __init__(self, rotary: Rotary, places: torch.Tensor, layers: int = 1) -> None:
         self.rotary = rotary
         self._places = places
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
+        self._stored: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(layers)]
 
     @property
     def positions(self) -> torch.Tensor:
-        """int64 [L]: positions of the next step."""
-        return self._places + len(self._keys)
+        """int64 [L]: positions of the step that the last layer attends in next."""
+        return self._places + len(self._stored[-1])
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int = 0) -> torch.Tensor:
         """q [B, L, kv heads, group, head_dim], k and v [B, L, kv heads, head_dim] of this step, which are added to the
         memory -> attention output [B, L, kv heads, group, head_dim]."""
-        self._keys.append(k)
-        self._values.append(v)
+        self._stored[layer].append((k, v))
+        keys, values = zip(*self._stored[layer], strict=True)
         length = len(self._places)
-        scores = torch.einsum("blkgd,bmkd->bkglm", q, self._keys[0])
+        scores = torch.einsum("blkgd,bmkd->bkglm", q, keys[0])
         scores = scores.masked_fill(self._places > self._places[:, None], -torch.inf)
-        own = [torch.einsum("blkgd,blkd->bkgl", q, key)[..., None] for key in self._keys[1:]]
+        own = [torch.einsum("blkgd,blkd->bkgl", q, key)[..., None] for key in keys[1:]]
         weights = (torch.cat([scores, *own], -1).float() * q.shape[-1] ** -0.5).softmax(-1).to(q.dtype)
-        attended = torch.einsum("bkglm,bmkd->blkgd", weights[..., :length], self._values[0])
-        for step, value in enumerate(self._values[1:]):
+        attended = torch.einsum("bkglm,bmkd->blkgd", weights[..., :length], values[0])
+        for step, value in enumerate(values[1:]):
             attended = attended + torch.einsum("bkgl,blkd->blkgd", weights[..., length + step], value)
         return attended
+
+
+def through(
+    layer: Layer, x: torch.Tensor, memory: Memory, index: int = 0, read: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Layer `index` on the residual stream x [B, L, H], which reads `read` [B, L, inputs * H] in place of its normed x.
+    The last layer of a step comes last."""
+    read = layer.enter(x) if read is None else read
+    attention, positions = layer.self_attn, memory.positions
+    q, gate = attention.queries(read, memory.rotary, positions)
+    k, v = attention.keys_values(read, memory.rotary, positions)
+    return layer.leave(x, memory.attend(q, k, v, index), gate)
 
 
 def ahead(x: torch.Tensor, count: int, fill: int | bool) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specbatch.training.chain import ChainHead, Memory, cross_entropy
+from specbatch.training.chain import ChainHead, Memory, cross_entropy, through
 from specbatch.training.data import Example
 from specbatch.training.eagle3 import layer_keys, plain_rope
 from specbatch.training.head import Layer
@@ -32,17 +32,20 @@ TOKENS = 0.1  # weight of the cross entropy
 
 
 class EagleHead(ChainHead):
-    def __init__(self, target: Target, *, steps: int, max_len: int, seed: int) -> None:
+    def __init__(self, target: Target, *, steps: int, max_len: int, seed: int, layers: int = 1) -> None:
         """steps: number of unrolled drafts."""
         super().__init__()
         base = target.config
-        sizes = replace(base, num_layers=1, qk_norm=False, rope=plain_rope(base))
+        sizes = replace(base, num_layers=layers, qk_norm=False, rope=plain_rope(base))
         hidden, eps = base.hidden_size, base.rms_norm_eps
-        self.drafts = steps
+        self.drafts, self.depth = steps, layers
         self._sizes = sizes
         self._embedding = target.embedding
         self.fc = nn.Linear(2 * hidden, hidden)
-        self.layers = nn.ModuleList([Layer(Attention(sizes), nn.Identity(), Norm(hidden, eps), Mlp(sizes))])
+        self.layers = nn.ModuleList(
+            Layer(Attention(sizes), Norm(hidden, eps) if index else nn.Identity(), Norm(hidden, eps), Mlp(sizes))
+            for index in range(layers)
+        )
         initialize(self, seed)
         with torch.no_grad():  # at first the next feature is the last one
             self.fc.weight[:, hidden:] += torch.eye(hidden)
@@ -54,11 +57,11 @@ class EagleHead(ChainHead):
         return last
 
     def advance(self, embedded: torch.Tensor, hidden: torch.Tensor, memory: Memory) -> torch.Tensor:
-        layer = self.layers[0]
-        assert isinstance(layer, Layer)
-        x = self.fc(torch.cat([embedded, hidden], -1))
-        q, _ = layer.self_attn.queries(x, memory.rotary, memory.positions)
-        return layer.leave(x, memory.attend(q, *layer.self_attn.keys_values(x, memory.rotary, memory.positions)))
+        x: torch.Tensor = self.fc(torch.cat([embedded, hidden], -1))
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            x = through(layer, x, memory, index)
+        return x
 
     def predict(self, hidden: torch.Tensor, target: Target) -> torch.Tensor:
         return F.linear(hidden, target.head)
@@ -74,7 +77,7 @@ class EagleHead(ChainHead):
             "architectures": [ARCHITECTURE],
             "model_type": "llama",
             **layer_keys(self._sizes),
-            "num_hidden_layers": 1,
+            "num_hidden_layers": self.depth,
             "bias": True,  # of fc
         }
 
@@ -86,4 +89,6 @@ class EagleHead(ChainHead):
 def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> EagleHead:
     """See `trainer.make_head`; the texts do not matter."""
     assert recipe.unroll is not None
-    return EagleHead(target, steps=recipe.unroll, max_len=recipe.max_len, seed=recipe.seed)
+    assert recipe.draft_layers is not None
+    sizes = {"max_len": recipe.max_len, "seed": recipe.seed, "layers": recipe.draft_layers}
+    return EagleHead(target, steps=recipe.unroll, **sizes)

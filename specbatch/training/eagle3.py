@@ -1,8 +1,9 @@
 """Training of EAGLE-3 heads, in the format of SafeAILab and SpecForge (`LlamaForCausalLMEagle3`).
 
 h = fc(three residual streams of the target, side by side); q, k and v read [norm(embed(t)) ; norm(h)], and attention is
-added to h itself. The output matrix knows the commonest tokens only; `d2t` holds what to add to a draft's id for the
-target's, `t2d` which of the target's tokens are known. The embedding is the target's and not in the file.
+added to h itself. Further layers are plain ones. The output matrix knows the commonest tokens only; `d2t` holds what to
+add to a draft's id for the target's, `t2d` which of the target's tokens are known. The embedding is the target's and
+not in the file.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 
 from specbatch.models.config import ModelConfig
 from specbatch.models.rope import DEFAULT_THETA, Rope
-from specbatch.training.chain import ChainHead, Memory
+from specbatch.training.chain import ChainHead, Memory, through
 from specbatch.training.data import Example, frequent
 from specbatch.training.head import Layer
 from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialize
@@ -31,13 +32,15 @@ class MidLayer(Layer):
 
 
 class Eagle3Head(ChainHead):
-    def __init__(self, target: Target, kept: torch.Tensor, *, steps: int, max_len: int, seed: int) -> None:
+    def __init__(
+        self, target: Target, kept: torch.Tensor, *, steps: int, max_len: int, seed: int, layers: int = 1
+    ) -> None:
         """kept: int64 [Vd], draft vocabulary, ascending; steps: number of unrolled drafts."""
         super().__init__()
         base = target.config
-        sizes = replace(base, num_layers=1, qk_norm=False, rope=plain_rope(base))
+        sizes = replace(base, num_layers=layers, qk_norm=False, rope=plain_rope(base))
         hidden, eps = base.hidden_size, base.rms_norm_eps
-        self.drafts = steps
+        self.drafts, self.depth = steps, layers
         self.kept = kept.to(target.device)
         self._usual = usual_boundaries(base.depth)
         self._boundaries = feature_boundaries(base.depth)
@@ -46,6 +49,12 @@ class Eagle3Head(ChainHead):
         self.fc = nn.Linear(len(self.aux) * hidden, hidden, bias=False)
         self.midlayer = MidLayer(Attention(sizes, inputs=2), Norm(hidden, eps), Norm(hidden, eps), Mlp(sizes))
         self.midlayer.hidden_norm = Norm(hidden, eps)
+        self.layers = nn.ModuleDict(  # by number, as they are named after the first
+            {
+                str(index): Layer(Attention(sizes), Norm(hidden, eps), Norm(hidden, eps), Mlp(sizes))
+                for index in range(1, layers)
+            }
+        )
         self.norm = Norm(hidden, eps)
         self.lm_head = nn.Linear(hidden, len(kept), bias=False)
         initialize(self, seed)
@@ -62,10 +71,13 @@ class Eagle3Head(ChainHead):
         return out
 
     def advance(self, embedded: torch.Tensor, hidden: torch.Tensor, memory: Memory) -> torch.Tensor:
-        layer, attention = self.midlayer, self.midlayer.self_attn
-        x = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], -1)
-        q, _ = attention.queries(x, memory.rotary, memory.positions)
-        return layer.leave(hidden, memory.attend(q, *attention.keys_values(x, memory.rotary, memory.positions)))
+        first = self.midlayer
+        read = torch.cat([first.input_layernorm(embedded), first.hidden_norm(hidden)], -1)
+        x = through(first, hidden, memory, read=read)
+        for index, layer in enumerate(self.layers.values(), 1):
+            assert isinstance(layer, Layer)
+            x = through(layer, x, memory, index)
+        return x
 
     def predict(self, hidden: torch.Tensor, target: Target) -> torch.Tensor:
         out: torch.Tensor = self.lm_head(self.norm(hidden))
@@ -76,7 +88,7 @@ class Eagle3Head(ChainHead):
             "architectures": [ARCHITECTURE],
             "model_type": "llama",
             **layer_keys(self._sizes),
-            "num_hidden_layers": 1,
+            "num_hidden_layers": self.depth,
             "draft_vocab_size": self.lm_head.out_features,
             "target_hidden_size": self._sizes.hidden_size,
         }
@@ -89,15 +101,20 @@ class Eagle3Head(ChainHead):
         kept = self.kept.cpu()
         known = torch.zeros(self._sizes.vocab_size, dtype=torch.bool)
         known[kept] = True
-        return super().tensors() | {"d2t": kept - torch.arange(len(kept)), "t2d": known}
+        named = super().tensors()
+        if self.depth > 1:  # as vLLM and speculators name the first of several
+            named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in named.items()}
+        return named | {"d2t": kept - torch.arange(len(kept)), "t2d": known}
 
 
 def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> Eagle3Head:
     """A head whose draft vocabulary is the most frequent tokens of `train`; see `trainer.make_head`."""
     assert recipe.unroll is not None
+    assert recipe.draft_layers is not None
     total = target.config.vocab_size
     kept = frequent(train, recipe.vocabulary(total), total)
-    return Eagle3Head(target, kept, steps=recipe.unroll, max_len=recipe.max_len, seed=recipe.seed)
+    sizes = {"max_len": recipe.max_len, "seed": recipe.seed, "layers": recipe.draft_layers}
+    return Eagle3Head(target, kept, steps=recipe.unroll, **sizes)
 
 
 def usual_boundaries(layers: int) -> tuple[int, int, int]:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specbatch.training.chain import ChainHead, Memory
+from specbatch.training.chain import ChainHead, Memory, through
 from specbatch.training.data import Example
 from specbatch.training.head import Layer
 from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialize
@@ -56,10 +56,7 @@ class MtpHead(ChainHead):
         layer = self.layers[0]
         assert isinstance(layer, Layer)
         x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], -1))
-        read = layer.enter(x)
-        q, gate = layer.self_attn.queries(read, memory.rotary, memory.positions)
-        k, v = layer.self_attn.keys_values(read, memory.rotary, memory.positions)
-        out: torch.Tensor = self.norm(layer.leave(x, memory.attend(q, k, v), gate))
+        out: torch.Tensor = self.norm(through(layer, x, memory))
         return out
 
     def predict(self, hidden: torch.Tensor, target: Target) -> torch.Tensor:

@@ -12,8 +12,8 @@ from specbatch.settings import check_fields, number, setting, whole
 
 HEADS = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.training)
 _OWN: dict[str, dict[str, int | None]] = {  # settings of one algorithm, with defaults; None: depends on the target
-    "eagle": {"unroll": 3},
-    "eagle3": {"unroll": 5, "vocab": None},
+    "eagle": {"unroll": 3, "draft_layers": 1},
+    "eagle3": {"unroll": 5, "vocab": None, "draft_layers": 1},
     "mtp": {"unroll": 5},
     "dflash": {"draft_layers": 2, "block_size": 8, "anchors": 16},
     "dflash2": {"draft_layers": 2, "block_size": 8, "anchors": 16, "selector_rank": 256},
@@ -49,7 +49,9 @@ class Recipe:
         "eagle3: size of the draft vocabulary, made of the most frequent tokens. Default: 32000 or all.",
         whole(1),
     )
-    draft_layers: int | None = setting(None, "dflash, dflash2, dspark: number of layers. Default: 2.", whole(1, 64))
+    draft_layers: int | None = setting(
+        None, "All but mtp: number of layers. Default: 1 for eagle and eagle3, else 2.", whole(1, 64)
+    )
     block_size: int | None = setting(
         None,
         "dflash, dflash2, dspark: rows of a block, including the newest token, where dspark drafts, too. Default: 8; "

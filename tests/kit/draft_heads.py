@@ -142,13 +142,13 @@ class Reference:
         y = x @ self.w[f"{name}.weight"].T
         return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, stem: str = "layer") -> torch.Tensor:
         """Projections [T, heads * dim] -> [T, heads * dim]."""
         count = len(q)
         q, k, v = (x.unflatten(1, (heads, -1)).transpose(0, 1) for x, heads in ((q, HEADS), (k, KV), (v, KV)))
-        if "layer.self_attn.q_norm.weight" in self.w:
-            q = rms(q, self.norm_weight("layer.self_attn.q_norm"))
-            k = rms(k, self.norm_weight("layer.self_attn.k_norm"))
+        if f"{stem}.self_attn.q_norm.weight" in self.w:
+            q = rms(q, self.norm_weight(f"{stem}.self_attn.q_norm"))
+            k = rms(k, self.norm_weight(f"{stem}.self_attn.k_norm"))
         turning = self.turning or q.shape[-1]
         angle = torch.arange(count).double()[:, None] / self.theta ** (torch.arange(0, turning, 2).double() / turning)
 
@@ -165,13 +165,22 @@ class Reference:
     def norm_weight(self, name: str) -> torch.Tensor:
         return self.w[f"{name}.weight"]
 
-    def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        x = rms(x, self.norm_weight("layer.post_attention_layernorm"))
-        gate, up = self.linear(x, "layer.mlp.gate_proj"), self.linear(x, "layer.mlp.up_proj")
-        return self.linear(F.silu(gate) * up, "layer.mlp.down_proj")
+    def mlp(self, x: torch.Tensor, stem: str = "layer") -> torch.Tensor:
+        x = rms(x, self.norm_weight(f"{stem}.post_attention_layernorm"))
+        gate, up = self.linear(x, f"{stem}.mlp.gate_proj"), self.linear(x, f"{stem}.mlp.up_proj")
+        return self.linear(F.silu(gate) * up, f"{stem}.mlp.down_proj")
 
-    def qkv(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(self.linear(x, f"layer.self_attn.{part}_proj") for part in "qkv")
+    def qkv(self, x: torch.Tensor, stem: str = "layer") -> tuple[torch.Tensor, ...]:
+        return tuple(self.linear(x, f"{stem}.self_attn.{part}_proj") for part in "qkv")
+
+    def further(self, x: torch.Tensor) -> torch.Tensor:
+        """The layers after the first, which are plain."""
+        index = 1
+        while f"{(stem := f'layers.{index}')}.input_layernorm.weight" in self.w:
+            attended = self.attend(*self.qkv(rms(x, self.w[f"{stem}.input_layernorm.weight"]), stem), stem)
+            x = x + self.linear(attended, f"{stem}.self_attn.o_proj")
+            x, index = x + self.mlp(x, stem), index + 1
+        return x
 
     def run(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -181,7 +190,7 @@ class RefEagle(Reference):
     def run(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         x = self.linear(torch.cat([embedded, hidden], 1), "fc")
         x = x + self.linear(self.attend(*self.qkv(x)), "layer.self_attn.o_proj")
-        return x + self.mlp(x)
+        return self.further(x + self.mlp(x))
 
 
 class RefEagle3(Reference):
@@ -204,7 +213,7 @@ class RefEagle3(Reference):
         x = torch.cat([rms(embedded, self.w["layer.input_layernorm.weight"]), normed], 1)
         y = normed if self.norm_before_residual else hidden
         y = y + self.linear(self.attend(*self.qkv(x)), "layer.self_attn.o_proj")
-        y = y + self.mlp(y)
+        y = self.further(y + self.mlp(y))
         return rms(y, self.w["norm.weight"]) if self.norm_output else y
 
     def logits(self, y: torch.Tensor) -> torch.Tensor:
@@ -215,10 +224,10 @@ class RefMtp(Reference):
     def norm_weight(self, name: str) -> torch.Tensor:
         return 1 + self.w[f"{name}.weight"]
 
-    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+    def mlp(self, x: torch.Tensor, stem: str = "layer") -> torch.Tensor:
         """Dense, or of each token's top two experts and a shared one."""
         if "layer.mlp.gate.weight" not in self.w:
-            return super().mlp(x)
+            return super().mlp(x, stem)
         x = rms(x, self.norm_weight("layer.post_attention_layernorm"))
         shares = self.linear(x, "layer.mlp.gate").softmax(-1)
         out = self.linear(x, "layer.mlp.shared_expert_gate").sigmoid() * self.swiglu(x, "layer.mlp.shared_expert")
@@ -328,10 +337,15 @@ def features_of(target: Decoder, texts: list[list[int]]) -> list[Features]:
 
 
 def usual(algorithm: str, write: Callable[..., str]) -> tuple[TargetStub, str | None, Reference, Any]:
-    """A target, the folder of an algorithm's usual head, its reference, and the ids of its vocabulary."""
+    """A target, the folder of an algorithm's usual head, its reference, and the ids of its vocabulary.
+
+    algorithm: "eagle of 2" has two layers.
+    """
+    algorithm, _, layers = algorithm.partition(" of ")
     tensors, is_mtp = {"eagle": eagle, "eagle3": eagle3, "mtp": mtp}[algorithm](), algorithm == "mtp"
+    tensors |= further(int(layers or 1))
     stub = TargetStub(8, mtp=stored(tensors) if is_mtp else None)
-    folder = None if is_mtp else write(llama(draft_vocab_size=9), tensors)
+    folder = None if is_mtp else write(llama(draft_vocab_size=9, num_hidden_layers=int(layers or 1)), tensors)
     reference = {"eagle": RefEagle, "eagle3": RefEagle3, "mtp": RefMtp}[algorithm](tensors, stub)
     reference.theta = 77.0 if is_mtp else 10000.0
     return stub, folder, reference, ids(tensors)
@@ -339,6 +353,12 @@ def usual(algorithm: str, write: Callable[..., str]) -> tuple[TargetStub, str | 
 
 def named(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     return {f"layer.{name}": shape for name, shape in shapes.items()}
+
+
+def further(layers: int, **changes: int) -> Tensors:
+    """The layers after the first of a head with so many."""
+    shapes = {f"layers.{n}.{name}": shape for n in range(1, layers) for name, shape in layer(**changes).items()}
+    return randomise(shapes, 8)
 
 
 def eagle(bias: bool = True, own: bool = False) -> Tensors:

@@ -121,8 +121,8 @@ class TargetCheckpoint:
         return Letters()
 
     def eagle_head(self, folder: Path) -> str:
-        """A head for it in SafeAILab's format, with the target's embedding and output matrix."""
-        described = SIZES | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+        """A head of two layers for it in SafeAILab's format, with the target's embedding and output matrix."""
+        described = SIZES | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
         shapes = eagle_shapes(ModelConfig.from_dict(described), {})
         (folder / "config.json").write_text(json.dumps(described))
         save_file(head_weights(shapes, "fc.weight", 0.0), folder / "model.safetensors")

@@ -33,7 +33,7 @@ VOCABULARY, MAX_LEN, LAYERS = 40, 48, 9
 CPU = torch.device("cpu")
 STEPS, LR = 24, 1e-2
 RECIPES = {
-    "eagle": {"unroll": 3, "steps": 40},
+    "eagle": {"unroll": 3, "draft_layers": 2},
     "eagle3": {"unroll": 3, "vocab": 24},
     "mtp": {"unroll": 3},
     "dflash": {"draft_layers": 2, "block_size": 5, "steps": 40},

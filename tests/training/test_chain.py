@@ -17,15 +17,17 @@ from .conftest import CPU, VOCABULARY
 STEPS, LENGTH = 3, 12
 
 
-@pytest.fixture(params=["eagle", "eagle3", "mtp"])
+@pytest.fixture(params=["eagle", "eagle of 2", "eagle3", "eagle3 of 3", "mtp"])
 def head(request, target):
     """Every parameter is random and large enough to matter."""
-    if request.param == "eagle":
-        made = EagleHead(target, steps=STEPS, max_len=LENGTH, seed=3)
-    elif request.param == "mtp":
+    algorithm, _, layers = request.param.partition(" of ")
+    sizes = {"steps": STEPS, "max_len": LENGTH, "seed": 3, "layers": int(layers or 1)}
+    if algorithm == "eagle":
+        made = EagleHead(target, **sizes)
+    elif algorithm == "mtp":
         made = MtpHead(target, steps=STEPS, max_len=LENGTH, seed=3)
     else:
-        made = Eagle3Head(target, torch.arange(VOCABULARY), steps=STEPS, max_len=LENGTH, seed=3)
+        made = Eagle3Head(target, torch.arange(VOCABULARY), **sizes)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -38,7 +40,7 @@ def test_unrolled_steps_match_single_position_drafts(head, target):
     tokens = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(5))
     batch = Batch.of([Example(tuple(row), 1) for row in tokens.tolist()], CPU)
     start = head.begin(*target.features(batch, head.aux))
-    memory, hidden, unrolled = Memory(head.rotary, torch.arange(LENGTH)), start, []
+    memory, hidden, unrolled = Memory(head.rotary, torch.arange(LENGTH), head.depth), start, []
     for step in range(STEPS):
         hidden = head.advance(F.embedding(ahead(tokens, 1 + step, 0), target.embedding), hidden, memory)
         unrolled.append(hidden)
@@ -47,7 +49,7 @@ def test_unrolled_steps_match_single_position_drafts(head, target):
         for step in range(STEPS):
             count = place + 1 + step
             embedded = F.embedding(tokens[:, 1 : count + 1], target.embedding)
-            alone = head.advance(embedded, pairs, Memory(head.rotary, torch.arange(count)))[:, -1:]
+            alone = head.advance(embedded, pairs, Memory(head.rotary, torch.arange(count), head.depth))[:, -1:]
             size = float(alone.abs().max())  # the hidden states of EAGLE have no norm
             torch.testing.assert_close(unrolled[step][:, place], alone[:, 0], rtol=1e-4, atol=1e-4 * max(size, 1))
             pairs = torch.cat([pairs, alone], 1)

@@ -20,7 +20,7 @@ from specbatch.training.dflash2 import DFlash2Head
 from specbatch.training.dspark import DSparkHead
 from specbatch.training.eagle import EagleHead
 from specbatch.training.eagle3 import Eagle3Head
-from specbatch.training.files import takes_a_head, write_beside
+from specbatch.training.files import takes_a_head, write_beside, write_head
 from specbatch.training.mtp import MtpHead
 from specbatch.weights import open_checkpoint
 
@@ -40,7 +40,10 @@ def weights(stem: str, *names: str) -> set[str]:
 
 
 PUBLISHED = {
-    "eagle": {"fc.bias"} | weights("", "fc", "embed_tokens") | weights("layers.0.", *LAYER[1:]),
+    "eagle": {"fc.bias"}
+    | weights("", "fc", "embed_tokens")
+    | weights("layers.0.", *LAYER[1:])
+    | weights("layers.1.", *LAYER),
     "eagle3": {"d2t", "t2d"} | weights("", "fc", "norm", "lm_head") | weights("midlayer.", "hidden_norm", *LAYER),
     "dflash": weights("", "fc", "hidden_norm", "norm") | weights("layers.0.", *NORMED) | weights("layers.1.", *NORMED),
     "dflash2": weights("", "fc", "hidden_norm", "norm", "candidate_selector.hidden_projection")
@@ -73,7 +76,7 @@ def test_configs_hold_the_keys_that_readers_need(trained):
     assert (dflash["model_type"], dflash["block_size"], dflash["num_target_layers"]) == ("qwen3", 5, LAYERS)
     assert dflash["dflash_config"] == {"mask_token_id": VOCABULARY - 2, "target_layer_ids": [1, 4, 6]}
     first = json.loads((trained["eagle"][0] / "config.json").read_text())
-    assert (first["architectures"], first["num_hidden_layers"]) == (["LlamaForCausalLMEagle"], 1)
+    assert (first["architectures"], first["num_hidden_layers"]) == (["LlamaForCausalLMEagle"], 2)
     dspark = json.loads((trained["dspark"][0] / "config.json").read_text())
     assert (dspark["architectures"], dspark["block_size"], dspark["markov_rank"]) == (["Qwen3DSparkModel"], 4, 8)
     assert (dspark["mask_token_id"], dspark["target_layer_ids"]) == (VOCABULARY - 2, [1, 4, 6])
@@ -110,7 +113,7 @@ def read_back(algorithm, folder, target):
     if algorithm == "mtp":
         head = MtpHead(target, steps=3, max_len=MAX_LEN, seed=99)
     elif algorithm == "eagle":
-        head = EagleHead(target, steps=3, max_len=MAX_LEN, seed=99)
+        head = EagleHead(target, steps=3, layers=2, max_len=MAX_LEN, seed=99)
     elif algorithm == "eagle3":
         d2t = load_file(folder / "model.safetensors")["d2t"]
         head = Eagle3Head(target, torch.arange(24) + d2t, steps=3, max_len=MAX_LEN, seed=99)
@@ -157,11 +160,16 @@ def test_engine_acceptance_matches_the_trainer(trained, algorithm, target, targe
             gates = head.layers[0].self_attn.q_proj.weight.view(-1, 2, DIM, HIDDEN)[:, 1]
             gates += torch.randn(gates.shape, generator=torch.Generator().manual_seed(8)) * 2
         write_beside(folder, head, torch.float32, takes_a_head(open_checkpoint(str(target_folder))))
-    shown = split(examples, 10)[1][:4]
+    model = folder if algorithm == "mtp" else target_folder
+    mixed = assert_same_acceptance(head, target, split(examples, 10)[1][:4], model, algorithm, folder)
+    assert len(mixed) > 2
+
+
+def assert_same_acceptance(head, target, shown, model, algorithm, folder):
+    """An engine emits as many tokens in each verify as the trainer predicts. Returns these numbers."""
     speculation = Speculation(
         algorithm=algorithm, draft=None if algorithm == "mtp" else str(folder), draft_tokens=head.drafts
     )
-    model = folder if algorithm == "mtp" else target_folder
     config = EngineConfig(
         model=str(model), device="cpu", max_model_len=MAX_LEN + 8, max_running=4, page_size=4, speculation=speculation
     )
@@ -178,7 +186,7 @@ def test_engine_acceptance_matches_the_trainer(trained, algorithm, target, targe
         counts = [wanted.count(count) for count in range(len(histogram))]
         assert sum(counts) == len(wanted)
         assert histogram == counts
-    assert len(mixed) > 2
+    return mixed
 
 
 @pytest.mark.slow
@@ -217,6 +225,17 @@ def test_sampled_tokens_follow_the_target_with_a_trained_dspark_draft(trained, t
 def test_second_mtp_head_is_refused(trained):
     with pytest.raises(SpecbatchError, match="already has an MTP head"):
         takes_a_head(open_checkpoint(str(trained["mtp"][0])))
+
+
+@torch.no_grad()
+def test_engine_runs_an_eagle3_head_of_two_layers(target, target_folder, examples, tmp_path):
+    """In vLLM's names; SafeAILab's format has one layer."""
+    head = Eagle3Head(target, torch.arange(VOCABULARY), steps=3, layers=2, max_len=MAX_LEN, seed=4)
+    write_head(tmp_path, head, torch.float32)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    first = weights("layers.0.", "hidden_norm", *LAYER) | weights("layers.1.", *LAYER)
+    assert names == {"d2t", "t2d"} | weights("", "fc", "norm", "lm_head") | first
+    assert_same_acceptance(head, target, examples[:6], target_folder, "eagle3", tmp_path)
 
 
 def test_shallow_target_uses_its_lowest_layers(target, monkeypatch):

@@ -68,7 +68,7 @@ def test_checkpoints_that_are_not_heads_are_refused(write: Any, algorithm: str, 
 OF_CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"vocab_size": 14}, "vocabulary is 14 and that of target is 13", "layers.0"),
     ({"target_hidden_size": 36}, "features is 36", "layers.0"),
-    ({"num_hidden_layers": 2}, "num_hidden_layers=2", "layers.0"),
+    ({"num_hidden_layers": 2}, "layers.1.input_layernorm.weight is missing", "layers.0"),
     ({"draft_vocab_size": 10}, "lm_head.weight is [9, 24]; its config requires [10, 24]", "midlayer"),
     ({"draft_vocab_size": None}, "lm_head.weight is [9, 24]; its config requires [13, 24]", "midlayer"),
     ({"norm_before_fc": True}, "input_norm.weight is missing", "layers.0"),
@@ -141,7 +141,8 @@ def test_mismatched_eagle_heads_are_refused(write: Any) -> None:
     narrow = tensors | {"fc.weight": tensors["fc.weight"][:, :16]}
     for changes, stored, message in (
         ({"vocab_size": 14}, tensors, "vocabulary is 14"),
-        ({"num_hidden_layers": 2}, tensors, "num_hidden_layers=2"),
+        ({"num_hidden_layers": 2}, tensors, "layers.1.input_layernorm.weight is missing"),
+        ({}, tensors | heads.further(2), "layers.1"),
         ({}, narrow, "fc.weight is [24, 16]"),
     ):
         assert message in refusal("eagle", write(heads.llama(**changes), stored))

@@ -199,6 +199,20 @@ def test_perfect_head_with_varying_draft_lengths(
     assert record.metrics["verify_steps"] > counts["drafted"][0]
 
 
+def test_prefill_graphs_of_two_layers_write_the_same_keys(targets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of the second layer depend on the attention of the first, which is between graphs."""
+    fake_graphs(monkeypatch)
+    written = []
+    for graphs in (Graphs(), Graphs(prefill="piecewise")):
+        engine = targets.engine("llama", "eagle", "v1", graphs=graphs, prefill_chunk=7)
+        engine.generate(targets.prompts("llama"), SamplingParams(max_new_tokens=2, ignore_eos=True))
+        cache = engine._worker.prefill_step.drafter._cache
+        written.append(torch.stack([cache.keys, cache.values])[:, :, 1:])  # the first page is for padding
+    assert written[0].shape[1] == 2
+    assert (written[0][:, 1] != 0).any()
+    torch.testing.assert_close(*written)
+
+
 @pytest.mark.parametrize(("kind", "shape"), crossed(["eagle", "eagle3", "mtp"], ["chain", "tree"]))
 def test_shared_pages_hold_the_heads_keys(table_engine: Callable[..., Engine], kind: str, shape: str) -> None:
     """Pages that a request leaves to the prefix cache hold the keys and values recomputed from its text. With v2 an

@@ -180,6 +180,37 @@ def test_eagle3_narrower_than_its_target_reads_the_requested_layers(write: Any, 
     check(run, heads.RefEagle3(tensors, stub), (7, 2, 8), heads.ids(tensors))
 
 
+MORE = [("eagle", 2, 4, 7), ("eagle3", 3, 3, 3), ("eagle3", 2, 1, 1000), ("eagle", 3, 2, 1)]
+
+
+@pytest.mark.parametrize(("algorithm", "layers", "count", "chunk"), first_quick(2, MORE))
+def test_more_layers_match_reference(
+    write: Any, start: Any, algorithm: str, layers: int, count: int, chunk: int
+) -> None:
+    """The layers after the first are plain ones; a prompt's chunks attend to those before them."""
+    stub, folder, reference, ids = heads.usual(f"{algorithm} of {layers}", write)
+    run = start(stub, algorithm, folder, count, chunk)
+    check(run, reference, (2, 4, 5), ids, turns=7)
+    assert run.plan.kv_layers == layers
+    assert any(f", {layers} layers" in line for line in run.lines)
+
+
+def test_more_layers_in_speculators_format(write: Any, start: Any) -> None:
+    """Norms of q and k in all layers; the output is normed after the last."""
+    more = {f"layer.self_attn.{part}_norm.weight": 12 for part in "qk"}
+    stub, tensors = heads.TargetStub(6), heads.eagle3(known=9, dim=12, more=more) | heads.further(2, dim=12)
+    tensors |= heads.randomise({f"layers.1.self_attn.{part}_norm.weight": (12,) for part in "qk"}, 11)
+    config = {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": heads.llama(
+            architectures=None, model_type="qwen3", head_dim=12, num_hidden_layers=2, rope_theta=500.0
+        ),
+        "draft_vocab_size": 9, "eagle_aux_hidden_state_layer_ids": [1, 3, 6], "norm_output": True,
+    }  # fmt: skip
+    run = start(stub, "eagle3", write(config, tensors))
+    check(run, heads.RefEagle3(tensors, stub, theta=500.0, norm_output=True), (1, 3, 6), heads.ids(tensors))
+
+
 # -- MTP ---------------------------------------------------------------------------------------------------------
 
 
@@ -208,7 +239,7 @@ def test_mtp_of_a_moe_target(start: Any, experts: str | None) -> None:
 # -- all ---------------------------------------------------------------------------------------------------------
 
 
-ALGORITHMS = ("eagle", "eagle3", "mtp")
+ALGORITHMS = ("eagle", "eagle3", "mtp", "eagle of 2", "eagle3 of 3")
 
 
 @pytest.fixture
@@ -217,7 +248,7 @@ def usual(write: Any, start: Any) -> Callable[[str], tuple[Any, Any, Any]]:
 
     def build(algorithm: str) -> tuple[Any, Any, Any]:
         stub, folder, reference, ids = heads.usual(algorithm, write)
-        return start(stub, algorithm, folder), reference, ids
+        return start(stub, algorithm.split()[0], folder), reference, ids
 
     return build
 
