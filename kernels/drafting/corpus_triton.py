@@ -15,16 +15,36 @@ _BLOCK = 128
 
 
 @triton.jit
-def _link(newest, earlier, total, place, added, stored, table, PRIME: tl.constexpr, BLOCK: tl.constexpr):
-    """Add a block of places with the sums of their hashes, as if one after the other. stored: `earlier` is written."""
-    bucket = (total % PRIME) & (table - 1)
-    lane = tl.arange(0, BLOCK)
+def _add(
+    newest,
+    earlier,
+    powers,
+    places,
+    table,
+    windows,  # int64 [BLOCK, BLOCK_BACK]: the tokens up to each place, newest first, and -1
+    place,
+    added,
+    stored,
+    LONGEST: tl.constexpr,
+    PRIME: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_BACK: tl.constexpr,
+):
+    """Add the n-grams of this program's length that end at a block of places, as if one after the other, where `added`
+    and all of their tokens are known. stored: where `earlier` is written."""
+    level, back, lane = tl.program_id(0), tl.arange(0, BLOCK_BACK), tl.arange(0, BLOCK)
+    newest += level.to(tl.int64) * table
+    earlier += level.to(tl.int64) * places
+    inside = back < (tl.full([BLOCK_BACK], LONGEST, tl.int32) >> level)
+    terms = (windows + 1) * tl.load(powers + back, inside, other=0)[None, :] % PRIME
+    bucket = ((tl.sum(terms, 1) % PRIME) & (table - 1)).to(tl.int32)
+    lacks = tl.max((inside[None, :] & (windows < 0)).to(tl.int32), 1)
+    added = added & (lacks == 0)
     same = (bucket[:, None] == bucket[None, :]) & added[:, None] & added[None, :]
     before = tl.max(tl.where(same & (lane[None, :] < lane[:, None]), lane[None, :], -1), 1)
     after = tl.max(tl.where(same & (lane[None, :] > lane[:, None]), 1, 0), 1)
-    previous = tl.load(newest + bucket, added, other=-1)
     in_block = tl.sum(tl.where(lane[None, :] == before[:, None], place[None, :], 0), 1)
-    previous = tl.where(before >= 0, in_block, previous)
+    previous = tl.where(before >= 0, in_block, tl.load(newest + bucket, added, other=-1))
     tl.store(earlier + place, tl.where(added, previous, -1), stored)
     tl.debug_barrier()  # no lane writes before all have read
     tl.store(newest + bucket, place, added & (after == 0))
@@ -46,25 +66,21 @@ def _insert_kernel(
     LONGEST: tl.constexpr,
     PRIME: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_BACK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_previous_kernel(PDL)
-    level = tl.program_id(0)
-    length = tl.full([], LONGEST, tl.int32) >> level
-    newest += level.to(tl.int64) * table
-    earlier += level.to(tl.int64) * places
+    back = tl.arange(0, BLOCK_BACK)
     for first in range(0, count, BLOCK):
         at = first + tl.arange(0, BLOCK)
+        inside = at < count
         place = (start + at) % size
-        added = tl.load(texts + count + at, at < count, other=0) != 0
-        total = tl.zeros([BLOCK], tl.int64)
-        for back in range(length):
-            token = tl.load(texts + at - back, (at < count) & (at >= back), other=-1).to(tl.int64)
-            added = added & (token >= 0)
-            total += (token + 1) * tl.load(powers + back) % PRIME
-        if level == 0:
-            tl.store(ring + place, tl.load(texts + at, at < count, other=-1), at < count)
-        _link(newest, earlier, total, place, added, at < count, table, PRIME, BLOCK)
+        if tl.program_id(0) == 0:
+            tl.store(ring + place, tl.load(texts + at, inside, other=-1), inside)
+        known = inside[:, None] & (at[:, None] >= back[None, :])
+        windows = tl.load(texts + at[:, None] - back[None, :], known, other=-1).to(tl.int64)
+        added = tl.load(texts + count + at, inside, other=0) != 0
+        _add(newest, earlier, powers, places, table, windows, place, added, inside, LONGEST, PRIME, BLOCK, BLOCK_BACK)
 
 
 def corpus_insert(index: CorpusIndex, texts: torch.Tensor, start: int) -> None:
@@ -94,27 +110,22 @@ def _extend_kernel(
     LONGEST: tl.constexpr,
     PRIME: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_BACK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_previous_kernel(PDL)
-    level = tl.program_id(0)
-    length = tl.full([], LONGEST, tl.int32) >> level
-    newest += level.to(tl.int64) * table
-    earlier += level.to(tl.int64) * places
+    back = tl.arange(0, BLOCK_BACK)
     for first in range(0, batch * COUNT, BLOCK):
         at = first + tl.arange(0, BLOCK)
         sequence, step = at // COUNT, at % COUNT
         inside = sequence < batch
         row = tl.load(rows + sequence, inside, other=0)
         end = tl.load(lengths + sequence, inside, other=0) - 1 + step
-        stored = inside & (step <= tl.load(accepted + sequence * stride, inside, other=-1)) & (row > 0) & (end >= 0)
-        added = stored & (end >= length - 1)
-        total = tl.zeros([BLOCK], tl.int64)
-        for back in range(length):
-            token = tl.load(tokens + row * width + end - back, added, other=0)
-            total += (token + 1) * tl.load(powers + back) % PRIME
+        added = inside & (step <= tl.load(accepted + sequence * stride, inside, other=-1)) & (row > 0) & (end >= 0)
+        known = added[:, None] & (end[:, None] >= back[None, :])
+        windows = tl.load(tokens + (row * width + end)[:, None] - back[None, :], known, other=-1)
         place = (size + row * width + end).to(tl.int32)
-        _link(newest, earlier, total, place, added, stored, table, PRIME, BLOCK)
+        _add(newest, earlier, powers, places, table, windows, place, added, added, LONGEST, PRIME, BLOCK, BLOCK_BACK)
 
 
 def corpus_extend(
@@ -164,7 +175,7 @@ def _drafts_kernel(
     LEVELS: tl.constexpr,
     HOPS: tl.constexpr,
     PRIME: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_BACK: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_COUNT: tl.constexpr,
     PDL: tl.constexpr,
@@ -174,7 +185,7 @@ def _drafts_kernel(
     row = tl.load(rows + sequence)
     last = tl.load(known + row)
     newest_token = tokens + row * width + last
-    back = tl.arange(0, BLOCK)
+    back = tl.arange(0, BLOCK_BACK)
     suffix = tl.load(newest_token - back, (back <= last) & (back < LONGEST), other=-2)  # newest first
     terms = (suffix + 1) * tl.load(powers + back, back < LONGEST, other=0) % PRIME
     hit = last * 0 - 1
@@ -233,7 +244,6 @@ def corpus_drafts(
         found=found[1],
         LEVELS=LEVELS,
         HOPS=HOPS,
-        BLOCK=triton.next_power_of_2(len(index.powers)),
         COUNT=count,
         BLOCK_COUNT=triton.next_power_of_2(count),
         **pdl(rows),
@@ -254,4 +264,5 @@ def _tables(index: CorpusIndex) -> dict[str, Any]:
         "table": index.newest.shape[1],
         "LONGEST": len(index.powers),
         "PRIME": PRIME,
+        "BLOCK_BACK": triton.next_power_of_2(len(index.powers)),
     }
