@@ -92,19 +92,17 @@ class DeviceCommunicator:
     def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
         """store: connects the ranks of this group only. Returns once all ranks have joined."""
         import torch.distributed._symmetric_memory as symmetric
-        from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory
+        from torch._C._distributed_c10d import ProcessGroup, _register_process_group
 
         from specbatch.kernels.collectives.push_triton import OneShot
         from specbatch.kernels.collectives.two_shot_triton import TwoShot
 
         self.store, self.rank, self.size = store, rank, size
-        # torch keeps what it knows of a group's name for good. A group after one whose process failed needs a name of
-        # its own: that of the first rank here. torch 2.11 looks for a process group of this name, later ones for an
-        # entry; the process group has no backend and makes no collectives.
+        # torch finds the other ranks through a process group of this name, which needs a store and no backend. It
+        # keeps what it knows of a name for good, so that each group has a name of its own: that of the first rank here.
         name: Any = store.compare_set("specbatch-peer-memory", "", uuid4().hex).decode()
         self._name = name
         _register_process_group(name, ProcessGroup(store, rank, size))
-        _SymmetricMemory.set_group_info(name, rank, size, store)
         small = OneShot.bytes_for(MOST_ONE_SHOT, size)
         memory = symmetric.empty(
             (small + TwoShot.bytes_for(MOST_TWO_SHOT, size)) // 4, dtype=torch.int32, device=device
