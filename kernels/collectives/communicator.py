@@ -101,8 +101,8 @@ class DeviceCommunicator:
         # torch finds the other ranks through a process group of this name, which needs a store and no backend. It
         # keeps what it knows of a name for good, so that each group has a name of its own: that of the first rank here.
         name: Any = store.compare_set("specbatch-peer-memory", "", uuid4().hex).decode()
-        self._name = name
-        _register_process_group(name, ProcessGroup(store, rank, size))
+        self._name, self._group = name, ProcessGroup(store, rank, size)  # torch holds no reference to the group
+        _register_process_group(name, self._group)
         small = OneShot.bytes_for(MOST_ONE_SHOT, size)
         memory = symmetric.empty(
             (small + TwoShot.bytes_for(MOST_TWO_SHOT, size)) // 4, dtype=torch.int32, device=device
