@@ -1,0 +1,68 @@
+"""How a device communicator cuts tensors for its kernels, which are replaced by ranks that all hold the same tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch.kernels.collectives import communicator
+from specbatch.kernels.collectives.communicator import DeviceCommunicator
+
+RANKS = 2
+
+
+class EqualRanks:
+    """Kernels that take whole vectors of 16 bytes, up to `most` bytes."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.calls = 0
+
+    def check(self, x: torch.Tensor) -> None:
+        self.calls += 1
+        size = x.numel() * x.element_size()
+        assert 0 < size <= self.most
+        assert size % 16 == 0
+        assert x.is_contiguous()
+
+    def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        self.check(x)
+        return RANKS * x + (0 if residual is None else residual)
+
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self.check(x)
+        assert out.stride(0) * out.element_size() % 16 == 0
+        out.copy_(x.expand(RANKS, -1))
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(communicator, "MOST_ONE_SHOT", 64)
+    monkeypatch.setattr(communicator, "MOST_TWO_SHOT", 256)
+    found: Any = object.__new__(DeviceCommunicator)
+    found.size, found._most_one_shot = RANKS, 64
+    found.one_shot, found.two_shot = EqualRanks(64), EqualRanks(256)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1,), (2, 4), (3, 7), (5, 2, 8), (9, 33), (0, 4)])
+def test_every_size_is_exchanged_in_whole_vectors(ranks: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = torch.arange(torch.Size(shape).numel()).to(dtype).view(shape)
+    assert ranks.all_reduce(x).equal(RANKS * x)
+    assert ranks.all_reduce(x, x).equal((RANKS + 1) * x)
+    across = x.transpose(0, -1)
+    assert ranks.all_reduce(across, across).equal((RANKS + 1) * across)
+    assert ranks.all_gather(x).equal(torch.stack([x] * RANKS))
+    assert ranks.all_gather(across).equal(torch.stack([across] * RANKS))
+
+
+def test_kernel_follows_from_the_size(ranks: Any) -> None:
+    ranks.all_reduce(torch.ones(16))
+    assert (ranks.one_shot.calls, ranks.two_shot.calls) == (1, 0)
+    ranks.all_reduce(torch.ones(17))
+    assert (ranks.one_shot.calls, ranks.two_shot.calls) == (1, 1)
+    ranks.all_reduce(torch.ones(129))  # in three parts, the last of which is small
+    assert (ranks.one_shot.calls, ranks.two_shot.calls) == (2, 3)
