@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.atomic_file import write_atomic, write_json, writing
 from specbatch.config import EngineConfig, Graphs
-from specbatch.errors import at_least, each_once, one_line, refuse, reporting
+from specbatch.errors import SpecbatchError, at_least, each_once, one_line, refuse, reporting
 from specbatch.evals.finished import hash_of
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
-from specbatch.evals.run import PreparedEval, Progress, prepare
+from specbatch.evals.run import PreparedEval, prepare
+from specbatch.progress import NotedReport, Waves
 from specbatch.records.answers import Score
 from specbatch.records.markdown import markdown_table
 from specbatch.records.mcnemar import changes, is_binary
@@ -91,11 +92,13 @@ class Grid:
 
     bases      by configuration: the one that it is compared with
     left_out   why a configuration, or one of its points, was not measured
+    repeats    as many as were asked for
     """
 
     reports: dict[Place, list[EvalReport]]
     bases: dict[str, str]
     left_out: dict[str, str]
+    repeats: int = 1
 
     def rows(self) -> list[dict[str, Any]]:
         """The numbers of each point, by name. Scores and answers are those of the first repeat."""
@@ -107,11 +110,14 @@ class Grid:
         if self.reports:
             rows = self.rows()
             lines = [
-                markdown_table(map(self._cells, rows)),
+                markdown_table([self._cells(row, judged=any("speedup_text" in row for row in rows)) for row in rows]),
                 markdown_table(map(self._details, rows)),
                 self._notes(rows),
             ]
-        lines += [f"{name}: left out, {reason}" for name, reason in self.left_out.items()]
+        names: dict[str, list[str]] = {}
+        for name, reason in self.left_out.items():
+            names.setdefault(reason, []).append(name)
+        lines += [f"{', '.join(alike)}: left out, {reason}" for reason, alike in names.items()]
         return "\n\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -151,24 +157,27 @@ class Grid:
             return row
         return row | _paired(base[0], report) | _speedup(base, reports)
 
-    def _cells(self, row: dict[str, Any]) -> dict[str, str]:
+    def _cells(self, row: dict[str, Any], *, judged: bool) -> dict[str, str]:
         report = self.reports[row["concurrency"], row["configuration"]][0]
         cells = {"concurrency": str(row["concurrency"]), "configuration": row["configuration"]}
         cells["speedup"] = row.get("speedup_text", "-")
         cells[_named(report.overall[0], report)] = _score_text(report.overall[0])
         cells["difference"] = _difference_text(row) if "difference" in row else "-"
         cells |= {
-            METRICS[key].title.removeprefix("mean ").removeprefix("output "): METRICS[key].text(row[key])
+            METRICS[key].heading.removeprefix("mean ").removeprefix("output "): METRICS[key].text(row[key])
             for key in SHOWN
         }
         if not report.record.drafts:
-            cells[METRICS["accept_length"].title] = "-"
-        return cells
+            cells[METRICS["accept_length"].heading] = "-"
+        return cells | ({"verdict": row.get("verdict", "-")} if judged else {})
 
     def _details(self, row: dict[str, Any]) -> dict[str, str]:
         report = self.reports[row["concurrency"], row["configuration"]][0]
         cells = {"concurrency": str(row["concurrency"]), "configuration": row["configuration"]}
         cells["questions"] = str(row["questions"])
+        if self.repeats > 1:
+            known = row["repeats"]
+            cells["repeats"] = f"{known} of {self.repeats}" if known < self.repeats else str(known)
         for score in report.overall:
             missed = "" if score.unparsed is None else f", {score.unparsed:.1%} unparsed"
             cells[_named(score, report)] = _score_text(score) + missed
@@ -202,7 +211,7 @@ class Grid:
             f"{first.overall[0].metric} ± standard error. Speedup (ratio of output tok/s, {spread}) and difference (of "
             "the first score on the same questions, with the two-sided p value of McNemar's test, or ± standard error "
             "where answers are not right or wrong) are of "
-            f"{over or 'none'}. TTFT and TPOT: means in ms; tok/s: of output tokens. Same answers: token for "
+            f"{over or 'none'}. TTFT and TPOT: means; tok/s: of output tokens. Same answers: token for "
             f"token.{self._deterministic()}"
         )
 
@@ -242,7 +251,7 @@ def run_grid(
     *,
     failed: dict[str, str],
     log: Log | None = None,
-    progress: Progress | None = None,
+    progress: NotedReport | None = None,
 ) -> Grid:
     """Evaluate every point that is not finished in `folder`, which exists, and write the table of all.
 
@@ -250,7 +259,7 @@ def run_grid(
     failed  why a configuration has no engine, which `load` may add to. Its points are left out and the others go on, as
             after a point that fails; the same call runs them again
 
-    Refused: a folder with other settings, and tasks that generate nothing.
+    Refused: a folder with other settings, tasks that generate nothing, and what is refused at all points.
     """
     ready = prepare(replace(options.task, output=None))
     if not ready.task.generates:
@@ -272,7 +281,7 @@ def run_grid(
         reports: dict[Place, list[EvalReport]] = {}
         for point in filter(found.__contains__, every):
             reports.setdefault((point.concurrency, point.configuration), []).append(found[point])
-        return _grid(reports, configs, failed)
+        return _grid(reports, configs, failed, options.repeats)
 
     with reporting(lambda: _kept(len(found), len(every), folder)):
         try:
@@ -299,10 +308,15 @@ def load_grid(folder: Path) -> Grid:
         repeats = sorted(point.glob(f"r*/{RECORD}"), key=lambda path: int(path.parent.name[1:]))
         if repeats:
             reports[concurrency, name] = [EvalReport.load(path.parent) for path in repeats]
-    return _grid(reports, configs, {})
+    return _grid(reports, configs, {}, plan["repeats"])
 
 
-def _grid(reports: dict[Place, list[EvalReport]], configs: Mapping[str, EngineConfig], failed: dict[str, str]) -> Grid:
+def _grid(
+    reports: dict[Place, list[EvalReport]],
+    configs: Mapping[str, EngineConfig],
+    failed: dict[str, str],
+    asked: int,
+) -> Grid:
     """Without the repeats in which every request failed, which are left out by name."""
     left_out = dict(failed)
     known: dict[Place, list[EvalReport]] = {}
@@ -313,7 +327,7 @@ def _grid(reports: dict[Place, list[EvalReport]], configs: Mapping[str, EngineCo
             else:
                 place = f"{name} at concurrency {concurrency}, repeat {number} of {len(repeats)}"
                 left_out[place] = report.record.error
-    return Grid(known, bases_of(configs), left_out)
+    return Grid(known, bases_of(configs), left_out, asked)
 
 
 def _run(
@@ -326,7 +340,7 @@ def _run(
     found: dict[Point, EvalReport],
     failed: dict[str, str],
     log: Log | None,
-    progress: Progress | None,
+    progress: NotedReport | None,
 ) -> None:
     """Add the report of each point to `found`: of finished points from disk, of the others from an engine."""
     for point in every:
@@ -337,19 +351,14 @@ def _run(
         log(f"{len(found)} of {len(every)} points are finished")
     if not left:
         return
-    warm = set[Place]()
+    warm, refused = set[Place](), list[Exception]()
     counts = {point: ready.task.questions(options.limit(point.concurrency)) for point in left}
-    before, wanted = 0, sum(counts.values())
-
-    def count(finished: int, _: int) -> None:
-        if progress is not None:
-            progress(before + finished, wanted)
-
+    waves = Waves(progress, ((count, point.concurrency) for point, count in counts.items()))
     with load() as engines:
-        for number, point in enumerate(left):
-            before = sum(counts[earlier] for earlier in left[:number])
+        for point in left:
             name, place = point.configuration, f"{point.configuration} at concurrency {point.concurrency}"
             if name not in engines or place in failed:
+                waves.finish(counts[point], point.concurrency)
                 continue
             asked = replace(ready.options, concurrency=point.concurrency, limit=options.limit(point.concurrency))
             ours = replace(ready, options=asked)
@@ -358,15 +367,21 @@ def _run(
                     _warm_up(ours, engines[name])
                     warm.add((point.concurrency, name))
                 engines[name].forget_prefixes()
-                report = ours.run(engines[name], count)
+                report = ours.run(engines[name], lambda *_: waves.add(point.concurrency))  # noqa: B023
             except Exception as error:
-                failed[place] = one_line(error)
-                if log is not None:
-                    log(f"failed: {place}: {failed[place]}")
+                reason = one_line(error)
+                if log is not None and reason not in failed.values():
+                    log(f"failed: {place}: {reason}")
+                failed[place] = reason
+                refused.append(error)
                 continue
+            finally:
+                waves.finish(counts[point], point.concurrency)
             _check_prompts([*(found[one] for one in found if one.concurrency == point.concurrency), report])
             _keep(report, point, plan, folder)
             found[point] = report
+    if not found and {*failed.values()} == {str(error) for error in refused if isinstance(error, SpecbatchError)}:
+        raise refused[0]  # what all points have in common is in the settings
 
 
 def _check_prompts(reports: list[EvalReport]) -> None:

@@ -5,20 +5,51 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 Report = Callable[[int, int], None]  # (done, total)
+Work = tuple[float, float]  # done and total, in a unit that always takes about as long
 SECONDS_BETWEEN_LINES = 60.0
 LONG = 600.0  # seconds that are shown as minutes
 SECONDS_OF_SPEED = 10.0
 
 
 class NotedReport(Protocol):
-    """A `Report` with an optional note, such as a speed."""
+    """A `Report` with an optional note, such as a speed, and with the work where items differ in it: the remaining time
+    follows from the work."""
 
-    def __call__(self, done: int, total: int, note: str = "", /) -> None: ...
+    def __call__(self, done: int, total: int, note: str = "", /, *, work: Work | None = None) -> None: ...
+
+
+class Waves:
+    """Progress of the points of a sweep or an evaluation, in requests. A request at concurrency c is 1/c of the work:
+    c concurrent requests take about as long as one.
+
+    requests   of each point that is left, with its concurrency
+    """
+
+    def __init__(self, report: NotedReport | None, requests: Iterable[tuple[int, int]]) -> None:
+        self._report = report
+        every = list(requests)
+        self._done, self._total = 0, sum(count for count, _ in every)
+        self._work, self._all_work = 0.0, sum(count / concurrency for count, concurrency in every)
+        self._of_point = 0
+
+    def add(self, concurrency: int, requests: int = 1) -> None:
+        """Count requests of the current point as done."""
+        self._of_point += requests
+        self._done += requests
+        self._work += requests / concurrency
+        if self._report is not None:
+            self._report(self._done, self._total, work=(self._work, self._all_work))
+
+    def finish(self, requests: int, concurrency: int) -> None:
+        """End the current point. Requests that it did not run, as after an error, are no longer counted."""
+        missing, self._of_point = requests - self._of_point, 0
+        self._total -= missing
+        self._all_work -= missing / concurrency
 
 
 class Stages:
@@ -66,28 +97,33 @@ def progress(label: str, done: int = 0, unit: str = "") -> Iterator[NotedReport]
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=None, completed=done, count="", left="", note="")
 
-        def report(done: int, total: int, note: str = "") -> None:
-            count, left = pace(done, total)
+        def report(done: int, total: int, note: str = "", *, work: Work | None = None) -> None:
+            count, left = pace(done, total, work)
             bar.update(task, completed=done, total=total, count=count, left=left, note=note)
 
         yield report
 
 
 class _Pace:
-    """How fast something advances after the first report."""
+    """How fast something advances after the first report, or after one that counts from the start again."""
 
     def __init__(self, unit: str) -> None:
         self._unit = unit
-        self._first: tuple[int, float] | None = None  # done, when
+        self._first: tuple[int, float, float] | None = None  # done, its work, when
+        self._last = 0, 0.0
 
-    def __call__(self, done: int, total: int) -> tuple[str, str]:
+    def __call__(self, done: int, total: int, work: Work | None = None) -> tuple[str, str]:
         """("23/72 requests, 0.37/s", "about 132 s left"); without a rate and empty until more is done."""
         now = time.monotonic()
-        before, start = self._first = self._first or (done, now)
+        worked, all_work = work or (done, total)
+        if self._first is None or done < self._last[0] or worked < self._last[1]:
+            self._first = done, worked, now
+        self._last = done, worked
+        before, worked_before, start = self._first
         count, passed, new = f"{done}/{total} {self._unit}".rstrip(), now - start, done - before
         if new <= 0 or passed <= 0:
             return count, ""
-        rest = passed / new * (total - done)
+        rest = passed / (worked - worked_before) * (all_work - worked)
         left = f"about {rest:.0f} s left" if rest < LONG else f"about {rest / 60:.0f} min left"
         return f"{count}, {new / passed:.3g}/s", left if done < total else ""
 
@@ -129,10 +165,10 @@ def _lines(label: str, unit: str) -> NotedReport:
     start = last = time.monotonic()
     pace = _Pace(unit)
 
-    def report(done: int, total: int, note: str = "") -> None:
+    def report(done: int, total: int, note: str = "", *, work: Work | None = None) -> None:
         nonlocal last
         now = time.monotonic()
-        count, left = pace(done, total)
+        count, left = pace(done, total, work)
         if now - last < SECONDS_BETWEEN_LINES:
             return
         last = now

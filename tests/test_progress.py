@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from specbatch.progress import SECONDS_BETWEEN_LINES, SECONDS_OF_SPEED, Speed, progress
+from specbatch.progress import SECONDS_BETWEEN_LINES, SECONDS_OF_SPEED, Speed, Waves, progress
 
 
 class Clock:
@@ -68,6 +68,30 @@ def test_time_before_the_first_report_is_in_no_rate(clock, capsys):
         clock.now += 2
         report(21, 41)
     assert capsys.readouterr().err == "sweep: 21/41 requests, 10/s, 60 s elapsed, about 2 s left\n"
+
+
+def test_remaining_time_of_a_sweep_weighs_requests_by_concurrency(clock, capsys):
+    """The 4 at concurrency 1 take as long as the 128 at 32."""
+    with progress("sweep", unit="requests") as report:
+        waves = Waves(report, [(4, 1), (128, 32), (64, 32)])
+        for _ in range(4):
+            clock.now += SECONDS_BETWEEN_LINES / 4
+            waves.add(1)
+        waves.finish(4, 1)
+        assert capsys.readouterr().err == "sweep: 4/196 requests, 0.0667/s, 60 s elapsed, about 90 s left\n"
+        waves.finish(128, 32)  # failed
+        clock.now += SECONDS_BETWEEN_LINES
+        waves.add(32)
+    assert capsys.readouterr().err == "sweep: 5/68 requests, 0.0381/s, 120 s elapsed, about 68 s left\n"
+
+
+def test_progress_that_counts_from_the_start_again(clock, capsys):
+    with progress("bench") as report:
+        report(9, 9)
+        report(1, 41)
+        clock.now += SECONDS_BETWEEN_LINES
+        report(21, 41)
+    assert capsys.readouterr().err == "bench: 21/41, 0.333/s, 60 s elapsed, about 60 s left\n"
 
 
 def test_no_remaining_time_before_the_first_item(clock, capsys):

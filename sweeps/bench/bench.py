@@ -18,7 +18,7 @@ from typing import Any
 from specbatch.atomic_file import write_atomic
 from specbatch.config import EngineConfig
 from specbatch.errors import refuse, reporting
-from specbatch.progress import Report
+from specbatch.progress import NotedReport
 from specbatch.records.sweep_plan import PLAN, check_plan, plan_of
 from specbatch.sweeps.bench.limits import Limits
 from specbatch.sweeps.bench.peers import PEERS, differences_from, figures_of
@@ -36,7 +36,7 @@ def run_bench(
     *,
     peers: str = "",
     log: Log | None = None,
-    report: Report | None = None,
+    report: NotedReport | None = None,
 ) -> str:
     """Run all points that are not finished, and return the Markdown tables.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError
-from specbatch.progress import Report
+from specbatch.progress import NotedReport, Waves
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Point, check_plan, plan_of, points, save
 from specbatch.replicas.cluster import Cluster
@@ -79,7 +79,7 @@ def run_blocks(
     folder: Path,
     *,
     log: Log | None = None,
-    report: Report | None = None,
+    report: NotedReport | None = None,
 ) -> None:
     """Run every block with a point that has no record yet, or failed, and write its records when it is done.
 
@@ -92,7 +92,8 @@ def run_blocks(
     if not left:
         log("all points are finished")
         return
-    total, done = sum(options.workload.requests(point.concurrency) for block in left for point in block), 0
+    requests = {point: options.workload.requests(point.concurrency) for block in left for point in block}
+    waves = Waves(report, ((count, point.concurrency) for point, count in requests.items()))
     shown_before: set[str] = set()
     some = next(iter(configs.values()))
     with connected(cluster, some):
@@ -107,9 +108,7 @@ def run_blocks(
                     shown_before.add(line)
                 for point, record in found:
                     save(folder, plan, point, record)
-                    done += options.workload.requests(point.concurrency)
-                    if report is not None:
-                        report(done, total)
+                    waves.add(point.concurrency, requests[point])
         finally:
             workers.close()
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config import EngineConfig
-from specbatch.core.request import Completion, SamplingParams
+from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError, at_least, each_once, refuse, reporting
 from specbatch.memory.page_pool import held_at_once
-from specbatch.progress import Report
+from specbatch.progress import NotedReport, Waves
 from specbatch.records.run_record import RunRecord
 from specbatch.records.store import load_record
 from specbatch.records.sweep_plan import Described, Point, check_plan, plan_of, points, round_of, rounds_at, save
@@ -77,7 +77,7 @@ def run_sweep(
     folder: Path,
     *,
     log: Log | None = None,
-    report: Report | None = None,
+    report: NotedReport | None = None,
     cluster: Cluster | None = None,
 ) -> str:
     """Run every point that is not finished, write its record as soon as it is done, and return the Markdown summary.
@@ -106,7 +106,7 @@ def run_server(
     folder: Path,
     *,
     log: Log | None = None,
-    report: Report | None = None,
+    report: NotedReport | None = None,
 ) -> str:
     """Run a sweep with a server as the only configuration, named by its model. A point whose requests all fail leaves a
     record with the error, and the others go on."""
@@ -149,7 +149,7 @@ def run_points(
     folder: Path,
     *,
     log: Log | None = None,
-    report: Report | None = None,
+    report: NotedReport | None = None,
     failed: Failed | None = None,
     measured: Callable[[Any, Point, RunRecord], None] | None = None,
 ) -> None:
@@ -170,9 +170,9 @@ def run_points(
         return
     with load() as engines:
         while left:
-            for point, record in measured_points(
-                configs, engines, options, left, log, _counter(options, left, report), failed
-            ):
+            waves = Waves(report, ((options.workload.requests(one.concurrency), one.concurrency) for one in left))
+            for point, record in measured_points(configs, engines, options, left, log, waves.add, failed):
+                waves.finish(options.workload.requests(point.concurrency), point.concurrency)
                 if measured is not None and not record.error:
                     measured(engines[point.configuration], point, record)
                 save(folder, plan, point, record)
@@ -205,11 +205,11 @@ def measured_points(
     options: SweepOptions,
     left: list[Point],
     log: Log | None,
-    count: Callable[[Completion], None],
+    count: Callable[[int], None],
     failed: Failed | None,
 ) -> Iterator[tuple[Point, RunRecord]]:
-    """Measure the points that are left, in the order of a sweep. count: called with each completion; failed: as in
-    `run_points`."""
+    """Measure the points that are left, in the order of a sweep. count: called for each completion with its
+    concurrency; failed: as in `run_points`."""
     workload, most, shown_before = options.workload, max(options.concurrency), set[str]()
     every = workload.prompts(next(iter(engines.values())).tokenizer, workload.count(most))
     params = workload.params(len(every))
@@ -312,7 +312,7 @@ def _measure(
     params: list[SamplingParams],
     workload: Workload,
     concurrency: int,
-    on_completion: Callable[[Completion], None],
+    count: Callable[[int], None],
 ) -> RunRecord:
     """Measure one point: a closed loop that keeps `concurrency` requests unfinished, prompts that arrive by a clock, of
     which at most `concurrency` run, or one request after the other. At its start the prefix cache is empty, and the
@@ -320,7 +320,7 @@ def _measure(
     if engine.config.prefix_cache or _has_corpus(engine):
         engine.forget_prefixes()
     engine.reset_record()
-    asked = list(ask(engine, workload, prompts, params, concurrency, on_completion))
+    asked = list(ask(engine, workload, prompts, params, concurrency, lambda _: count(concurrency)))
     completions = [completion for call in asked for completion in call.completions]
     record = engine.record(concurrency=concurrency, workload=workload.describe(prompts))
     label(workload, asked, record.requests, len(prompts))
@@ -349,17 +349,3 @@ def _add_digests(rows: list[dict[str, Any]], asked: list[Call], count: int) -> N
             row["text_digest"] = sha256_of([answer.text])[:DIGEST]
             if answer.token_ids:
                 row["token_digest"] = sha256_of([answer.token_ids])[:DIGEST]
-
-
-def _counter(options: SweepOptions, left: list[Point], report: Report | None) -> Callable[[Completion], None]:
-    """Report progress in requests over all points that are left."""
-    total = sum(options.workload.requests(point.concurrency) for point in left)
-    done = 0
-
-    def count(completion: Completion) -> None:
-        nonlocal done
-        done += 1
-        if report is not None:
-            report(done, total)
-
-    return count

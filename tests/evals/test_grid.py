@@ -16,7 +16,7 @@ from lm_eval.api.task import ConfigurableTask
 from made_runs import make_report
 
 from specbatch.config import EngineConfig, Speculation
-from specbatch.errors import SpecbatchError
+from specbatch.errors import SpecbatchError, refuse
 from specbatch.evals.grid import Grid, GridOptions, _grid, _speedup, bases_of, load_grid, run_grid
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, run_eval
@@ -35,6 +35,7 @@ class Engines:
     def __init__(self, make: Any, reply: Any) -> None:
         self.make, self.reply = make, reply
         self.broken: tuple[str, ...] = ()
+        self.error: Exception = MemoryError("no room")
         self.stop_after: dict[str, int] = {}
         self.made: dict[str, Any] = {}
         self.loads = 0
@@ -48,7 +49,7 @@ class Engines:
     def _engine(self, name: str, config: EngineConfig) -> Any:
         def reply(text: str) -> str:
             if name in self.broken:
-                raise MemoryError("no room")
+                raise self.error
             return ("? " if name == "v2" and "#100\n" in text.rsplit("Question", 1)[1] else "") + self.reply(text)
 
         engine = self.make(reply)
@@ -75,7 +76,7 @@ def evaluate_all(engines: Engines, scored_file: Path, shots_file: Path, tmp_path
     def run(concurrency: tuple[int, ...] = (2,), repeats: int = 1, most: int | None = None, **changes: Any) -> Grid:
         task = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3, **changes)
         options = GridOptions(task, concurrency, repeats, most)
-        return run_grid(CONFIGS, engines, options, tmp_path, failed={}, progress=lambda *at: seen.append(at))
+        return run_grid(CONFIGS, engines, options, tmp_path, failed={}, progress=lambda *at, **_: seen.append(at))
 
     seen: list[tuple[int, int]] = []
     run.seen = seen  # type: ignore[attr-defined]
@@ -104,10 +105,11 @@ def test_table_has_accuracy_beside_speed(
     main, details, model, settings, notes = found.table().split("\n\n")
     header, _, baseline, v1, _ = main.splitlines()[:5]
     assert [cell.strip() for cell in header.split("|")[3:-1]] == [
-        *("speedup", "strict-match", "difference", "accept length", "TTFT", "TPOT", "tok/s")
+        *("speedup", "strict-match", "difference", "accept length", "TTFT (ms)", "TPOT (ms)", "tok/s", "verdict")
     ]
     assert [cell.strip() for cell in baseline.split("|")[3:7]] == ["-", "0.250 ± 0.164", "-", "-"]
     assert [cell.strip() for cell in v1.split("|")[3:7]] == ["1.00", "0.250 ± 0.164", "+0.000 (p = 1)", "2.500"]
+    assert [line.split("|")[-2].strip() for line in (baseline, v1)] == ["-", "one repeat"]
     assert "75.0% unparsed" in details
     assert model.startswith("Model: fake, float32 on ")
     assert "Few-shot examples: 3 from shots.jsonl" in model
@@ -175,12 +177,19 @@ def test_interrupted_grid_continues_with_the_missing_points(
 
 def test_failed_point_is_left_out_and_runs_again(evaluate_all: Run, engines: Engines) -> None:
     engines.broken = ("v1",)
-    found = evaluate_all()
-    assert found.left_out == {"v1 at concurrency 2": "MemoryError: no room"}
-    assert [row["configuration"] for row in found.rows()] == ["baseline", "v2"]
-    assert "v1 at concurrency 2: left out, MemoryError: no room" in found.table()
+    found = evaluate_all((2, 3))
+    assert found.left_out == dict.fromkeys([f"v1 at concurrency {n}" for n in (2, 3)], "MemoryError: no room")
+    assert [row["configuration"] for row in found.rows()] == ["baseline", "v2"] * 2
+    assert "v1 at concurrency 2, v1 at concurrency 3: left out, MemoryError: no room" in found.table()
+    assert evaluate_all.seen[-1] == (32, 32)  # type: ignore[attr-defined]
     engines.broken = ()
-    assert [row["configuration"] for row in evaluate_all().rows()] == list(CONFIGS)
+    assert [row["configuration"] for row in evaluate_all((2, 3)).rows()] == list(CONFIGS) * 2
+
+
+def test_what_all_points_refuse_is_refused_once(evaluate_all: Run, engines: Engines) -> None:
+    engines.broken, engines.error = tuple(CONFIGS), refuse("limit", 9, "use at most 8")
+    with pytest.raises(SpecbatchError, match=r"^limit=9: use at most 8$"):
+        evaluate_all((1, 2))
 
 
 def test_task_with_different_prompts_in_each_run_is_refused(evaluate_all: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,13 +217,16 @@ def test_repeats_that_failed_are_left_out_by_name():
     for name, speeds in (("baseline", [100.0, 100.0]), ("v1", [150.0, 0.0])):
         for speed in speeds:
             made = make_report("1101")
+            for row in made.questions:
+                row["token_ids"] = [1]
             made.record.metrics["output_throughput"] = speed
             if not speed:
                 made.record.metrics["requests"] = 0
                 made.record.counters["errors"] = {"down": 4}
             reports.setdefault((4, name), []).append(made)
     configs = {"baseline": EngineConfig(), "v1": EngineConfig(speculation=Speculation("ngram", "v1"))}
-    grid = _grid(reports, configs, {})
+    grid = _grid(reports, configs, {}, 2)
     assert {place: len(known) for place, known in grid.reports.items()} == {(4, "baseline"): 2, (4, "v1"): 1}
     assert grid.left_out == {"v1 at concurrency 4, repeat 2 of 2": "every request failed: down (4)"}
     assert _speedup(*grid.reports.values())["speedup"] == 1.5
+    assert "1 of 2" in grid.table()

@@ -66,9 +66,7 @@ def actors_ended(actors: list[FakeActor]) -> bool:
 @pytest.mark.slow
 def test_each_block_is_measured_on_one_worker_and_all_end(runs: Runs, tmp_path: Path) -> None:
     reported: list[tuple[int, int]] = []
-    summary = run_sweep(
-        CONFIGS, OPTIONS, tmp_path, cluster=CLUSTER, report=lambda done, total: reported.append((done, total))
-    )
+    summary = run_sweep(CONFIGS, OPTIONS, tmp_path, cluster=CLUSTER, report=lambda *at, **_: reported.append(at))
     assert "| v2 " in summary
     assert errors(tmp_path) == [None] * 8
     assert len({point for _, point in runs.measured}) == len(runs.measured) == 8
