@@ -8,10 +8,11 @@ from thread_replicas import ThreadReplicas
 
 from specbatch import DataParallelEngine, Engine
 from specbatch.config import EngineConfig, Speculation
-from specbatch.sweeps.run.runner import _warm_up
+from specbatch.sweeps.run.runner import _measure, _warm_up
 from specbatch.sweeps.run.workloads import Workload
 
 EAGLE3 = Speculation("eagle3", draft="dummy", simulate_accept_length=2.0)
+CORPUS = Speculation("ngram", corpus="run", corpus_tokens=1024)
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,25 @@ def test_warm_up_gives_each_replica_a_full_batch(concurrency: int, share: int) -
         parts = engine._pool.call_all(engine._number, "record")
     assert all(str(share) in part.counters["steps_by_rows"] for part in parts)
     assert sum(part.counters["prefill_passes"] for part in parts) == 2 * share + 2
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_each_repeat_begins_without_the_answers_of_earlier_ones(prefix_cache: bool) -> None:
+    """Else the second would accept nearly all drafts."""
+    config = EngineConfig(
+        model="toy",
+        load_format="dummy",
+        device="cpu",
+        prefix_cache=prefix_cache,
+        speculation=CORPUS,
+        memory_fraction=0.2,
+    )
+    work = Workload(input_len=40, output_len=20, prompts_per_concurrency=2)
+    with Engine(config) as engine:
+        prompts, params = work.prompts(engine.tokenizer, 4), work.params(4)
+        records = [_measure(engine, prompts, params, work, 2, lambda completion: None) for _ in range(2)]
+        engine.reset_record()
+        engine.generate(prompts, params, concurrency=2)
+        again = engine.record()
+    lengths = [record.metrics["accept_length"] for record in records]
+    assert lengths[0] == lengths[1] < again.metrics["accept_length"] - 1
