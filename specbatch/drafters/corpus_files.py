@@ -68,7 +68,7 @@ class _Reader:
                         yield from self._answer({"text": line.decode().rstrip("\r\n")})
                     else:
                         yield from self._row(parse_json(line))
-                except UnicodeDecodeError:
+                except UnicodeError:
                     raise self._malformed(number, "is not UTF-8") from None
                 except (UnreadableError, _MalformedError) as error:
                     raise self._malformed(number, str(error)) from None
@@ -100,6 +100,9 @@ class _Reader:
         text, tokens = row.get("text"), row.get("token_ids")
         if not isinstance(text, str | None) or not (tokens is None or _are_ids(tokens)) or text is tokens is None:
             raise _MalformedError("must have token_ids, a list of whole numbers, or text")
+        for part in (text, row.get("question")):
+            if isinstance(part, str):
+                part.encode()  # refuses half of a surrogate pair, which JSON can escape
         if tokens is None:
             tokens = self._tokenizer.encode(text or "", add_special_tokens=False)
         elif (largest := max(tokens, default=0)) >= self._vocabulary:

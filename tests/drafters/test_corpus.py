@@ -178,6 +178,7 @@ def test_files_hold_what_generate_and_eval_wrote(open_toy: Callable[..., Any], t
         ({"index": 0}, "must have token_ids"),
         ({"token_ids": [1.5]}, "must have token_ids"),
         ({"token_ids": [3], "text": 5}, "must have token_ids"),
+        ({"text": "\ud800"}, "is not UTF-8"),
         ({"response": {"body": {}}}, "no line of an OpenAI batch output"),
         ({"token_ids": [3, 37]}, "has token 37, and toy has tokens 0 to 36: these answers are of another tokenizer"),
         ({"token_ids": [3, 4, 5], "text": "abd"}, "token_ids mean 'abc' to toy, and the text is 'abd'"),
