@@ -58,7 +58,7 @@ def is_deterministic() -> bool:
 
 @contextmanager
 def use_deterministic(enabled: bool = True) -> Iterator[None]:
-    """Within this context operations on a CPU are deterministic, if `enabled`. An engine sets it for all of its passes
+    """Within this context operations are deterministic, if `enabled`. An engine sets it for all of its passes
     or for none."""
     token = _deterministic.set(enabled)
     try:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from company import Company
 from crossed import slow_but
 from stand_ins import fake_graphs, no_step_times
 from targets import Targets
@@ -19,6 +21,7 @@ from specbatch.engine.draft_length import DraftLength
 from specbatch.kernels.attention import context_kv_triton, qkv_triton, span_attention_triton, verify_attention_triton
 from specbatch.kernels.attention.prefill_backends import _Triton
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
+from specbatch.kernels.dispatch import use_deterministic
 from specbatch.kernels.drafting import corpus_triton, draft_inputs_triton, ngram_triton, tree_draft_triton
 from specbatch.kernels.elementwise import elementwise_triton, gather_rows_triton
 from specbatch.kernels.gemm import fixed_order, skinny_gemm_triton
@@ -141,6 +144,19 @@ def test_deterministic_mode(toy: Any, kernel_engine: tuple[Callable[..., Any], s
     assert called >= {"fixed_order_linear", "fixed_order_gated", "fixed_order_gemm", "skinny_linear", "skinny_gated"}
     assert called >= {"prefill_attention", "decode_attention"}
     assert ("verify_attention" in called) == (name == "block")  # whose drafts see each other
+
+
+@pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "qwen3-moe"]))
+def test_logits_in_deterministic_mode_do_not_depend_on_company(
+    monkeypatch: pytest.MonkeyPatch, kernels: set[str], name: str
+) -> None:
+    """Up to rounding: the interpreter's GEMMs are numpy's. tests/lossless/test_deterministic_gpu.py compares bits."""
+    monkeypatch.setattr("company.prefill_backend", lambda *_: _Triton())
+    company, texts = Company(name, torch.float32, trees=False), [[5, 6, 7, 8, 9] * 4, [4, 5]]
+    with use_deterministic():
+        alone, together = [company.alone(text) for text in texts], company.together(texts, Random(3))
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-4)
+    assert kernels >= {"fixed_order_linear", "prefill_attention", "decode_attention"}
 
 
 CONV = {"conv_prefill", "conv_verify"}

@@ -48,6 +48,27 @@ def test_matches_float64(
         assert (y.double() - gate.sigmoid() * gate * up).norm() <= 2 * TOLERANCE[dtype] * y.double().norm()
 
 
+def _divided(x: torch.Tensor, weight: torch.Tensor, *_: torch.Tensor | None) -> torch.Tensor:
+    halves = [a.float() @ b.float().T for a, b in zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True)]
+    return (halves[0] + halves[1]).to(x.dtype)
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_library_is_compared(monkeypatch: pytest.MonkeyPatch, device: torch.device, has_residual: bool) -> None:
+    kind = {"dtype": torch.float32, "device": device}
+    x, weight, residual = (numbers(*size, seed=1, **kind) for size in ((20, 256), (96, 256), (20, 96)))
+    monkeypatch.setattr(fixed_order, "_RESULTS", 10 * 20 * 96)
+    monkeypatch.setattr(
+        fixed_order, "_library", lambda x, weight, bias, residual, out: fixed_order_gemm(x, weight, bias, residual)
+    )
+    arguments = x, weight, None, residual if has_residual else None
+    assert fixed_order._compare(*arguments)
+    monkeypatch.setattr(fixed_order, "_library", _divided)
+    assert not fixed_order._compare(*arguments)
+    monkeypatch.setattr(fixed_order, "_library", lambda x, *_: x.new_zeros(20, 96))
+    assert not fixed_order._compare(x, torch.zeros_like(weight), None, None)  # says nothing of other weights
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1024, 4096), (6144, 4096), (4096, 12288), (9000, 2048), (48, 40)])
 @pytest.mark.gpu
@@ -86,12 +107,7 @@ def test_library_that_divides_columns_is_not_used(monkeypatch: pytest.MonkeyPatc
     kind = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
     x, weight = numbers(40, 4096, seed=1, **kind), numbers(512, 4096, seed=2, **kind)
     expected = fixed_order_gemm(x, weight)
-
-    def divided(x: torch.Tensor, weight: torch.Tensor, *_: torch.Tensor | None) -> torch.Tensor:
-        halves = [a.float() @ b.float().T for a, b in zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True)]
-        return (halves[0] + halves[1]).to(x.dtype)
-
-    monkeypatch.setattr(fixed_order, "_library", divided)
+    monkeypatch.setattr(fixed_order, "_library", _divided)
     monkeypatch.setattr(fixed_order, "_agreed", {})
-    assert not torch.equal(divided(x, weight), expected)
+    assert not torch.equal(_divided(x, weight), expected)
     assert torch.equal(fixed_order_linear(x, weight), expected)

@@ -1,0 +1,88 @@
+"""Compiles the deterministic kernels for Hopper, which needs no GPU. One JSON line for each: shared memory and
+instructions of the tensor cores. A process of its own: in the tests, kernels are interpreted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from specbatch.kernels.attention import span_attention_triton as spans
+from specbatch.kernels.gemm import fixed_order_gemm_triton as gemms
+from specbatch.kernels.gemm import skinny_gemm_triton as skinny
+from specbatch.kernels.gemm.skinny_gemm_configs import undivided_tile_for
+
+
+def compiled(kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """kinds: types of the arguments, of which those of pointers and of sizes of 16 are multiples of it."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in fixed else kinds[name] for name in names}
+    aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in ("N", "K", "y_stride")]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(kernel, signature, constexprs=fixed, attrs=attributes)
+    done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    found = sorted({name.split(".")[0] for name in re.findall(r"wgmma\.mma_async|mma\.sync", done.asm["ptx"])})
+    return {"shared": done.metadata.shared, "instructions": found}
+
+
+def attention(rows: int, few: int, *, is_prompt: bool, is_spread: bool, cache: str = "bf16") -> dict[str, Any]:
+    warps, stages = spans.LAUNCHES[rows]
+    at_once = max(1, min(16, 32 * warps // few))
+    kinds = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("k_cache", "v_cache"), f"*{cache}")
+    kinds |= dict.fromkeys(("starts", "ends", "rows", "offsets", "tiles", "page_table"), "*i64")
+    kinds |= dict.fromkeys(("page_stride", "q_stride", "spans", "count", "per_sequence"), "i32")
+    kinds |= {"partials": "*fp32", "arrivals": "*i32", "scale": "fp32"}
+    fixed = {
+        "GROUP": 4, "KV": 8, "DIM": 128, "BLOCK_D": 128, "PAGE": 16, "TOKENS": rows // 4, "ROWS": rows, "FEW": few,
+        "KEYS": spans.KEYS, "SPAN": spans.SPAN, "SPREAD": is_spread, "AT_ONCE": at_once, "PDL": True,
+    }  # fmt: skip
+    fixed |= {} if is_prompt else {"tiles": None}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
+    return compiled(spans._span_attention, kinds, fixed, **options)
+
+
+def gemm(rows: int) -> dict[str, Any]:
+    tile = gemms.tile_for(rows, 2)
+    kinds = dict.fromkeys(("bias", "residual", "y"), "*bf16")
+    kinds |= dict.fromkeys(("T", "N", "K", "residual_stride", "y_stride"), "i32")
+    kinds |= {
+        "x": f"tensordesc<bf16[{tile.rows}, {tile.columns}]>",
+        "weight": f"tensordesc<bf16[{tile.outputs}, {tile.columns}]>",
+    }
+    fixed = {"BT": tile.rows, "BN": tile.outputs, "BK": tile.columns, "GROUP": tile.group, "PDL": True}
+    return compiled(gemms._fixed_order_gemm, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def few_rows(n: int, k: int, *, gated: bool) -> dict[str, Any]:
+    tile = undivided_tile_for(n, k, gated=gated, item=2)
+    kinds = dict.fromkeys(("x", "weight", "residual", "y"), "*bf16") | {"partial": "*fp32", "counters": "*i32"}
+    kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "residual_stride"), "i32") | {"eps": "fp32"}
+    fixed: dict[str, Any] = {
+        "bias": None, "norm": None, "GATED": gated, "SQUARED": False, "HAS_BIAS": False, "HAS_NORM": False,
+        "HAS_RESIDUAL": not gated, "ROUNDED": gated, "SPLITS": tile.splits, "EVEN_K": True, "BM": 16, "BN": tile.n,
+        "BK": tile.k, "PDL": True,
+    }  # fmt: skip
+    return compiled(skinny._skinny_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def every() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "prompt", attention(64, 64, is_prompt=True, is_spread=False)
+    yield "prompt, spread", attention(64, 64, is_prompt=True, is_spread=True)
+    yield "step", attention(16, 4, is_prompt=False, is_spread=False)
+    yield "step, spread", attention(16, 4, is_prompt=False, is_spread=True)
+    yield "step, FP8 keys", attention(16, 4, is_prompt=False, is_spread=True, cache="fp8e4nv")
+    yield "verify", attention(32, 32, is_prompt=False, is_spread=True)
+    for rows in (16, 32, 64, 128, 1024):
+        yield f"GEMM of {rows} rows", gemm(rows)
+    for n, k, gated in ((6144, 4096, False), (4096, 4096, False), (151936, 4096, False), (12288, 4096, True)):
+        yield f"GEMM of few rows, {n} x {k}", few_rows(n, k, gated=gated)
+
+
+if __name__ == "__main__":
+    for name, found in every():
+        print(json.dumps({"name": name, **found}))
