@@ -58,13 +58,14 @@ class AcceptanceProfile:
         return 1.0 + drafts
 
     def of_drafts(self, count: int) -> AcceptanceProfile:
-        """The first `count` positions. Refused: a profile that has fewer, and values that are no probabilities."""
+        """The first `count` positions. None is reached after a draft that is never accepted, so their probability is 0.
+        Refused: a profile that has fewer, and values that are no probabilities."""
         have = len(self.conditional)
-        if have < count:
+        if have < count and not (have and self.conditional[-1] == 0):
             works = f"has {have} position{'s' if have != 1 else ''}, but {count} tokens are drafted in a row"
             raise refuse(SETTING, self.name, f"{works}; draft at most {have}, or use a longer profile")
         conditional = self.conditional[:count]
-        if self.curve:
+        if self.curve and count <= have:
             last = min(drafted for drafted, _ in self.curve if drafted >= count)
             conditional = _fitted([point for point in self.curve if point[0] <= last])[:count]
         for place, p in enumerate(conditional):
@@ -72,7 +73,7 @@ class AcceptanceProfile:
                 fewer = f", or draft at most {place}" if place else ""
                 works = f"the probability of draft {place + 1} is {p:.6g}; use 0 to 1{fewer}"
                 raise refuse(SETTING, self.name, works)
-        return AcceptanceProfile(self.name, conditional)
+        return AcceptanceProfile(self.name, conditional + (0.0,) * (count - have))
 
 
 def geometric(mean: float, count: int) -> AcceptanceProfile:

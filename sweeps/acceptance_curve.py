@@ -65,6 +65,12 @@ class AcceptanceCurve:
             for place, p in enumerate(self.profile.conditional, start=1)
         ]
         note = "Verifies without a draft, such as those of ngram without a match, are not counted."
+        known, asked = len(rows), len(self.tried)
+        if known < asked:
+            places = f"Draft {asked} was" if asked == known + 1 else f"Drafts {known + 1} to {asked} were"
+            reached = self.profile.conditional[-1] > 0
+            use = f"simulate at most {known} drafts" if reached else "a simulation accepts none of them"
+            note += f" {places} never tried: {use}."
         return f"{self.name}\n\n{markdown_table(rows, HEADERS)}\n\n{note}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,7 +108,9 @@ def curve_of(paths: Iterable[Path]) -> AcceptanceCurve:
     """The curve of all runs at `paths` that drafted. Refused: none, and runs of different models, drafts, data sets or
     simulations."""
     found = [item for path in paths for item in read_records("runs", path, lambda output: [])]
-    drafting = [(place, record) for place, record in found if record.counters.get("acceptance", {}).get("drafted")]
+    drafting = [
+        (place, record) for place, record in found if any(record.counters.get("acceptance", {}).get("drafted", ()))
+    ]
     if not drafting:
         listed = ", ".join(map(str, paths))
         raise refuse("runs", listed, "no run there used speculation; name runs that did")

@@ -33,6 +33,20 @@ def test_geometric_model_has_the_mean_with_one_probability(count: int, share: fl
         assert profile.conditional[0] == share
 
 
+@pytest.mark.parametrize("form", ["json", "yaml", "record"])
+def test_drafts_after_one_that_is_never_accepted_need_no_probability(tmp_path: Path, form: str) -> None:
+    counts = {"tried": [8, 4, 0, 0], "accepted": [4, 0, 0, 0]}
+    contents = {
+        "json": json.dumps({"conditional": from_counts("", **counts).conditional}),
+        "yaml": "1: 1.5\n2: 1.5\n",
+        "record": json.dumps({"counters": {"acceptance": counts}}),
+    }
+    path = tmp_path / f"profile.{'yaml' if form == 'yaml' else 'json'}"
+    path.write_text(contents[form])
+    assert read_profile(str(path)).of_drafts(4).conditional == (0.5, 0.0, 0.0, 0.0)
+    assert read_profile(str(path)).of_drafts(1).conditional == (0.5,)
+
+
 def test_accept_length_of_fewer_drafts_is_the_sum_of_the_first_products() -> None:
     profile = AcceptanceProfile("", (0.5, 0.25, 1.0))
     assert [profile.accept_length(count) for count in range(4)] == [1.0, 1.5, 1.625, 1.75]

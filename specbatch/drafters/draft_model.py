@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,7 @@ from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.choose import sample_drafts
+from specbatch.drafters.head_checks import check_algorithm
 from specbatch.drafters.tree import Beams, expand
 from specbatch.errors import of_draft, refuse
 from specbatch.kernels.sampling.argmax_topk import argmax
@@ -155,6 +156,11 @@ class DraftModelTree(DraftModelChain):
         self._new[step.slots] = torch.where(step.slots > 0, accepted + 1, 1)
 
 
+def _read_config(found: dict[str, Any]) -> ModelConfig:
+    check_algorithm(found, "standalone")
+    return ModelConfig.from_dict(found)
+
+
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     """The draft is another checkpoint with the same vocabulary, or the target without some layers ("self:skip=12-15").
 
@@ -185,7 +191,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
 
     load_format = "dummy" if config.load_format == "dummy" else "auto"
     with of_draft(asked.draft):
-        draft = weights.open_checkpoint(asked.draft, load_format, seed=config.seed + 1, log=log)
+        draft = weights.open_checkpoint(asked.draft, load_format, seed=config.seed + 1, log=log, read=_read_config)
         own = draft.tokenizer()
     _refuse_states(asked.draft, draft.config)
     difference = vocabulary_difference(target.tokenizer(), own)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from specbatch.algorithms import ALGORITHMS
 from specbatch.errors import refuse
 from specbatch.models.config import ModelConfig
+from specbatch.models.dflash import ARCHITECTURE, DEEPSPEC, SECOND
 from specbatch.models.draft_head import EMBEDDING, HEAD, LAYER, Shapes
 from specbatch.weights.draft_heads import DraftFiles
 
@@ -16,11 +19,24 @@ if TYPE_CHECKING:
     from specbatch.weights import Checkpoint, Log
 
 
+def check_algorithm(config: dict[str, Any], algorithm: str) -> None:
+    """Refuse a draft whose config.json is of another algorithm. One that names none may be any of a model or a head."""
+    found, names = config.get("speculators_model_type"), config.get("architectures")
+    if found is None and isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
+        suffix = re.search("(Eagle3?)$", names[0])
+        of_deepspec = "dflash" if config.get("markov_rank") == 0 else "dspark"
+        kinds = {ARCHITECTURE: "dflash", SECOND: "dflash2", **dict.fromkeys(DEEPSPEC, of_deepspec)}
+        found = kinds.get(names[0], suffix and suffix[1].lower())
+    if isinstance(found, str) and found in ALGORITHMS and found != algorithm:
+        raise refuse("algorithm", algorithm, f"the draft was trained for algorithm {found!r}; use that")
+
+
 def expect(files: DraftFiles, algorithm: str) -> None:
     """Refuse an EAGLE-3 head with algorithm "eagle" and vice versa: it would run, but no draft would be accepted."""
     names = files.shapes
     found = "eagle3" if f"{LAYER}.hidden_norm.weight" in names else "eagle"
     if "fc.weight" not in names or (found == "eagle" and f"{LAYER}.input_layernorm.weight" in names):
+        check_algorithm(files.config, algorithm)
         works = "these are not tensors of an EAGLE head: fc, and layer 0 with hidden_norm or without input_layernorm"
         raise refuse("draft", files.origin, works)
     if found != algorithm:

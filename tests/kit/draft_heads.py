@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from uncached import prefill_texts
 
+from specbatch.algorithms import ALGORITHMS
 from specbatch.config import EngineConfig, Speculation
 from specbatch.core.step_input import Proposal
 from specbatch.drafters.base import Drafter, DraftPlan
@@ -294,7 +295,7 @@ def loader_of(here: Any) -> Loader:
 
 
 def plan_of(algorithm: str) -> Callable[..., DraftPlan]:
-    found: Callable[..., DraftPlan] = import_module(f"specbatch.drafters.{algorithm}").plan
+    found: Callable[..., DraftPlan] = import_module(ALGORITHMS[algorithm].module).plan
     return found
 
 

@@ -52,6 +52,18 @@ def test_command_writes_what_simulate_accept_reads(tmp_path: Path, file: str) ->
     assert f"| 1       | {shown['tried'][0]}" in table
 
 
+def test_drafts_that_were_never_tried_are_named(tmp_path: Path) -> None:
+    record = swept("v1")
+    for accepted, use in ((1, "simulate at most 2 drafts."), (0, "a simulation accepts none of them.")):
+        counts = {"drafted": [8, 8, 2, 2], "tried": [8, 4, 0, 0], "accepted": [4, accepted, 0, 0]}
+        record.counters["acceptance"] |= counts
+        curve = curve_of([saved(tmp_path / str(accepted), record)])
+        assert f" Drafts 3 to 4 were never tried: {use}" in curve.markdown()
+    record.counters["acceptance"] |= {name: [0, 0] for name in ("drafted", "tried", "accepted")}
+    with pytest.raises(SpecbatchError, match="no run there used speculation"):
+        curve_of([saved(tmp_path / "none", record)])
+
+
 def test_runs_that_cannot_be_counted_together_are_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path, swept("v1"), swept("v2", simulate=2.4), swept("baseline"))
     with pytest.raises(SpecbatchError, match=r"differ: smollm2-135m, ngram, random; .*simulated: geometric, mean 2\.4"):

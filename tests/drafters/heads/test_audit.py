@@ -55,6 +55,23 @@ def test_head_of_another_algorithm_is_refused(write: Any) -> None:
     assert "has no tensor layers.0.hidden_norm, so it is for algorithm 'eagle'" in message
 
 
+@pytest.mark.parametrize("algorithm", ["standalone", "eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("config", "of"),
+    [
+        ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 8}, "dspark"),
+        ({"architectures": ["DSparkDraftModel"], "markov_rank": 0}, "dflash"),
+        ({"architectures": ["DFlash2DraftModel"]}, "dflash2"),
+        ({"architectures": ["DSparkSpeculator"], "speculators_model_type": "dspark"}, "dspark"),
+    ],
+)
+def test_block_draft_with_another_algorithm_is_refused(write: Any, algorithm: str, config: Any, of: str) -> None:
+    """Also without --algorithm, where it is standalone."""
+    tensors = heads.eagle() | {"layer.input_layernorm.weight": torch.ones(heads.HIDDEN)}
+    message = refusal(algorithm, write(config, tensors))
+    assert message == f"algorithm={algorithm!r}: the draft was trained for algorithm {of!r}; use that"
+
+
 @pytest.mark.parametrize("algorithm", ["eagle", "eagle3"])
 @pytest.mark.parametrize("model", [True, False])
 def test_checkpoints_that_are_not_heads_are_refused(write: Any, algorithm: str, model: bool) -> None:
