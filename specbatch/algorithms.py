@@ -25,7 +25,7 @@ class Algorithm:
     module          the module with its `plan` function
     default_tokens  length of the drafted chain when no shape is configured, as published: SGLang drafts 3 tokens with a
                     model or head, vLLM's prompt lookup examples 4, DFLASH and DFlash 2 a block of 16
-                    with the root, DSpark a block of 7
+                    with the root, DSpark a block of 7, P-EAGLE 7 as in vLLM's benchmarks at one request
     tree            how a tree gets its candidates: "expanded" gives each of `topk` nodes of a step `topk` children,
                     "merged" joins `topk` continuations of `steps` tokens, None means that only chains are drafted
     draft           what the setting `draft` must name; None if the algorithm takes no draft
@@ -93,6 +93,14 @@ ALGORITHMS: dict[str, Algorithm] = {
         draft="an EAGLE-3 head (folder or hub id)",
         settings=("aux_layers", "draft_rope_theta"),
         training="specbatch.training.eagle3",
+    ),
+    "peagle": Algorithm(
+        "specbatch.drafters.peagle",
+        default_tokens=7,
+        tree=None,
+        draft="a P-EAGLE head (folder or hub id)",
+        settings=("aux_layers", "draft_rope_theta"),
+        training="specbatch.training.peagle",
     ),
     "mtp": _MTP,
     "nextn": replace(_MTP, training=None, alias_of="mtp"),  # SGLang's name

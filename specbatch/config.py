@@ -67,8 +67,8 @@ class Speculation:
     draft: str | None = setting(
         None,
         "standalone: a draft model with the same vocabulary, or self:skip=12-15 (the target without those layers). "
-        "eagle, eagle3, dflash, dflash2, dspark: the draft trained for the target (dummy: random weights). A folder, "
-        "hub id or known name.",
+        "eagle, eagle3, peagle, dflash, dflash2, dspark: the draft trained for the target (dummy: random weights). A "
+        "folder, hub id or known name.",
     )
     draft_tokens: int | Literal["auto"] | None = setting(
         None,
@@ -84,11 +84,12 @@ class Speculation:
         None, "Children per expanded node; 1 is a chain. ngram: matching continuations merged into a tree."
     )
     aux_layers: tuple[int, ...] | None = setting(
-        None, "eagle3: layers of the target whose inputs the head reads, such as 2,18,33. Default: from its config."
+        None,
+        "eagle3, peagle: layers of the target whose inputs the head reads, such as 2,18,33. Default: from its config.",
     )
     draft_rope_theta: float | None = setting(
         None,
-        "eagle, eagle3: RoPE theta of the head. Default: from its config.",
+        "eagle, eagle3, peagle: RoPE theta of the head. Default: from its config.",
         number(lambda theta: theta > 0, "use a positive number, such as 10000.0"),
     )
     ngram_min: int = setting(

@@ -35,6 +35,7 @@ SPECULATIONS = {
     "other": Speculation("standalone", draft="toy-2", draft_tokens=2),
     "eagle": Speculation("eagle", draft="dummy"),
     "eagle3": Speculation("eagle3", draft="dummy"),
+    "peagle": Speculation("peagle", draft="dummy", draft_tokens=4),
     "mtp": Speculation("mtp", draft_tokens=2),
     "eagle3-tree": Speculation("eagle3", draft="dummy", draft_steps=3, draft_topk=2, draft_tokens=5),
     "block": Speculation("dflash", draft="toy-block"),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from specbatch.drafters.base import DraftPlan
-from specbatch.drafters.feature_head import FeatureChain, feature_chain, head_plan
+from specbatch.drafters.feature_head import ChainKind, FeatureChain, feature_chain, head_plan
 from specbatch.drafters.head_checks import expect, fit, parameters, usual_head
 from specbatch.drafters.layer_offset import compare_layer_offsets
 from specbatch.errors import of_draft, refuse
@@ -29,15 +30,27 @@ USUAL_VOCABULARY = 32000  # draft vocabulary of most published heads
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     """The draft is a checkpoint of SpecForge or speculators. Raises SpecbatchError if it does not fit the target."""
+    return eagle3_plan(target, config, log, "eagle3", lambda files: None)
+
+
+def eagle3_plan(
+    target: Checkpoint,
+    config: EngineConfig,
+    log: Log,
+    algorithm: Literal["eagle3", "peagle"],
+    kind: Callable[[DraftFiles], ChainKind | None],
+) -> DraftPlan:
+    """The plan of a head of EAGLE-3 or P-EAGLE. kind: how it drafts, see `feature_chain`."""
     asked = config.speculation
     assert asked.draft is not None
     with of_draft(asked.draft):
         if config.load_format == "dummy":
-            files = _dummy(target, asked.draft, config.seed + 1)
+            files = _dummy(target, asked.draft, config.seed + 1, algorithm)
         else:
             files = open_draft(asked.draft)
-            expect(files, "eagle3")
-        described = Eagle3Config.from_dict(files.config, files.shapes)
+            expect(files, algorithm)
+        described = Eagle3Config.from_dict(files.config, files.shapes, algorithm)
+        chosen = kind(files)
     if asked.shape.topk > described.draft_vocabulary:
         works = f"the head drafts {described.draft_vocabulary} tokens; use at most that"
         raise refuse("draft_topk", asked.shape.topk, works)
@@ -52,7 +65,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         read = loader.draft_reader(layer, files.tensor)
         head = Eagle3(read.config, described, len(aux), read, files.shapes, model, loader.max_positions, d2t)
         diagnosis = None if config.load_format == "dummy" else partial(compare_layer_offsets, model, head)
-        return feature_chain(head, loader, config, target.config.vocab_size, diagnosis)
+        return feature_chain(head, loader, config, target.config.vocab_size, diagnosis, chosen)
 
     def parameters_of(layer: ModelConfig) -> int:
         return parameters(replace(described, layer=layer).shapes(len(aux), files.shapes))
@@ -94,18 +107,23 @@ def _offsets(files: DraftFiles, vocabulary: int, log: Log) -> torch.Tensor | Non
     return d2t
 
 
-def _dummy(target: Checkpoint, draft: str, seed: int) -> DraftFiles:
-    """Random weights: of a config.json, or of the target's sizes and the usual vocabulary."""
+def _dummy(target: Checkpoint, draft: str, seed: int, algorithm: str) -> DraftFiles:
+    """Random weights: of a config.json, or of the target's sizes and the usual vocabulary. P-EAGLE usually has two
+    layers (that of AWS for GPT-OSS)."""
     layers, config = target.config.depth, dummy_config(draft)
     if config is None:
         config = usual_head(target.config)
         config["draft_vocab_size"] = min(USUAL_VOCABULARY, target.config.vocab_size)
+        if algorithm == "peagle":
+            config |= {"num_hidden_layers": 2, "mask_token_id": target.config.vocab_size - 1}
         usual = default_aux(layers)
         if len(set(usual)) < 3 or not all(1 <= boundary <= layers for boundary in usual):  # too few layers for it
             config["eagle_aux_hidden_state_layer_ids"] = list(range(1, min(layers, 3) + 1))
-    described = Eagle3Config.from_dict(config)
+    described = Eagle3Config.from_dict(config, None, algorithm)
     count = len(described.aux or default_aux(layers))
     shapes = described.shapes(count, {})
+    if algorithm == "peagle":
+        shapes["mask_hidden"] = (1, 1, count * described.target_hidden)
     total, known = target.config.vocab_size, described.draft_vocabulary
     own = torch.arange(known)
     return dummy_draft(config, shapes, seed, {"d2t": own * total // known - own})

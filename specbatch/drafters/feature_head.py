@@ -284,6 +284,9 @@ class FeatureChain(NoDraft):
         return head.leave(x, attended)
 
 
+ChainKind = Callable[[DraftHead, KVCache, HeadPrefill, DraftShape, int, int, Diagnosis | None], FeatureChain]
+
+
 class FeatureTree(FeatureChain):
     """Drafts a tree by best-first expansion. The pair whose token is the root is the root of the tree."""
 
@@ -333,14 +336,20 @@ def head_plan(
 
 
 def feature_chain(
-    head: DraftHead, loader: Loader, config: EngineConfig, vocabulary: int, diagnosis: Diagnosis | None = None
+    head: DraftHead,
+    loader: Loader,
+    config: EngineConfig,
+    vocabulary: int,
+    diagnosis: Diagnosis | None = None,
+    kind: ChainKind | None = None,
 ) -> FeatureChain:
-    """Build the drafter of an engine and register its prefill with the loader. diagnosis: see `Drafter.diagnose`."""
+    """Build the drafter of an engine and register its prefill with the loader. diagnosis: see `Drafter.diagnose`; kind:
+    its class, if not that of a chain or tree by the shape."""
     cache = loader.cache(head.config, head.depth, "draft")
     prefill = HeadPrefill(head, cache)
     if loader.recorder is not None:
         prefill = HeadPrefillGraphs(head, cache, loader.recorder, loader.chunk)
     loader.forwards["draft"] = prefill
     shape, slots = config.speculation.shape, config.max_running
-    drafter = FeatureTree if shape.topk > 1 else FeatureChain
-    return drafter(head, cache, prefill, shape, slots, vocabulary, diagnosis)
+    kind = kind or (FeatureTree if shape.topk > 1 else FeatureChain)
+    return kind(head, cache, prefill, shape, slots, vocabulary, diagnosis)

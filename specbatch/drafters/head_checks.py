@@ -32,16 +32,19 @@ def check_algorithm(config: dict[str, Any], algorithm: str) -> None:
 
 
 def expect(files: DraftFiles, algorithm: str) -> None:
-    """Refuse an EAGLE-3 head with algorithm "eagle" and vice versa: it would run, but no draft would be accepted."""
-    names = files.shapes
-    found = "eagle3" if f"{LAYER}.hidden_norm.weight" in names else "eagle"
+    """Refuse an EAGLE-3 head with algorithm "eagle" and so on: it would run, but hardly a draft would be accepted."""
+    names, mark = files.shapes, f"{LAYER}.hidden_norm"
+    found = "eagle3" if f"{mark}.weight" in names else "eagle"
     if "fc.weight" not in names or (found == "eagle" and f"{LAYER}.input_layernorm.weight" in names):
         check_algorithm(files.config, algorithm)
         works = "these are not tensors of an EAGLE head: fc, and layer 0 with hidden_norm or without input_layernorm"
         raise refuse("draft", files.origin, works)
+    if found == "eagle3" and algorithm != "eagle":
+        mark = "mask_hidden"
+        found = "peagle" if mark in names else "eagle3"
     if found != algorithm:
-        has = "a" if found == "eagle3" else "no"
-        works = f"{files.origin} has {has} tensor {LAYER}.hidden_norm, so it is for algorithm {found!r}; use that"
+        has = "no" if found == "eagle" or (found, mark) == ("eagle3", "mask_hidden") else "a"
+        works = f"{files.origin} has {has} tensor {mark}, so it is for algorithm {found!r}; use that"
         raise refuse("algorithm", algorithm, works)
 
 

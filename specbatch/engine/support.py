@@ -43,6 +43,7 @@ DRAFTS: Final = {
     "self:skip": ("standalone", "self:skip=1-1"),
     "eagle": ("eagle", "dummy"),
     "eagle3": ("eagle3", "dummy"),
+    "peagle": ("peagle", "dummy"),
     "mtp": ("mtp", None),
     "dflash": ("dflash", "dummy"),
     "dflash2": ("dflash2", "dummy"),

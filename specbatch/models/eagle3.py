@@ -7,6 +7,7 @@ most frequent tokens; `d2t` maps them to the target's token ids.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -65,11 +66,12 @@ class Eagle3Config:
     fc_norm: bool
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any], shapes: Shapes | None = None) -> Eagle3Config:
-        """Read either format. If the tensors `shapes` are given, they take precedence over the config."""
+    def from_dict(cls, config: dict[str, Any], shapes: Shapes | None = None, algorithm: str = "eagle3") -> Eagle3Config:
+        """Read either format, of a head for `algorithm`: eagle3 or peagle. If the tensors `shapes` are given, they take
+        precedence over the config."""
         method = config.get("speculators_model_type")
-        if method not in (None, "eagle3"):
-            raise refuse("speculators_model_type", method, "algorithm 'eagle3' runs 'eagle3' checkpoints")
+        if method not in (None, algorithm):
+            raise refuse("speculators_model_type", method, f"algorithm {algorithm!r} runs {algorithm!r} checkpoints")
         nested = table_of(config, "eagle_config")
         _refuse_switches(config, nested)
         names = shapes or {}
@@ -104,6 +106,9 @@ class Eagle3Config:
         read = recorded_shapes(layer, lambda read, target: Eagle3(layer, self, count, read, names, target, 1, None))
         # t2d is for training: which of the target's tokens can be drafted.
         maps: Shapes = {"d2t": (self.draft_vocabulary,), "t2d": (layer.vocab_size,)}
+        # Of P-EAGLE: what stands for the features at masked places.
+        masked, width = found.get("mask_hidden", ()), count * self.target_hidden
+        maps["mask_hidden"] = masked if math.prod(masked) == width else (1, 1, width)
         return read | {name: shape for name, shape in maps.items() if name in names}
 
 

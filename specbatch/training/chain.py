@@ -29,6 +29,7 @@ class ChainHead(Head):
     kept: torch.Tensor | None = None
     rotary: Rotary
     depth = 1  # layers
+    decay = DECAY
 
     def begin(self, last: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
         """The target's features -> hidden [B, L, H], which the head's own output replaces in later steps."""
@@ -76,7 +77,7 @@ class ChainHead(Head):
             right[here] &= hits
             losses = self.losses(own, logits, shown, wanted, theirs)
             guesses.append(Guess(losses, hits, right[here], inside[theirs]))
-        return Scores.of(guesses, DECAY)
+        return Scores.of(guesses, self.decay)
 
     def _distributions(self, target: Target, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's distribution over the head's tokens, float32 [n, Vd], and whether its most likely token is one
@@ -122,9 +123,14 @@ class Memory:
         self._stored: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(layers)]
 
     @property
+    def steps(self) -> int:
+        """Number of complete steps."""
+        return len(self._stored[-1])
+
+    @property
     def positions(self) -> torch.Tensor:
-        """int64 [L]: positions of the step that the last layer attends in next."""
-        return self._places + len(self._stored[-1])
+        """int64 [L]: positions of the next step."""
+        return self._places + self.steps
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int = 0) -> torch.Tensor:
         """q [B, L, kv heads, group, head_dim], k and v [B, L, kv heads, head_dim] of this step, which are added to the

@@ -157,13 +157,13 @@ def sizes_of(recipe: Recipe, target: Target, train: Sequence[Example], spare_tok
         "layers": recipe.draft_layers,
         "block": recipe.block_size,
         "anchors": recipe.anchors,
-        "mask_token": _mask_token(train, target.config.vocab_size, spare_tokens),
+        "mask_token": unused_token(train, target.config.vocab_size, spare_tokens),
         "max_len": recipe.max_len,
         "seed": recipe.seed,
     }
 
 
-def _mask_token(train: Sequence[Example], vocabulary: int, spare: int) -> int:
+def unused_token(train: Sequence[Example], vocabulary: int, spare: int) -> int:
     """A token id that never occurs in a text: one that the tokenizer does not use, else the last one in no answer."""
     if spare < vocabulary:
         return spare

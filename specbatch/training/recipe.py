@@ -14,6 +14,7 @@ HEADS = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.traini
 _OWN: dict[str, dict[str, int | None]] = {  # settings of one algorithm, with defaults; None: depends on the target
     "eagle": {"unroll": 3, "draft_layers": 1},
     "eagle3": {"unroll": 5, "vocab": None, "draft_layers": 1},
+    "peagle": {"unroll": 7, "vocab": None, "draft_layers": 2},
     "mtp": {"unroll": 5},
     "dflash": {"draft_layers": 2, "block_size": 8, "anchors": 16},
     "dflash2": {"draft_layers": 2, "block_size": 8, "anchors": 16, "selector_rank": 256},
@@ -42,11 +43,13 @@ class Recipe:
     held_out: int = setting(32, "Number of answers held out for evaluation.", whole(1))
     seed: int = setting(0, "", whole(0, MOST_SEED))
     unroll: int | None = setting(
-        None, "eagle, eagle3, mtp: length of the draft chains in training. Default: 5; eagle: 3.", whole(1, 16)
+        None,
+        "eagle, eagle3, peagle, mtp: drafts after each token in training. Default: 5; eagle: 3, peagle: 7.",
+        whole(1, 16),
     )
     vocab: int | None = setting(
         None,
-        "eagle3: size of the draft vocabulary, made of the most frequent tokens. Default: 32000 or all.",
+        "eagle3, peagle: size of the draft vocabulary, made of the most frequent tokens. Default: 32000 or all.",
         whole(1),
     )
     draft_layers: int | None = setting(

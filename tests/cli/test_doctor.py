@@ -26,5 +26,7 @@ def test_doctor_gives_a_reason_for_everything(run, monkeypatch, tmp_path):
     text = report(found)
     assert "| feature" in text
     assert re.search(r"\| LFM2 +\| yes +\| yes +\| no \(1\) ", text)
-    assert re.search(r"\| tree \(--draft-topk\) .*\| no \(2\) +\| no \(3\) +\| no \(4\) +\|\n", text)
-    assert "* no (2): draft_topk=2: 'dflash' drafts chains only; use 1\n" in text
+    assert re.search(
+        r"\| tree \(--draft-topk\) .*\| no \(2\) +\| yes +\| no \(3\) +\| no \(4\) +\| no \(5\) +\|\n", text
+    )
+    assert "* no (3): draft_topk=2: 'dflash' drafts chains only; use 1\n" in text

@@ -129,7 +129,7 @@ REFUSED = [
     (f"{EAGLE3} --answers {{in}} --max-new-tokens 3", "no prompts are answered in this run; leave out"),
     (
         f"{DFLASH} --data {{in}} --unroll 2",
-        "unroll=2: algorithm 'dflash' has no such setting; it belongs to eagle, eagle3, mtp",
+        "unroll=2: algorithm 'dflash' has no such setting; it belongs to eagle, eagle3, peagle, mtp",
     ),
     (
         f"{EAGLE3.replace('eagle3', 'mtp')} --data {{in}}",

@@ -32,6 +32,7 @@ from specbatch.runtime.loader import Loader
 
 VOCABULARY, HIDDEN, HEADS, KV, DIM, MLP = 13, 24, 4, 2, 8, 32
 EXPERTS, EXPERT = 5, 12
+MASK = 11  # mask token of P-EAGLE
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 
@@ -221,6 +222,22 @@ class RefEagle3(Reference):
         return self.head @ (y if self.norm_output else rms(y, self.w["norm.weight"]))
 
 
+class RefPeagle(RefEagle3):
+    def drafts(
+        self, features: Features, text: list[int], chosen: list[int], ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """All in one pass: after the pairs come masked places."""
+        count = len(chosen)
+        masked = self.project(self.w["mask_hidden"].reshape(1, -1)).expand(count - 1, -1)
+        hidden = torch.cat([self.project(self.take(features).double()), masked])
+        y = self.run(hidden, self.embedding[[*text[1:], *[MASK] * (count - 1)]])
+        logits = torch.stack([self.logits(row) for row in y[len(y) - count :]])
+        if ids is None:
+            return logits
+        every = torch.full((count, len(self.embedding)), -math.inf, dtype=torch.float64)
+        return every.index_copy(1, ids, logits)
+
+
 class RefMtp(Reference):
     def norm_weight(self, name: str) -> torch.Tensor:
         return 1 + self.w[f"{name}.weight"]
@@ -343,11 +360,16 @@ def usual(algorithm: str, write: Callable[..., str]) -> tuple[TargetStub, str | 
     algorithm: "eagle of 2" has two layers.
     """
     algorithm, _, layers = algorithm.partition(" of ")
-    tensors, is_mtp = {"eagle": eagle, "eagle3": eagle3, "mtp": mtp}[algorithm](), algorithm == "mtp"
+    makers = {"eagle": eagle, "eagle3": eagle3, "peagle": peagle, "mtp": mtp}
+    tensors, is_mtp = makers[algorithm](), algorithm == "mtp"
     tensors |= further(int(layers or 1))
     stub = TargetStub(8, mtp=stored(tensors) if is_mtp else None)
-    folder = None if is_mtp else write(llama(draft_vocab_size=9, num_hidden_layers=int(layers or 1)), tensors)
-    reference = {"eagle": RefEagle, "eagle3": RefEagle3, "mtp": RefMtp}[algorithm](tensors, stub)
+    folder = (
+        None
+        if is_mtp
+        else write(llama(draft_vocab_size=9, num_hidden_layers=int(layers or 1), ptd_token_id=MASK), tensors)
+    )
+    reference = {"eagle": RefEagle, "eagle3": RefEagle3, "peagle": RefPeagle, "mtp": RefMtp}[algorithm](tensors, stub)
     reference.theta = 77.0 if is_mtp else 10000.0
     return stub, folder, reference, ids(tensors)
 
@@ -384,6 +406,10 @@ def eagle3(known: int | None = 9, hidden: int = HIDDEN, dim: int = DIM, more: An
         tensors["d2t"] = drafted - torch.arange(known)
         tensors["t2d"] = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill(0, drafted, True)
     return tensors
+
+
+def peagle(**how: Any) -> Tensors:
+    return eagle3(**how) | randomise({"mask_hidden": (1, 1, 3 * HIDDEN)}, 12)
 
 
 def mtp(experts: str | None = None) -> Tensors:

@@ -263,6 +263,8 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "eagle3": {"algorithm": "eagle3", "draft": "dummy"},
     "eagle3-auto": {"algorithm": "eagle3", "draft": "dummy", "draft_tokens": "auto"},
     "eagle3-corpus": {"algorithm": "eagle3", "draft": "dummy", "corpus": "run", "corpus_min": 1},
+    "peagle": {"algorithm": "peagle", "draft": "dummy", "draft_tokens": 3},
+    "peagle-auto": {"algorithm": "peagle", "draft": "dummy", "draft_tokens": "auto", "draft_steps": 4},
     "mtp": {"algorithm": "mtp"},
     "mtp-tree": {"algorithm": "mtp", **_TREE},
     "dflash": {"algorithm": "dflash", "draft": "dummy", "draft_tokens": 3},

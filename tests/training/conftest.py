@@ -35,6 +35,7 @@ STEPS, LR = 24, 1e-2
 RECIPES = {
     "eagle": {"unroll": 3, "draft_layers": 2},
     "eagle3": {"unroll": 3, "vocab": 24},
+    "peagle": {"unroll": 3, "vocab": 24, "draft_layers": 2, "steps": 40},
     "mtp": {"unroll": 3},
     "dflash": {"draft_layers": 2, "block_size": 5, "steps": 40},
     "dflash2": {"draft_layers": 1, "block_size": 5, "selector_rank": 6, "steps": 40},

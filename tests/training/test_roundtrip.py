@@ -22,6 +22,7 @@ from specbatch.training.eagle import EagleHead
 from specbatch.training.eagle3 import Eagle3Head
 from specbatch.training.files import takes_a_head, write_beside, write_head
 from specbatch.training.mtp import MtpHead
+from specbatch.training.peagle import PEagleHead
 from specbatch.weights import open_checkpoint
 
 from .conftest import CPU, LAYERS, MAX_LEN, RECIPES, VOCABULARY
@@ -45,6 +46,10 @@ PUBLISHED = {
     | weights("layers.0.", *LAYER[1:])
     | weights("layers.1.", *LAYER),
     "eagle3": {"d2t", "t2d"} | weights("", "fc", "norm", "lm_head") | weights("midlayer.", "hidden_norm", *LAYER),
+    "peagle": {"d2t", "t2d", "mask_hidden"}
+    | weights("", "fc", "norm", "lm_head", "embed_tokens")
+    | weights("layers.0.", "hidden_norm", *LAYER)
+    | weights("layers.1.", *LAYER),
     "dflash": weights("", "fc", "hidden_norm", "norm") | weights("layers.0.", *NORMED) | weights("layers.1.", *NORMED),
     "dflash2": weights("", "fc", "hidden_norm", "norm", "candidate_selector.hidden_projection")
     | weights("layers.0.", *NORMED, "attention_conv.kernel_projection", "mlp_conv.kernel_projection")
@@ -75,6 +80,9 @@ def test_configs_hold_the_keys_that_readers_need(trained):
     assert dflash["architectures"] == ["DFlashDraftModel"]
     assert (dflash["model_type"], dflash["block_size"], dflash["num_target_layers"]) == ("qwen3", 5, LAYERS)
     assert dflash["dflash_config"] == {"mask_token_id": VOCABULARY - 2, "target_layer_ids": [1, 4, 6]}
+    parallel = json.loads((trained["peagle"][0] / "config.json").read_text())
+    assert (parallel["architectures"], parallel["num_hidden_layers"]) == (["LlamaForCausalLMEagle3"], 2)
+    assert (parallel["parallel_drafting"], parallel["ptd_token_id"]) == (True, VOCABULARY - 2)
     first = json.loads((trained["eagle"][0] / "config.json").read_text())
     assert (first["architectures"], first["num_hidden_layers"]) == (["LlamaForCausalLMEagle"], 2)
     dspark = json.loads((trained["dspark"][0] / "config.json").read_text())
@@ -84,7 +92,7 @@ def test_configs_hold_the_keys_that_readers_need(trained):
     assert (dflash2["architectures"], dflash2["block_size"]) == (["DFlash2DraftModel"], 5)
     own = {"conv_kernel_size": 2, "conv_group_size": 1, "selector_rank": 6, "selector_top_k": 16}
     assert dflash2["dflash_config"] == dflash["dflash_config"] | own
-    for config in (first, eagle, dflash, dflash2, dspark):
+    for config in (first, parallel, eagle, dflash, dflash2, dspark):
         assert (config["rope_theta"], config["head_dim"], config["vocab_size"]) == (500.0, DIM, VOCABULARY)
 
 
@@ -114,6 +122,15 @@ def read_back(algorithm, folder, target):
         head = MtpHead(target, steps=3, max_len=MAX_LEN, seed=99)
     elif algorithm == "eagle":
         head = EagleHead(target, steps=3, layers=2, max_len=MAX_LEN, seed=99)
+    elif algorithm == "peagle":
+        stored, described = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+        mask = described["ptd_token_id"]
+        kept = torch.arange(24) + stored["d2t"]
+        head = PEagleHead(target, kept, mask_token=mask, steps=3, layers=2, max_len=MAX_LEN, seed=99)
+        names = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in stored.items()}
+        names["mask_embedding"] = stored["embed_tokens.weight"][mask]
+        head.load_state_dict({name: names[name] for name in head.state_dict()})
+        return head
     elif algorithm == "eagle3":
         d2t = load_file(folder / "model.safetensors")["d2t"]
         head = Eagle3Head(target, torch.arange(24) + d2t, steps=3, max_len=MAX_LEN, seed=99)

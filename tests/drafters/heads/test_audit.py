@@ -165,6 +165,33 @@ def test_mismatched_eagle_heads_are_refused(write: Any) -> None:
         assert message in refusal("eagle", write(heads.llama(**changes), stored))
 
 
+def test_mismatched_peagle_heads_are_refused(write: Any) -> None:
+    tensors, config = heads.peagle(), heads.llama(draft_vocab_size=9)
+    for algorithm, stored, changes, message in (
+        ("eagle3", tensors, {}, "has a tensor mask_hidden, so it is for algorithm 'peagle'; use that"),
+        ("eagle", tensors, {}, "has a tensor layers.0.hidden_norm, so it is for algorithm 'eagle3'"),
+        ("peagle", heads.eagle3(), {}, "has no tensor mask_hidden, so it is for algorithm 'eagle3'; use that"),
+        ("peagle", heads.eagle(), {}, "has no tensor layers.0.hidden_norm, so it is for algorithm 'eagle'"),
+        ("peagle", tensors, {}, "mask_token_id=None: the head's config must have one of pard_token, ptd_token_id"),
+        ("peagle", tensors, {"ptd_token_id": 13}, "mask_token_id=13: the target has 13 tokens"),
+        ("peagle", tensors, {"speculators_model_type": "eagle3"}, "algorithm 'peagle' runs 'peagle' checkpoints"),
+        (
+            "peagle",
+            tensors | {"mask_hidden": torch.zeros(1, 48)},
+            {"ptd_token_id": 11},
+            "mask_hidden is [1, 48]; its config requires [1, 1, 72]",
+        ),
+        (
+            "peagle",
+            tensors | {"mask_hidden": torch.full((1, 1, 72), torch.nan)},
+            {"ptd_token_id": 11},
+            "draft='mask_hidden': the tensor holds values that are not finite",
+        ),
+    ):
+        described = {"transformer_layer_config": config} | config | changes
+        assert message in refusal(algorithm, write(described, stored))
+
+
 def test_log_describes_the_head(write: Any) -> None:
     nested = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}}
     folder = write(heads.llama(draft_vocab_size=9, rope_theta=500.0, **nested), heads.eagle3())

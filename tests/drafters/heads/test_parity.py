@@ -211,6 +211,31 @@ def test_more_layers_in_speculators_format(write: Any, start: Any) -> None:
     check(run, heads.RefEagle3(tensors, stub, theta=500.0, norm_output=True), (1, 3, 6), heads.ids(tensors))
 
 
+# -- P-EAGLE -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layers", "count", "chunk"), first_quick(2, [(2, 4, 7), (1, 3, 3), (2, 1, 1000), (4, 2, 1)]))
+def test_peagle_matches_reference(write: Any, start: Any, layers: int, count: int, chunk: int) -> None:
+    stub, folder, reference, ids = heads.usual(f"peagle of {layers}", write)
+    check(start(stub, "peagle", folder, count, chunk), reference, (2, 4, 5), ids, turns=7)
+
+
+SPELLINGS = [{"mask_token_id": 11}, {"pard_token": 11}, {"dflash_config": {"mask_token_id": 11}}]
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_peagle_in_speculators_format(write: Any, start: Any, spelling: dict[str, Any]) -> None:
+    """With an embedding of its own, and norms of the features that also apply to those of masked places."""
+    stub, tensors = heads.TargetStub(6), heads.peagle(more={"input_norm.weight": 72})
+    tensors |= heads.randomise({"embed_tokens.weight": (13, heads.HIDDEN)}, 8)
+    config = spelling | {
+        "speculators_model_type": "peagle", "transformer_layer_config": heads.llama(rope_theta=500.0),
+        "draft_vocab_size": 9, "eagle_aux_hidden_state_layer_ids": [1, 3, 6], "norm_before_fc": True,
+    }  # fmt: skip
+    run = start(stub, "peagle", write(config, tensors))
+    check(run, heads.RefPeagle(tensors, stub, theta=500.0), (1, 3, 6), heads.ids(tensors))
+
+
 # -- MTP ---------------------------------------------------------------------------------------------------------
 
 
@@ -239,7 +264,7 @@ def test_mtp_of_a_moe_target(start: Any, experts: str | None) -> None:
 # -- all ---------------------------------------------------------------------------------------------------------
 
 
-ALGORITHMS = ("eagle", "eagle3", "mtp", "eagle of 2", "eagle3 of 3")
+ALGORITHMS = ("eagle", "eagle3", "mtp", "eagle of 2", "eagle3 of 3", "peagle", "peagle of 2")
 
 
 @pytest.fixture
