@@ -17,6 +17,7 @@ import torch
 from specbatch.config_values import count_of, table_of
 from specbatch.core.attention_metadata import positions_from
 from specbatch.core.step_input import Proposal, StepInput
+from specbatch.draft_shape import MOST
 from specbatch.drafters.base import DraftPlan, no_drafts
 from specbatch.drafters.choose import sample_drafts
 from specbatch.drafters.eagle3 import eagle3_plan
@@ -103,9 +104,11 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
             raise refuse("draft", "mask_hidden", "the tensor holds values that are not finite; the file is damaged")
         return partial(ParallelChain, mask_token=token, mask_hidden=hidden)
 
+    steps, most = config.speculation.shape.steps, (MOST + 1) // 2
+    if steps > most:
+        raise refuse("draft_tokens", steps, f"the pass of a P-EAGLE head has two rows for each; use at most {most}")
     found = eagle3_plan(target, config, log, "peagle", kind)
-    shape = config.speculation.shape
-    return replace(found, scratch_slots=2 * shape.steps)  # with the ignored rows
+    return replace(found, scratch_slots=2 * steps)  # with the ignored rows
 
 
 def _mask_token(config: dict[str, Any]) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from specbatch.errors import SpecbatchError
 from specbatch.training.dflash import DFlashHead
@@ -33,13 +34,16 @@ def test_trained_head_beats_an_untrained_one(trained, algorithm):
     assert losses[-1] < losses[0] * (0.8 if algorithm == "dspark" else 0.5)
 
 
-def test_training_is_deterministic_per_seed(train, answers_file, tmp_path):
+@pytest.mark.parametrize("algorithm", ["dflash", "dflash2", "peagle"])
+def test_training_is_deterministic_per_seed(train, answers_file, tmp_path, algorithm):
     first, again, other = (
-        train(tmp_path / name, "dflash", answers=answers_file, steps=3, seed=seed)["history"]["losses"]
+        train(tmp_path / name, algorithm, answers=answers_file, steps=3, seed=seed)["history"]["losses"]
         for name, seed in (("first", 7), ("again", 7), ("other", 8))
     )
     assert first == again
     assert first != other
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("first", "again")]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
 def test_record_holds_training_settings(trained, answers_file):

@@ -192,6 +192,13 @@ def test_mismatched_peagle_heads_are_refused(write: Any) -> None:
         assert message in refusal(algorithm, write(described, stored))
 
 
+def test_peagle_drafts_at_most_half_of_a_verify(write: Any) -> None:
+    folder = write(heads.llama(draft_vocab_size=9, ptd_token_id=11), heads.peagle())
+    assert "draft_tokens=33: the pass of a P-EAGLE head has two rows for each; use at most 32" in refusal(
+        "peagle", folder, draft_tokens=33
+    )
+
+
 def test_log_describes_the_head(write: Any) -> None:
     nested = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}}
     folder = write(heads.llama(draft_vocab_size=9, rope_theta=500.0, **nested), heads.eagle3())
