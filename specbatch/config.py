@@ -45,7 +45,7 @@ class Speculation:
                    trained with 10000 whatever their config says
     corpus         other answers from which drafts are made; the algorithm drafts where these have nothing. Those of the
                    run, running and finished, are among them in any case. With a corpus the tokens of a seed are the
-                   baseline's for all algorithms, as drafts are coupled (`specbatch.drafters.choose.sample_drafts`)
+                   baseline's for all algorithms, as no drafts are sampled
     simulate_accept_length, simulate_accept  of each request each draft is accepted with its conditional probability,
                    whatever it is (`specbatch.acceptance_profile`); the generated text is not the model's. The mean is
                    that of the most drafts, at most draft_steps + 1: fewer drafts, as "auto" and n-gram lookup make

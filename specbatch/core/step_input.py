@@ -24,8 +24,6 @@ class StepInput:
     lengths     int64 [B]: KV lengths before the step
     num_drafts  tokens to draft after each root (of a tree: its nodes), at most those that the drafter was built for
     bound       no KV is longer than this after the step
-    coupled     drafts are sampled with the random numbers of the target, so that they are accepted where both choose
-                the same token, and have no distributions
     """
 
     batch: DeviceBatch
@@ -35,7 +33,6 @@ class StepInput:
     page_size: int
     bound: int
     sampling: Sampling
-    coupled: bool = False
 
     def verified(self, accepted: torch.Tensor) -> VerifiedRows:
         """The requests after a verify that accepted so many drafts [B] of each."""

@@ -44,12 +44,12 @@ def sample_drafts(
     ids int64 [Vd]: the target's token of each draft token, None if they are the same; tokens outside the draft
     vocabulary have probability 0. vocabulary: size of the target's.
 
-    In deterministic mode, and where `step.coupled` is set, a draft is sampled with the random number that the target
-    will use at its position, and is accepted if the target chooses the same token: there are no distributions (None),
-    and the tokens of a seed do not depend on the draft. Daliri et al. 2024, "Coupling without Communication and
-    Drafter-Invariant Speculative Decoding".
+    In deterministic mode a draft is sampled with the random number that the target will use at its position, and is
+    accepted if the target chooses the same token: there are no distributions (None), and the tokens of a seed do not
+    depend on the draft. Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Speculative
+    Decoding".
     """
-    if step.coupled or is_deterministic():
+    if is_deterministic():
         tokens = step.sampling.sample(logits, positions, TARGET)
         return tokens if ids is None else ids[tokens], None
     keys = verify_keys(positions, step.lengths[:, None])

@@ -17,6 +17,7 @@ import torch
 from specbatch.core.attention_metadata import PrefillMetadata
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.request import Completion
+from specbatch.core.sampling import SamplingFlags
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import Drafter
 from specbatch.kernels.common.upload import upload
@@ -106,9 +107,9 @@ def _tables(answers: Iterable[Answer], size: int) -> Iterator[np.ndarray]:
 class CorpusDrafter:
     """Drafts from the corpus where it has something, and with another drafter elsewhere.
 
-    The other drafter always runs, as shapes are fixed, and learns from the verified tokens whoever drafted them. Its
-    drafts are coupled (`StepInput.coupled`), so that all drafts are verified by comparison with the target's own
-    tokens, and these do not depend on the corpus.
+    The other drafter always runs, as shapes are fixed, and learns from the verified tokens whoever drafted them. It
+    drafts the most likely tokens of sampled requests, too. All drafts are then verified by comparison with the token
+    that the target samples, so that the tokens of a seed do not depend on the corpus, which may hold some of that seed.
     """
 
     def __init__(self, drafter: Drafter, index: CorpusIndex) -> None:
@@ -119,7 +120,8 @@ class CorpusDrafter:
         self._drafter.prefill(batch, metadata, features)
 
     def propose(self, step: StepInput) -> Proposal:
-        own = self._drafter.propose(replace(step, coupled=True))
+        greedy = replace(step, sampling=replace(step.sampling, flags=SamplingFlags()))
+        own = self._drafter.propose(greedy)
         if not step.num_drafts:
             return own
         batch = step.batch
