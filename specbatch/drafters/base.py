@@ -62,6 +62,7 @@ class DraftPlan:
 
     config            the model that drafts, or the target
     kv_layers         layers of its KV cache
+    state_layers      its layers with a recurrent state
     weights           the model whose weights are loaded for it; None if it has none, or uses the target's
     parameters_of     how many parameters are loaded besides those, for this config or that of one rank
     needs_all_hidden  it reads the target's last hidden states of every prompt token
@@ -76,6 +77,7 @@ class DraftPlan:
     build: Callable[[Decoder, Loader], Drafter]
     config: ModelConfig
     kv_layers: int = 0
+    state_layers: int = 0
     weights: ModelConfig | None = None
     parameters_of: Callable[[ModelConfig], int] = lambda config: 0
     needs_all_hidden: bool = False
@@ -89,6 +91,11 @@ class DraftPlan:
         """The plan of one of `ranks` ranks over which the draft is divided as the target is."""
         weights = self.weights and self.weights.divided(ranks)
         return replace(self, config=self.config.divided(ranks), weights=weights)
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model that drafts, as far as they keep something of a text."""
+        return self.kv_layers + self.state_layers
 
     @property
     def parameters(self) -> int:

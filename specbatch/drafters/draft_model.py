@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from specbatch.drafters.tree import Beams, expand
 from specbatch.errors import of_draft, refuse
 from specbatch.kernels.sampling.argmax_topk import argmax
 from specbatch.memory.kv_cache import KVCache
+from specbatch.memory.recurrent_state import RecurrentStates
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
 from specbatch.runtime.loader import Loader
@@ -26,7 +27,7 @@ from specbatch.runtime.prefill_forward import Forward
 from specbatch.tokenizer import vocabulary_difference
 
 if TYPE_CHECKING:
-    from specbatch.config import EngineConfig
+    from specbatch.config import EngineConfig, Speculation
     from specbatch.weights import Checkpoint, Log
 
 
@@ -68,15 +69,14 @@ class DraftModelChain(NoDraft):
                 drawn, distribution = sample_drafts(
                     logits[:, None], step, place[:, None], ids=None, vocabulary=self._vocabulary
                 )
-                tokens = drafts[:, index].copy_(drawn[:, 0])
+                drafts[:, index].copy_(drawn[:, 0])
                 distributions += [] if distribution is None else [distribution]
             else:
                 is_larger = self._model.config.vocab_size > self._vocabulary
                 best = self._fit(self._model.logits(newest)) if is_larger else self._model.scores(newest, greedy=True)
-                tokens = argmax(best, out=drafts[:, index])
+                argmax(best, out=drafts[:, index])
             if index + 1 < step.num_drafts:
-                context = step.decode_metadata(place, 1).bind(self._cache)
-                newest = self._model.forward(self._known(tokens), place, context).last
+                newest = self._after(step, drafts[:, : index + 1])
         drafted = step.batch.filled(step.num_drafts, step.slots)
         return Proposal(drafts, drafted, torch.cat(distributions, 1) if distributions else None)
 
@@ -96,6 +96,12 @@ class DraftModelChain(NoDraft):
         root = (step.lengths - start)[:, None, None].expand(-1, 1, hidden.shape[2])
         return hidden.gather(1, root)[:, 0]
 
+    def _after(self, step: StepInput, drafts: torch.Tensor) -> torch.Tensor:
+        """Run the last of `drafts` [B, n]. Returns its hidden states [B, H]."""
+        place = step.lengths + drafts.shape[1]
+        context = step.decode_metadata(place, 1).bind(self._cache)
+        return self._model.forward(self._known(drafts[:, -1]), place, context).last
+
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
         """Clamp tokens to those that the draft has embeddings for: a target with a larger padded vocabulary may choose
         a padding token."""
@@ -110,37 +116,51 @@ class DraftModelChain(NoDraft):
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
 
 
-class DraftModelTree(DraftModelChain):
-    """Drafts a tree with a draft model.
-
-    Tree nodes write their keys and values to the slots after the root, level by level. Those of accepted nodes are thus
-    not at their positions, and the last level is not run at all. The first pass of each step therefore runs the tokens
-    that the last verify accepted, and the root. It has a fixed number of queries, the most that can be new; entries
-    after the root are overwritten later.
-    """
+class LaggingDraftModel(DraftModelChain):
+    """A draft model that runs the tokens which the last verify accepted, and the root, in the first pass of each step.
+    The pass has a fixed number of tokens, the most that can be new; what it computes after the root is overwritten."""
 
     def __init__(
-        self, model: Decoder, forward: Forward, cache: KVCache, shape: DraftShape, vocabulary: int, device_rows: int
+        self, model: Decoder, forward: Forward, cache: KVCache, vocabulary: int, first: int, device_rows: int
     ) -> None:
-        super().__init__(model, forward, cache, vocabulary)
-        self._shape = shape
-        # Per device row: number of newest tokens without keys, including the root; 1 for the padding row.
+        """first: see `DraftModelChain`."""
+        super().__init__(model, forward, cache, vocabulary, first)
+        # Per device row: number of newest tokens that the model has not run, including the root; 1 for the padding row.
         self._new = torch.ones(device_rows, dtype=torch.int64, device=model.device)
 
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
         super().prefill(batch, metadata, features)
         self._new.index_fill_(0, metadata.slots, 1)
 
-    def propose(self, step: StepInput) -> Proposal:
-        model, lengths = self._model, step.lengths
-        new = self._new[step.slots]
-        start, count = lengths + 1 - new, self._shape.steps + 1
+    def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
+        self._new[step.slots] = torch.where(step.slots > 0, accepted + 1, 1)
+
+    def _newest(self, step: StepInput) -> torch.Tensor:
+        new, count = self._new[step.slots], self._first
+        start = step.lengths + 1 - new
         positions = positions_from(start, count)
         tokens = self._known(step.batch.tokens[step.slots[:, None], positions])
         context = step.decode_metadata(start, count).bind(self._cache)
-        hidden = model.forward(tokens.flatten(), positions.flatten(), context).last.unflatten(0, (-1, count))
-        newest = (new - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
-        logits = self._fit(model.logits(hidden.gather(1, newest)[:, 0]))
+        hidden = self._model.forward(tokens.flatten(), positions.flatten(), context).last.unflatten(0, (-1, count))
+        return hidden.gather(1, (new - 1)[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
+
+
+class DraftModelTree(LaggingDraftModel):
+    """Drafts a tree with a draft model.
+
+    Tree nodes write their keys and values to the slots after the root, level by level. Those of accepted nodes are thus
+    not at their positions, and the last level is not run at all: they run again in the next step.
+    """
+
+    def __init__(
+        self, model: Decoder, forward: Forward, cache: KVCache, shape: DraftShape, vocabulary: int, device_rows: int
+    ) -> None:
+        super().__init__(model, forward, cache, vocabulary, shape.steps + 1, device_rows)
+        self._shape = shape
+
+    def propose(self, step: StepInput) -> Proposal:
+        model, lengths = self._model, step.lengths
+        logits = self._fit(model.logits(self._newest(step)))
 
         def run(beams: Beams) -> torch.Tensor:
             width = beams.tokens.shape[1]
@@ -152,8 +172,31 @@ class DraftModelTree(DraftModelChain):
         drafts, ancestors = expand(logits, self._shape, run)
         return Proposal(drafts, step.batch.filled(self._shape.tokens, step.slots), ancestors=ancestors)
 
-    def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
-        self._new[step.slots] = torch.where(step.slots > 0, accepted + 1, 1)
+
+class RecurrentDraftChain(LaggingDraftModel):
+    """Drafts a chain with a model that has recurrent layers.
+
+    Only committed tokens reach its states. The pass after the first one of a step includes them; of drafts, each pass
+    runs all that are there, since the states before them are kept (see `RecurrentStates`).
+    """
+
+    def _newest(self, step: StepInput) -> torch.Tensor:
+        hidden = super()._newest(step)
+        self._states.commit(step.slots, self._new[step.slots] - 1, None)
+        return hidden
+
+    def _after(self, step: StepInput, drafts: torch.Tensor) -> torch.Tensor:
+        start, count = step.lengths + 1, drafts.shape[1]
+        context = step.decode_metadata(start, count).bind(self._cache)
+        positions = positions_from(start, count).flatten()
+        last = self._model.forward(self._known(drafts).flatten(), positions, context).last
+        self._states.commit(step.slots, step.batch.filled(-1, step.slots), None)  # nothing of this pass
+        return last.view(len(drafts), count, -1)[:, -1]
+
+    @property
+    def _states(self) -> RecurrentStates:
+        assert self._cache.states is not None
+        return self._cache.states
 
 
 def _read_config(found: dict[str, Any]) -> ModelConfig:
@@ -168,51 +211,75 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     target.
     """
     asked = config.speculation
-    shape = asked.shape
     assert asked.draft is not None
-    first = 2 if asked.corpus is None else shape.tokens + 1
-    scratch, uncached_tail = (shape.draft_slots, shape.steps) if shape.topk > 1 else (0, first - 1)
-    takes = partial(DraftPlan, scratch_slots=scratch, uncached_tail=uncached_tail, idle_at_zero=asked.is_auto)
-
-    def drafter(model: Decoder, loader: Loader) -> DraftModelChain:
-        way = loader.draft(model)
-        if shape.topk > 1:
-            return DraftModelTree(model, *way, shape, target.config.vocab_size, len(loader.page_table))
-        return DraftModelChain(model, *way, target.config.vocab_size, first)
-
     if asked.draft == "self" or asked.draft.startswith("self:"):
-        _refuse_states(asked.draft, target.config)
         skipped = parse_skip(asked.draft, target.config.num_layers)
+        kept = [has_kv for layer, has_kv in enumerate(target.config.has_kv) if layer not in skipped]
 
-        def build_view(model: Decoder, loader: Loader) -> DraftModelChain:
-            return drafter(model.without(skipped), loader)
+        def view(model: Decoder, loader: Loader) -> Decoder:
+            return model.without(skipped)
 
-        return takes(build_view, target.config, target.config.num_layers - len(skipped))
+        return _plan(config, target.config, target.config, kept, view)
 
     load_format = "dummy" if config.load_format == "dummy" else "auto"
     with of_draft(asked.draft):
         draft = weights.open_checkpoint(asked.draft, load_format, seed=config.seed + 1, log=log, read=_read_config)
         own = draft.tokenizer()
-    _refuse_states(asked.draft, draft.config)
     difference = vocabulary_difference(target.tokenizer(), own)
     if difference:
         raise refuse("draft", asked.draft, f"its vocabulary is not the target's ({difference}); use one of its family")
     log(f"draft: {draft.name} ({draft.origin}); {draft.config.rope}")
 
+    def loaded(model: Decoder, loader: Loader) -> Decoder:
+        return loader.model(draft, of_draft=True)
+
+    return _plan(config, target.config, draft.config, draft.config.has_kv, loaded, draft.config)
+
+
+def _plan(
+    config: EngineConfig,
+    target: ModelConfig,
+    draft: ModelConfig,
+    has_kv: Sequence[bool],
+    model_of: Callable[[Decoder, Loader], Decoder],
+    own: ModelConfig | None = None,
+) -> DraftPlan:
+    """The plan of a draft model whose layers have a KV cache or a state, as `has_kv` says. model_of: makes it from the
+    target; own: the model whose weights are loaded for it."""
+    asked = config.speculation
+    shape, vocabulary, attention = asked.shape, target.vocab_size, sum(has_kv)
+    if recurrent := len(has_kv) - attention:
+        _check_recurrent(asked, recurrent)
+    most = shape.tokens + 1
+
     def build(model: Decoder, loader: Loader) -> DraftModelChain:
-        return drafter(loader.model(draft, of_draft=True), loader)
+        found, rows = model_of(model, loader), len(loader.page_table)
+        way = loader.draft(found)
+        if shape.topk > 1:
+            return DraftModelTree(found, *way, shape, vocabulary, rows)
+        if recurrent:
+            return RecurrentDraftChain(found, *way, vocabulary, most, rows)
+        return DraftModelChain(found, *way, vocabulary, 2 if asked.corpus is None else most)
 
-    return takes(build, draft.config, draft.config.num_layers, draft.config)
+    is_tree = shape.topk > 1
+    return DraftPlan(
+        build,
+        draft,
+        attention,
+        recurrent,
+        own,
+        scratch_slots=shape.draft_slots if is_tree else 0,
+        uncached_tail=shape.steps if is_tree else 1 if asked.corpus is None else shape.tokens,
+        idle_at_zero=asked.is_auto,
+    )
 
 
-def _refuse_states(draft: str, config: ModelConfig) -> None:
-    recurrent = config.num_layers - config.attention_layers
-    if recurrent:
-        works = (
-            f"it has {recurrent} recurrent layers, whose states cannot be rolled back after drafting; use a draft with "
-            "attention layers only, or algorithm 'eagle3', 'mtp', 'dflash' or 'ngram'"
-        )
-        raise refuse("draft", draft, works)
+def _check_recurrent(asked: Speculation, layers: int) -> None:
+    works = f"the draft has {layers} recurrent layer{'s' if layers > 1 else ''}"
+    if asked.is_auto:
+        raise refuse("draft_tokens", "auto", f"{works}, whose states would miss steps without drafts; use a number")
+    if asked.shape.topk > 1:
+        raise refuse("draft_topk", asked.shape.topk, f"{works}, which draft chains only; use 1")
 
 
 def parse_skip(draft: str, layers: int) -> frozenset[int]:

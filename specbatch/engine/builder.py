@@ -198,12 +198,12 @@ def memory_plan(
         config.graphs,
         most=config.max_running,
         chunk=chunk,
-        layers=model.num_layers + draft.kv_layers,
+        layers=model.num_layers + draft.layers,
         lengths=len(config.speculation.lengths),
     )
     if config.graphs.prefill == "piecewise":
         graphs += static_bytes(model, dtype, chunk, needs_all_hidden=draft.needs_all_hidden, aux=len(draft.aux))
-        graphs += static_bytes(draft.config, dtype, chunk, needs_all_hidden=False) if draft.kv_layers else 0
+        graphs += static_bytes(draft.config, dtype, chunk, needs_all_hidden=False) if draft.layers else 0
     return plan_memory(
         config,
         free=available_memory(device) if ranks is None else _least_memory(device, ranks),
@@ -214,8 +214,8 @@ def memory_plan(
         + draft.parameters * dtype.itemsize,
         page_bytes=bytes_per_page(model, model.attention_layers, config.page_size, kv_dtype)
         + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
-        state_bytes=_state_bytes(config, model, dtype, config.speculation.drafted + 1),
-        cached_state_bytes=_state_bytes(config, model, dtype, 0),
+        state_bytes=_state_bytes(prepared, config.speculation.drafted + 1),
+        cached_state_bytes=_state_bytes(prepared, 0),
         vocabulary=model.vocab_size,
         rows=draft.kv_slots_per_step(config.speculation.drafted + 1),
         token_bytes=_token_bytes(model, draft, dtype),
@@ -252,14 +252,16 @@ def _least_memory(device: torch.device, ranks: Communicator) -> int:
 def _token_bytes(target: ModelConfig, draft: DraftPlan, dtype: torch.dtype) -> int:
     """Activations of a token: those of the target, or of the draft after it, which reads its features."""
     features = (draft.needs_all_hidden + len(draft.aux)) * target.hidden_size * dtype.itemsize
-    drafting = features + token_bytes(draft.config, dtype) if draft.kv_layers else 0
+    drafting = features + token_bytes(draft.config, dtype) if draft.layers else 0
     return max(token_bytes(target, dtype) + features, drafting)
 
 
-def _state_bytes(config: EngineConfig, target: ModelConfig, dtype: torch.dtype, rows: int) -> int:
-    """Recurrent states of one slot with a verify of `rows` tokens; with 0, of a cached prefix."""
-    layers = target.num_layers - target.attention_layers
-    return state_bytes(target.state_shapes, layers, rows, state_types(dtype, config.state_dtype))
+def _state_bytes(prepared: Prepared, rows: int) -> int:
+    """Recurrent states of one slot with a verify of `rows` tokens, the target's and the draft's; with 0, of a cached
+    prefix."""
+    model, draft, types = prepared.model, prepared.draft, state_types(prepared.dtype, prepared.config.state_dtype)
+    own = state_bytes(model.state_shapes, model.num_layers - model.attention_layers, rows, types)
+    return own + state_bytes(draft.config.state_shapes, draft.state_layers, rows, types)
 
 
 def _load(
@@ -304,13 +306,14 @@ def _load(
     corpus = None if asked_corpus is None else Corpus(asked_corpus, batch)
     if corpus is not None:
         drafter = CorpusDrafter(drafter, corpus.index)
+    states = [one.states for one in loader.caches if one.states is not None]
     simulated = config.speculation.simulated
     simulate = None if simulated is None else acceptance_thresholds(simulated.conditional, device)
     token_check = None if ranks is None else TokenCheck(device)
     passes: dict[str, Any] = {"page_size": config.page_size, "needs_all_hidden": needs_all_hidden, "fp8": fp8}
     worker = DeviceWorker(
         batch,
-        PrefillStep(batch, model, forward, drafter, states=cache.states, **passes),
+        PrefillStep(batch, model, forward, drafter, states=states, **passes),
         DecodeStep(
             model,
             cache,
@@ -361,7 +364,7 @@ def _load(
         tokenizer=target.tokenizer(),
         model=model,
         plan=plan,
-        scheduler=_scheduler(config, plan, draft, has_states=model.recurrent_layers > 0),
+        scheduler=_scheduler(config, plan, draft, has_states=bool(states)),
         worker=worker,
         draft_length=DraftLength(config.speculation.lengths, batch_buckets(config.max_running)),
         draft=draft,

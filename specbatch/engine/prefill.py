@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -43,7 +43,7 @@ class PrefillStep:
     """Runs prefill passes over the same model, drafter and batch as `DecodeStep`.
 
     needs_all_hidden  see `DraftPlan`
-    states            of the model's recurrent layers
+    states            of the recurrent layers of target and draft model
     fp8               see `use_fp8_activations`
     on_logits         gets the logits [B, V] after complete prompts
     """
@@ -54,18 +54,18 @@ class PrefillStep:
     drafter: Drafter
     page_size: int
     needs_all_hidden: bool
-    states: RecurrentStates | None = None
+    states: Sequence[RecurrentStates] = ()
     fp8: bool = False
     on_logits: Callable[[torch.Tensor], None] | None = None
 
     def __call__(self, work: PrefillWork) -> Result | None:
         """Compute the chunks. For prompts that are then complete: int64 [B, 2] of first token and finite, and what
         `work.flags` ask for; the tokens are in the batch already. None if no prompt is complete."""
-        if self.states is not None:
-            self.states.load(work.loads)
+        for states in self.states:
+            states.load(work.loads)
         result = self._run(work.chunks, work.ending, work.flags)
-        if self.states is not None:
-            self.states.save(work.saves)
+        for states in self.states:
+            states.save(work.saves)
         return result
 
     def catch_up(self, chunks: list[PromptChunk], most: int) -> None:

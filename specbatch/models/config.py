@@ -173,9 +173,14 @@ class ModelConfig:
         return any(layer in self.published(self.num_layers - 1) for layer in layers)
 
     @property
+    def has_kv(self) -> tuple[bool, ...]:
+        """Whether each layer has a KV cache; the others have a recurrent state."""
+        return (True,) * self.num_layers
+
+    @property
     def attention_layers(self) -> int:
-        """Number of layers with a KV cache; the others have a recurrent state."""
-        return self.num_layers
+        """Number of layers with a KV cache."""
+        return sum(self.has_kv)
 
     @property
     def mixer_widths(self) -> tuple[int, int]:

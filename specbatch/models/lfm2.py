@@ -66,8 +66,8 @@ class Lfm2Config(ModelConfig):
         return Ends(norm="model.embedding_norm")  # despite its name the final norm
 
     @property
-    def attention_layers(self) -> int:
-        return sum(self.attends)
+    def has_kv(self) -> tuple[bool, ...]:
+        return self.attends
 
     @property
     def mixer_widths(self) -> tuple[int, int]:

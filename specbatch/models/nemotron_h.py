@@ -149,8 +149,8 @@ class NemotronHConfig(ModelConfig):
         return tuple(range(mixers[index], [*mixers, self.depth][index + 1]))
 
     @property
-    def attention_layers(self) -> int:
-        return self.pattern.count(ATTENTION)
+    def has_kv(self) -> tuple[bool, ...]:
+        return tuple(kind == ATTENTION for kind in self.pattern if kind in (MAMBA, ATTENTION))
 
     @property
     def mixer_widths(self) -> tuple[int, int]:

@@ -118,8 +118,8 @@ class Qwen3NextConfig(ModelConfig):
         return Ends(f"{self.prefix}embed_tokens.weight", f"{self.prefix}norm")
 
     @property
-    def attention_layers(self) -> int:
-        return sum(self.attends)
+    def has_kv(self) -> tuple[bool, ...]:
+        return self.attends
 
     @property
     def mixer_widths(self) -> tuple[int, int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
-from targets import STRENGTHS, TARGETS, Targets
+from targets import HYBRIDS, LONGEST, STRENGTHS, TARGETS, Targets
 
 from specbatch import SpecbatchError
 from specbatch.core.request import SamplingParams
@@ -54,13 +55,45 @@ def test_routing_and_decay_weights_must_be_finite(
         targets.engine(name)
 
 
-@pytest.mark.parametrize("draft", ["self:skip=1", "lfm2"])
-def test_recurrent_draft_models_are_refused(targets: Targets, draft: str) -> None:
-    target = "qwen3-moe" if draft == "lfm2" else "qwen3.5"
-    with pytest.raises(
-        SpecbatchError, match=f"draft='{draft}': it has 3 recurrent layers.* use a draft with attention"
-    ):
-        targets.engine(target, "model-tree", more={"draft": draft})
+OWN: dict[str, dict[str, Any]] = {"three": {}, "one": {"draft_tokens": 1}, "corpus": {"corpus": "run", "corpus_min": 2}}
+OWN_CASES = [(name, how) for name in HYBRIDS if name != "qwen3-moe" for how in OWN]
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param(*case, marks=() if case in (("qwen3.5", "corpus"), ("lfm2", "three")) else pytest.mark.slow)
+        for case in OWN_CASES
+    ],
+)
+def test_every_draft_of_the_target_itself_is_accepted(targets: Targets, name: str, how: str) -> None:
+    """The draft model has the target's weights, so that a rejected draft shows a wrong state: after accepted drafts,
+    rejected ones (of the corpus), cached prefixes, chunks of prompts, and other requests on the same device row."""
+    engine = targets.engine(name, "model", more={"draft": name} | OWN[how], prefill_chunk=5, max_running=2)
+    for _ in range(2):
+        done = engine.generate(targets.prompts(name), SamplingParams(max_new_tokens=LONGEST, ignore_eos=True))
+        assert [item.token_ids for item in done] == targets.greedy(name, LONGEST)
+    record = engine.record()
+    assert record.metrics["cached_tokens"]
+    total = {key: sum(row[key] for row in record.requests) for key in ("drafted", "accepted")}
+    corpus = {key: sum(row[f"corpus_{key}"] for row in record.requests) for key in total}
+    assert total["drafted"] > corpus["drafted"]
+    assert total["drafted"] - corpus["drafted"] == total["accepted"] - corpus["accepted"]
+    assert (corpus["drafted"] > corpus["accepted"]) == (how == "corpus")
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h"])
+def test_a_draft_of_some_recurrent_layers_keeps_the_tokens(targets: Targets, name: str) -> None:
+    engine = targets.engine(name, "model", more={"draft": "self:skip=1-2"})
+    done = engine.generate(targets.prompts(name), SamplingParams(max_new_tokens=LONGEST, ignore_eos=True))
+    assert [item.token_ids for item in done] == targets.greedy(name, LONGEST)
+    assert engine.record().metrics["accept_rate"] > 0
+
+
+@pytest.mark.parametrize(("more", "setting"), [({"draft_topk": 2}, "draft_topk=2"), ({"draft_tokens": "auto"}, "auto")])
+def test_recurrent_drafts_are_chains_of_a_number(targets: Targets, more: dict[str, Any], setting: str) -> None:
+    with pytest.raises(SpecbatchError, match=f"{setting}.*: the draft has 3 recurrent layers"):
+        targets.engine("qwen3-moe", "model", more={"draft": "lfm2", "draft_tokens": None} | more)
 
 
 def test_eagle3_layers_are_numbered_as_published(targets: Targets) -> None:

@@ -63,6 +63,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 
 TARGETS: dict[str, dict[str, Any]] = {"llama": {"architectures": ["LlamaForCausalLM"]}, **HYBRIDS}
 
+DRAFTS = {"drafts": TARGETS["llama"], "recurrent-drafts": TARGETS["qwen3.5"]}
+
 MTP = ("qwen3-next", "qwen3.5", "qwen3.5-moe")  # whose checkpoints hold a draft head
 
 
@@ -86,21 +88,21 @@ class Letters:
 STRENGTHS = {
     "llama": 1.2, "qwen3-moe": 1.0, "qwen3-next": 2.6, "qwen3.5": 2.8, "qwen3.5-moe": 2.8, "nemotron-h": 1.2,
     "nemotron-h-moe": 1.9, "lfm2": 1.3, "drafts": 2.0,
+    "recurrent-drafts": 2.0,
 }  # fmt: skip
 
 
 class TargetCheckpoint:
-    """One of `TARGETS`, random, or "drafts", a Llama. Its texts half repeat themselves: on token 4n + i should follow
+    """One of `TARGETS`, random, or of `DRAFTS`. Its texts half repeat themselves: on token 4n + i should follow
     4n + (i + 1) % 4 by the embedding, and layers make another one of it about as often. Drafts follow the embedding:
-    "drafts", the MTP head beside a target and `eagle_head` have layers of little weight."""
+    `DRAFTS`, the MTP head beside a target and `eagle_head` have layers of little weight."""
 
     origin = "memory"
 
     def __init__(self, name: str) -> None:
         self.name = name
-        described = {"architectures": ["LlamaForCausalLM"]} if name == "drafts" else TARGETS[name]
-        self.config = ModelConfig.from_dict(SIZES | described)
-        self.tensors = random_weights(self.config.tensor_shapes(), 0.05 if name == "drafts" else 1.0)
+        self.config = ModelConfig.from_dict(SIZES | (TARGETS | DRAFTS)[name])
+        self.tensors = random_weights(self.config.tensor_shapes(), 0.05 if name in DRAFTS else 1.0)
         vocabulary, hidden = self.config.vocab_size, self.config.hidden_size
         embedding = STRENGTHS[name] * torch.randn(vocabulary, hidden, generator=torch.Generator().manual_seed(2))
         last = torch.arange(vocabulary) // 4 * 4 + (torch.arange(vocabulary) - 1) % 4
@@ -241,7 +243,6 @@ class Targets:
         return self.checkpoint(name).eagle_head(folder)
 
 
-# A recurrent draft model would need states that can go back, so "drafts" is a Llama.
 _MODEL = {"algorithm": "standalone", "draft": "drafts"}
 _TREE = {"draft_steps": 3, "draft_topk": 2, "draft_tokens": 5}
 SPECULATIONS: dict[str, dict[str, Any]] = {
@@ -255,6 +256,7 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
         **_MODEL, "draft_tokens": "auto", "draft_steps": 3, "corpus": "run", "corpus_min": 1,
     },
     "model-block": {**_MODEL, "draft_tokens": 3, "verification": "block"},
+    "model-recurrent": {"algorithm": "standalone", "draft": "recurrent-drafts", "draft_tokens": 3},
     "model-auto": {**_MODEL, "draft_tokens": "auto", "draft_steps": 3},
     "model-tree": {**_MODEL, "draft_steps": 5, "draft_topk": 3, "draft_tokens": 7},
     "model-tree-pruned": {**_MODEL, "draft_steps": 4, "draft_topk": 4, "draft_tokens": 4},  # runs more than it verifies
