@@ -80,7 +80,7 @@ def test_every_draft_of_the_target_itself_is_accepted(targets: Targets, name: st
     assert total["drafted"] > corpus["drafted"]
     assert total["drafted"] - corpus["drafted"] == total["accepted"] - corpus["accepted"]
     assert (corpus["drafted"] > corpus["accepted"]) == (how == "corpus")
-    of_target, of_draft = (cache.states for cache in engine._worker.caches)
+    of_target, of_draft = (cache.states for cache in engine._worker._caches)
     assert of_target is not None
     assert of_draft is not None
     for (_, ours), (_, theirs) in zip(of_target._kept_states, of_draft._kept_states, strict=True):
