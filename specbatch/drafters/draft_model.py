@@ -141,7 +141,8 @@ class LaggingDraftModel(DraftModelChain):
         positions = positions_from(start, count)
         tokens = self._known(step.batch.tokens[step.slots[:, None], positions])
         context = step.decode_metadata(start, count).bind(self._cache)
-        hidden = self._model.forward(tokens.flatten(), positions.flatten(), context).last.unflatten(0, (-1, count))
+        last = self._model.forward(tokens.flatten(), positions.flatten(), context).last
+        hidden = last.view(len(new), count, -1)
         return hidden.gather(1, (new - 1)[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
 
 
