@@ -47,16 +47,18 @@ def _reduced(path: Path) -> bytes:
 
 @contextmanager
 def unpacked(setting: str, path: Path) -> Iterator[Path]:
-    """The folder at `path`, the value of `setting`; of an archive, a temporary folder with its files.
+    """The folder at `path`, the value of `setting`; of an archive, or a folder in one (records.tar.xz/v2), that in a
+    temporary folder with its files.
 
     Refused: an archive that is damaged, has members that are no plain files below it, or holds more than 1 GiB.
     """
-    if not (path.name.endswith(SUFFIX) and path.is_file()):
+    archive = next((one for one in (path, *path.parents) if one.name.endswith(SUFFIX) and one.is_file()), None)
+    if archive is None:
         yield path
         return
     with TemporaryDirectory(prefix="specbatch-records-") as folder:
-        _unpack(setting, path, Path(folder))
-        yield Path(folder)
+        _unpack(setting, archive, Path(folder))
+        yield Path(folder) / path.relative_to(archive)
 
 
 def _unpack(setting: str, archive: Path, folder: Path) -> None:

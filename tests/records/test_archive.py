@@ -14,6 +14,7 @@ import specbatch
 from specbatch.errors import SpecbatchError
 from specbatch.records import archive as module
 from specbatch.records.archive import pack, unpacked
+from specbatch.records.runs import read_records
 from specbatch.sweeps.report.report import write_report
 
 RECORDS = [swept(name, 4) for name in ("baseline", "v1")]
@@ -43,6 +44,15 @@ def test_records_are_kept_without_times_between_tokens(archive, tmp_path) -> Non
     assert not found.exists()
     pack(tmp_path / "sweep", tmp_path / "again.tar.xz")
     assert (tmp_path / "again.tar.xz").read_bytes() == archive.read_bytes()
+
+
+def test_a_folder_in_an_archive(archive, tmp_path) -> None:
+    """As errors name the runs in it."""
+    (found,) = read_records("runs", archive / "v1", lambda output: [])
+    assert (found[0], found[1].workload["configuration"]) == (archive / "v1/c4/r1", "v1")
+    assert specbatch.load_run(archive / "v1/c4").points.configuration.tolist() == ["v1"]
+    with pytest.raises(SpecbatchError, match=r"records\.tar\.xz/v3': no such file or folder"):
+        read_records("runs", archive / "v3", lambda output: [])
 
 
 def test_a_folder_is_itself(tmp_path) -> None:
