@@ -22,6 +22,7 @@ from specbatch.config import Speculation
 from specbatch.core.request import INCOMPLETE
 from specbatch.core.sampling_params import sampling_text
 from specbatch.evals.few_shot import few_shot_lines
+from specbatch.plurals import counted
 from specbatch.records.answers import QUESTIONS, EvalAnswers
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 from specbatch.records.metrics import METRICS
@@ -136,7 +137,7 @@ class EvalReport(EvalAnswers):
         )
         if self.cut:
             most = caps["max_model_len"]
-            yield f"{self.cut} texts lost their beginning because they are longer than max_model_len={most}."
+            yield f"{counted(self.cut, 'text')} lost the beginning, because of max_model_len={most}."
         if metrics.get("cached_tokens"):
             cached = f"{metrics['cached_tokens']:.0f} of {metrics['input_tokens']:.0f}"
             yield f"{cached} prompt tokens came from the prefix cache."
@@ -145,7 +146,7 @@ class EvalReport(EvalAnswers):
             total = len(self.record.requests)
             yield f"{earlier} of {total} {texts} come from an interrupted run: throughput and times are unknown."
         if self.generates and (incomplete := sum(self.finish_reasons.get(reason, 0) for reason in INCOMPLETE)):
-            yield f"{incomplete} answers are incomplete and are scored as they are."
+            yield f"{counted(incomplete, 'incomplete answer')}, scored without the rest."
 
     def save(self, folder: Path) -> None:
         """Write record.json, requests.jsonl, questions.jsonl, summary.md and summary.csv into an existing folder, the

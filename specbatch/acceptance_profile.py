@@ -23,6 +23,7 @@ from typing import Any
 
 from specbatch.draft_shape import MOST
 from specbatch.errors import refuse
+from specbatch.plurals import counted
 from specbatch.settings import is_number, is_whole
 from specbatch.text_files import read_json, read_yaml
 
@@ -62,7 +63,7 @@ class AcceptanceProfile:
         Refused: a profile that has fewer, and values that are no probabilities."""
         have = len(self.conditional)
         if have < count and not (have and self.conditional[-1] == 0):
-            works = f"has {have} position{'s' if have != 1 else ''}, but {count} tokens are drafted in a row"
+            works = f"has {counted(have, 'position')}, but {counted(count, 'token')} would be drafted in a row"
             raise refuse(SETTING, self.name, f"{works}; draft at most {have}, or use a longer profile")
         conditional = self.conditional[:count]
         if self.curve and count <= have:

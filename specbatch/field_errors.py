@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from specbatch.errors import shown_json
+from specbatch.plurals import counted
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -64,7 +65,7 @@ def first_problem(
     loc = _fields(first)
     others = len({place for item in problems if (place := _fields(item))[: len(loc)] != loc})
     field = prefix + ".".join(_name(part) for part in loc)
-    more = f" ({others} more mistake{'s' if others > 1 else ''})" if others else ""
+    more = f" ({counted(others, 'more mistake')})" if others else ""
     if first["type"] == "missing":
         return f"{field} is missing{more}"
     if first["type"] == "extra_forbidden":

@@ -128,7 +128,7 @@ VALUES: list[tuple[Callable[..., Any], str, list[Any], str]] = [
     (SamplingParams, "stop", [5, (5,)], "list of texts"),
     (SamplingParams, "stop_token_ids", [7, ("a",), (-1,)], "list of token ids"),
     (SamplingParams, "seed", ["x", 1.5], "whole number"),
-    (Recipe, "algorithm", ["magic"], "heads that can be trained are eagle3, mtp, dflash"),
+    (Recipe, "algorithm", ["magic"], "heads that can be trained are eagle, eagle3, mtp, dflash"),
     (partial(Recipe, "eagle3"), "block_size", [8], "algorithm 'eagle3' has no such setting; it belongs to dflash"),
     (partial(Recipe, "dflash"), "vocab", [8], "it belongs to eagle3"),
     (partial(Recipe, "dflash"), "block_size", [1], "use 2 to 64"),
@@ -295,7 +295,7 @@ def test_profiles_must_have_a_probability_for_every_draft() -> None:
     with pytest.raises(SpecbatchError) as error:
         spec("ngram")(simulate_accept=short)
     assert str(error.value) == (
-        "simulate_accept='short.json': has 3 positions, but 4 tokens are drafted in a row; draft at most 3, "
+        "simulate_accept='short.json': has 3 positions, but 4 tokens would be drafted in a row; draft at most 3, "
         "or use a longer profile"
     )
     with pytest.raises(SpecbatchError, match=r"the probability of draft 2 is 1\.5; use 0 to 1, or draft at most 1"):

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 from specbatch.atomic_file import write_atomic, write_json
 from specbatch.evals.gate.gate import Check, GateResult
+from specbatch.plurals import counted
 from specbatch.records.markdown import markdown_table
 
 NAMED = 20  # lost or gained questions to list
@@ -16,8 +17,8 @@ _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 def markdown(result: GateResult) -> str:
     """A title, a table of the checks, and the accuracy tests with the drop that they can detect."""
-    failed, every = len(result.failed), len(result.checks)
-    title = f"passed ({every} checks)" if result.passed else f"FAILED ({failed} of {every} checks)"
+    failed, every = len(result.failed), counted(len(result.checks), "check")
+    title = f"passed ({every})" if result.passed else f"FAILED ({failed} of {every})"
     against = "" if result.baseline is None else f" Baseline: `{result.baseline}`."
     points = any(check.point for check in result.checks)
     headers = [*(["point"] if points else []), "check", "run", "allowed", "baseline", "verdict"]

@@ -14,6 +14,7 @@ from specbatch.cli.output import open_replicas, say, show
 from specbatch.cli.values import duration, is_given
 from specbatch.core.request import SamplingParams
 from specbatch.errors import reporting
+from specbatch.plurals import counted
 from specbatch.progress import progress
 
 STOPPED = 3  # exit status of a job that a limit ended before it was finished
@@ -156,7 +157,7 @@ def generate(
         "record": job.output.record,
         "metrics": record.metrics,
     }
-    count = f"answers to {prompts} prompt{'s' if prompts != 1 else ''}"
+    count = f"answers to {counted(prompts, 'prompt')}"
     text = f"{count} in {job.output.name}{left_out}; configuration and metrics: {job.output.record}"
     show(text, result, as_json=as_json)
     if job.failed > max_failures:
@@ -165,7 +166,7 @@ def generate(
 
 def summary(metrics: Mapping[str, Any], *, drafts: bool) -> str:
     """The metrics of a run in one line."""
-    answers = f"{metrics['requests']} answer{'s' if metrics['requests'] != 1 else ''}"
+    answers = f"{counted(metrics['requests'], 'answer')}"
     line = f"{answers}, {metrics['output_tokens']} output tokens in {metrics['duration_s']:.1f} s"
     if metrics["output_throughput"] is not None:
         line += f": {metrics['output_throughput']:.0f} tok/s"

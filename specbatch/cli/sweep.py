@@ -329,8 +329,10 @@ def sweep(
         engines = configured_with_servers(engine, configs, thinking, **own)
     has_servers = server is not None or len(engines_of(engines)) < len(engines)
     if has_servers and workers is not None:
-        raise refuse("distributed", cluster["distributed"], "does not apply to a server; leave it out")
-    if dry_run and has_servers:
+        names = ", ".join(name for name in engines if name not in engines_of(engines))
+        works = "run this sweep without a cluster, or leave the tables of servers out"
+        raise refuse("configs", configs, f"the workers of a cluster cannot measure servers ({names}); {works}")
+    if dry_run and not engines_of(engines):
         raise refuse("dry_run", True, "the speed of a server cannot be estimated; leave it out")
     settings = resolved(
         options,
@@ -340,7 +342,7 @@ def sweep(
     if dry_run:
         from specbatch.sweeps.run.estimate import dry_run as planned
 
-        text = planned(engines_of(engines), options, output)
+        text = planned(engines, options, output)
         say(settings)
         show(text, {"configurations": list(engines)}, as_json=as_json)
         return

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from specbatch.plurals import counted
 from specbatch.records.metrics import ACCEPTANCE
 
 
@@ -65,7 +66,8 @@ def draft_length_lines(runs: Iterable[Mapping[str, Any]], caps: Mapping[str, Any
         shares = ", ".join(f"{length} in {count / found.total():.0%}" for length, count in found.most_common())
         times = caps["draft_length_s"][bucket]
         at_start = ", ".join(f"{length}: {1000 * seconds:.2f}" for length, seconds in times.items())
-        lines.append(f"batch {bucket}: drafted {shares} of {found.total()} steps (ms at start with {at_start})")
+        steps_text = counted(found.total(), "step")
+        lines.append(f"batch {bucket}: drafted {shares} of {steps_text} (ms at start with {at_start})")
     return lines
 
 

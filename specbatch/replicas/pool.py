@@ -13,6 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from specbatch.errors import FailedError, SpecbatchError
+from specbatch.plurals import counted
 from specbatch.progress import Report
 from specbatch.replicas.messages import (
     Begin,
@@ -317,7 +318,7 @@ class ReplicaPool:
             self.replaced += 1
         elif self._replicas:
             left = len(self._replicas)
-            self._tell(f"{what}; going on with {left} other{'s' if left > 1 else ''}")
+            self._tell(f"{what}; going on with {counted(left, 'other')}")
         else:
             raise FailedError(f"data_parallel={self._starter.most}: no replica is left; {what}")
 

@@ -18,6 +18,7 @@ from typing import Any
 from specbatch.atomic_file import write_atomic
 from specbatch.config import EngineConfig
 from specbatch.errors import refuse, reporting
+from specbatch.plurals import counted
 from specbatch.progress import NotedReport
 from specbatch.records.sweep_plan import PLAN, check_plan, plan_of
 from specbatch.sweeps.bench.limits import Limits
@@ -60,7 +61,7 @@ def run_bench(
     def kept() -> str:
         finished = len(list(folder.glob("*/*/c*/r*/record.json")))
         works = "the same command with this --out continues"
-        return f"kept {finished} finished points and their tables in {folder}; {works}"
+        return f"kept {counted(finished, 'finished point')} and the tables in {folder}; {works}"
 
     with reporting(kept):
         try:

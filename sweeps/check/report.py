@@ -14,6 +14,7 @@ import numpy as np
 
 from specbatch.atomic_file import write_atomic
 from specbatch.config import Graphs, Speculation
+from specbatch.plurals import counted
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.check.options import CheckOptions
@@ -144,11 +145,12 @@ class CheckReport:
         found = []
         diverging = sum(item.diverges for item in self.findings)
         if errors := [side.error for item in self.findings for side in item.answers if side.error]:
-            found.append(f"{len(errors)} requests failed: {errors[0]}")
+            found.append(f"{counted(len(errors), 'request')} failed: {errors[0]}")
         if self.options.referee == "none":
-            return [*found, f"{diverging} answers differ and no referee was asked"] if diverging else found
+            without = f"{counted(diverging, 'answer')} with other tokens, and no referee was asked"
+            return [*found, without] if diverging else found
         if early := sum(item.ends_early for item in self.findings):
-            found.append(f"{early} answers ended without an end token")
+            found.append(f"{counted(early, 'answer')} ended without an end token")
         if self.errors is not None and self.errors.is_found:
             found.append("its log-probabilities are further from the referee's than the baseline's")
         if self.below is not None and self.below.is_found:
@@ -263,8 +265,8 @@ class CheckReport:
                 ends = "" if smallest is None else f" Smallest detectable difference: {_number(smallest)}."
                 lines.append(
                     f"* {name}: {_number(test.checked)} after {_number(test.baseline)} per token, over "
-                    f"{test.prompts} prompts. Up to {TOLERANCE:.0%} more is allowed; p = {test.p_value:.2g} for more "
-                    f"than that.{ends}"
+                    f"{counted(test.prompts, 'prompt')}. Up to {TOLERANCE:.0%} more is allowed; p = {test.p_value:.2g} "
+                    f"for more than that.{ends}"
                 )
         lines.append(
             f"* Worst token: {self.worst:.1f} units in the last place of {self.dtype} below the best; the bound is "

@@ -19,6 +19,7 @@ from specbatch.engine.interface import InferenceEngine
 from specbatch.errors import refuse
 from specbatch.jobs.configurations import check_draft, load_engine
 from specbatch.memory.planner import MemoryShare
+from specbatch.plurals import counted
 from specbatch.progress import Report
 from specbatch.sweeps.check import prompts as check_prompts
 from specbatch.sweeps.check.options import CheckOptions
@@ -156,7 +157,8 @@ def _judged(
         chosen = {item.index for item in findings}
     longest = max((len(item.prompt) + max(len(a.tokens) for a in item.answers) for item in findings), default=1)
     if log is not None:
-        log(f"referee: {str(plan.dtype).removeprefix('torch.')} on {plan.device}, judges {len(chosen)} prompts")
+        judged = counted(len(chosen), "prompt")
+        log(f"referee: {str(plan.dtype).removeprefix('torch.')} on {plan.device}, judges {judged}")
     progress.more(len(chosen))
     referee = Referee(plan, longest)
     done = []

@@ -23,6 +23,7 @@ from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.jobs.configurations import load_engine
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
+from specbatch.plurals import counted
 from specbatch.progress import Report
 from specbatch.records.markdown import acceptance_table, markdown_table
 from specbatch.records.run_record import RunRecord
@@ -144,7 +145,7 @@ class SampledReport:
         if self.untested:
             return f"NOT TESTED: {self.untested}."
         count = sum(row["freedom"] > 0 for row in self.rows)
-        return f"PASSED: no deviation from the exact distribution in {count} tests."
+        return f"PASSED: no deviation from the exact distribution in {counted(count, 'test')}."
 
     def _table(self) -> str:
         headers = ["sampling", "tokens", "samples", "cells", "p-value", "smallest distance", "verdict"]

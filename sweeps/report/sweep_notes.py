@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from specbatch.plurals import counted
 from specbatch.records.markdown import draft_length_lines
 from specbatch.records.metrics import METRICS, least_values
 from specbatch.records.run_record import RunRecord
@@ -55,7 +56,8 @@ def sweep_notes(
     if missing:
         places = Counter(f"{point.configuration} at concurrency {point.concurrency}" for point in missing)
         listed = ", ".join(f"{count} of {place}" for place, count in places.items())
-        found.append(Note(f"{len(missing)} points ({listed}) have no record: the sweep was interrupted.", "UNFINISHED"))
+        text = f"{counted(len(missing), 'point')} without a record ({listed}): the sweep was interrupted."
+        found.append(Note(text, "UNFINISHED"))
     return found
 
 
@@ -127,13 +129,13 @@ def _of_record(record: RunRecord) -> Iterator[Note]:
     if record.metrics["requests"] != work.get("requests", work["prompts"]):
         finished = f"{record.metrics['requests']} of {work.get('requests', work['prompts'])} prompts finished"
         yield Note(f"{where}: {finished}.", "INCOMPLETE")
-    if record.metrics.get("retractions"):
-        yield Note(f"{where}: {record.metrics['retractions']} requests waited for KV pages.", "RETRACTED")
+    if retractions := record.metrics.get("retractions"):
+        yield Note(f"{where}: {counted(int(retractions), 'request')} waited for KV pages.", "RETRACTED")
     if record.drafts and _drafted_nothing(record):
         yield Note(f"{where}: nothing was drafted, so this row does not show speculation.", "NO DRAFTS")
     yield from replay_notes(record, where)
     for error, count in failures(record):
-        yield Note(f"{where}: {count} requests: {error}.", "FAILED")
+        yield Note(f"{where}: {counted(count, 'request')}: {error}.", "FAILED")
     cached, inputs = (record.metrics.get(name) for name in ("cached_tokens", "input_tokens"))
     if cached and inputs:
         kept = "; states of prefixes {kept} kept, {loaded} loaded, {evicted} evicted"
@@ -155,13 +157,14 @@ def _shared(records: list[RunRecord]) -> Iterator[Note]:
         for note in _remarks(record):
             found.setdefault(note, []).append(_where(record))
     for note, (first, *others) in found.items():
-        more = f", and {len(others)} other points" if others else ""
+        more = f", and {counted(len(others), 'other point')}" if others else ""
         yield Note(f"{note.text} ({first}{more}).", note.warning)
 
 
 def _remarks(record: RunRecord) -> Iterator[Note]:
     if (distinct := record.workload.get("distinct_prompts")) and distinct < record.workload["prompts"]:
-        yield Note(f"only {distinct} prompts are different; a prefix cache answers the others faster", "REPEATED")
+        text = f"only {counted(distinct, 'different prompt')}; a prefix cache answers the others faster"
+        yield Note(text, "REPEATED")
     for line in record.workload.get("remarks", ()):
         yield Note(line)
     if record.drafts and record.simulated_acceptance is None and record.workload["dataset"] in RANDOM:

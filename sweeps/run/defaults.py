@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from specbatch.plurals import counted
 from specbatch.records.sweep_plan import LEAST_PROMPTS
 from specbatch.sweeps.run.workloads import lines_of
 
@@ -42,12 +43,12 @@ def resolved(options: SweepOptions, configurations: Iterable[str], *, shortened:
     workload = options.workload
     lengths = lines_of(workload.describe([]))["workload"]
     count = workload.prompts_per_concurrency
-    prompts = f"{count} prompt{'s' if count > 1 else ''} per concurrent request (at least {LEAST_PROMPTS})"
+    prompts = f"{counted(count, 'prompt')} per concurrent request (at least {LEAST_PROMPTS})"
     if workload.is_grouped:
         prompts = f"{workload.groups * workload.group_prompts} prompts"
     rate = "" if workload.request_rate == math.inf else f", {workload.request_rate:g} requests/s"
     least = "" if options.until_precise is None else "at least "
-    repeats = f"{least}{options.repeats} repeat{'s' if options.repeats > 1 else ''}"
+    repeats = f"{least}{counted(options.repeats, 'repeat')}"
     line = (
         f"settings: {lengths}; {prompts}{rate}; concurrency {', '.join(map(str, options.concurrency))}; "
         f"{repeats}; configurations {', '.join(configurations)}"

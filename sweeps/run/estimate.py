@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from tabulate import tabulate
 
-from specbatch.config import EngineConfig
 from specbatch.engine.builder import memory_plan, prepare
 from specbatch.memory.planner import MemoryPlan, MemoryShare, size_text
+from specbatch.plurals import counted
 from specbatch.records.sweep_plan import points
 from specbatch.replicas.engine import config_of_one
 from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
-from specbatch.sweeps.run.loading import engines_of, fitted, of_lengths
+from specbatch.sweeps.run.loading import Configs, engines_of, fitted, of_lengths
 from specbatch.sweeps.run.runner import SweepOptions
+from specbatch.sweeps.run.server import Server
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 _HEADS = ("configuration", "", "concurrency", "repeat", "prompts", "new tokens", "about s")
 
 
-def dry_run(configs: Mapping[str, EngineConfig], options: SweepOptions, folder: Path | None) -> str:
+def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str:
     """A row for each point that is not finished in `folder`, and the memory that an engine (one replica) would get.
+    Points of servers, which are not connected to, have no time.
 
     A step takes as long as reading all weights, or as multiplying them with a row of each request if that is longer,
     at the speeds that the device has now; prompt tokens are multiplied, too. Each step gives a request one token, and
@@ -36,7 +38,7 @@ def dry_run(configs: Mapping[str, EngineConfig], options: SweepOptions, folder: 
     plans: dict[str, MemoryPlan] = {}
     for name, one in prepared.items():
         with of_lengths(one.config, options.workload):
-            plans[name] = memory_plan(one, MemoryShare(0, len(configs)))
+            plans[name] = memory_plan(one, MemoryShare(0, len(fit)))
     first = next(iter(prepared.values()))
     replicas = next(iter(fit.values())).data_parallel
     shared = replicas if first.device.type == "cpu" else 1  # by all replicas
@@ -47,21 +49,25 @@ def dry_run(configs: Mapping[str, EngineConfig], options: SweepOptions, folder: 
         prompts = options.workload.requests(point.concurrency)
         tokens = sum(wanted.max_new_tokens for wanted in options.workload.params(prompts))
         steps = -(-prompts // point.concurrency) * tokens / prompts
-        plan = plans[point.configuration]
-        multiply = plan.weights / (rate * first.dtype.itemsize / 2)  # seconds for one row
-        running = -(-point.concurrency // replicas)
-        seconds = steps * max((plan.weights + plan.draft_weights) / read, running * multiply)
-        seconds += prompts * options.workload.mean_input * multiply / replicas
-        total += seconds
-        config = configs[point.configuration]
-        what = f"{config.speculation}; {config.graphs}"
+        config, seconds = configs[point.configuration], None
+        what = (
+            f"server at {config.base_url}" if isinstance(config, Server) else f"{config.speculation}; {config.graphs}"
+        )
+        if (plan := plans.get(point.configuration)) is not None:
+            multiply = plan.weights / (rate * first.dtype.itemsize / 2)  # seconds for one row
+            running = -(-point.concurrency // replicas)
+            seconds = steps * max((plan.weights + plan.draft_weights) / read, running * multiply)
+            seconds += prompts * options.workload.mean_input * multiply / replicas
+            total += seconds
         rows.append((point.configuration, what, point.concurrency, point.repeat, prompts, tokens, seconds))
-    table = tabulate(rows, headers=_HEADS, tablefmt="github", floatfmt=".1f")
+    table = tabulate(rows, headers=_HEADS, tablefmt="github", floatfmt=".1f", missingval="-")
     lines = "\n".join(_memory(plans, "of each replica " if replicas > 1 else ""))
     start = (
         "without loading, graph capture, warm-up and verifying drafts; less if drafts are accepted or answers end early"
     )
-    return f"{table}\n\n{lines}\n{len(left)} points, about {total:.0f} s ({start})\n"
+    of_servers = sum(point.configuration not in plans for point in left)
+    servers = f"; {counted(of_servers, 'point')} of servers not included" if of_servers else ""
+    return f"{table}\n\n{lines}\n{counted(len(left), 'point')}, about {total:.0f} s ({start}{servers})\n"
 
 
 def _memory(plans: Mapping[str, MemoryPlan], whose: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ from specbatch.config import EngineConfig
 from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError, at_least, each_once, refuse, reporting
 from specbatch.memory.page_pool import held_at_once
+from specbatch.plurals import counted
 from specbatch.progress import NotedReport, Waves
 from specbatch.records.run_record import RunRecord
 from specbatch.records.store import load_record
@@ -128,7 +129,8 @@ def _summarized(
     def kept() -> str:
         finished = sum(point.is_finished(folder) for point in points(configs, options, folder))
         return (
-            f"kept {finished} finished points and their summary in {folder}; the same command with this --out continues"
+            f"kept {counted(finished, 'finished point')} and the summary in {folder}; the same command with this --out "
+            "continues"
         )
 
     with reporting(kept):
@@ -166,7 +168,7 @@ def run_points(
     left = [point for point in every if not is_measured(point, folder)] or further_rounds(configs, options, folder)
     if not left:
         if log is not None:
-            log(f"{f'{options.section}: ' if options.section else ''}all {len(every)} points are finished")
+            log(f"{f'{options.section}: ' if options.section else ''}{len(every)} of {len(every)} points are finished")
         return
     with load() as engines:
         while left:
@@ -331,7 +333,7 @@ def _measure(
     real = record.simulated_accept_length is None  # a simulated accept length makes the text meaningless
     record.workload["warnings"] = list(warnings(workload, completions, params)) if real else []
     if replaced := record.counters.get("replaced_replicas"):  # the times include the loss
-        record.workload["error"] = f"{replaced} replica{'s' if replaced > 1 else ''} ended and had to be replaced"
+        record.workload["error"] = f"{counted(replaced, 'replica')} ended and had to be replaced"
         record.metrics, record.counters, record.requests = {}, {}, []
         return record
     if (errors := failures(record)) and not record.metrics["requests"]:

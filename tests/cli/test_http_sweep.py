@@ -240,7 +240,7 @@ def test_servers_and_engines_in_the_same_rounds(run, tmp_path):
         result = run("sweep", *words, "--output", tmp_path / "out", "--device", "cpu")
         assert result.exit_code == 0, result.output
         again = run("sweep", *words, "--output", tmp_path / "out", "--device", "cpu")
-    assert "all 12 points are finished" in again.stderr
+    assert "12 of 12 points are finished" in again.stderr
     found = records(tmp_path / "out")
     assert list(found) == [f"{name}/c{c}/r{r}" for name in ("ours", "sglang", "vllm") for c in (1, 2) for r in (1, 2)]
     of_round = [found[f"{name}/c2/r2"] for name in ("ours", "sglang", "vllm")]
@@ -260,6 +260,15 @@ def test_servers_and_engines_in_the_same_rounds(run, tmp_path):
     assert not any(text in summary for text in ("NO DRAFTS", "SPECULATES", "No accept length", "FP8 activations"))
     both = run("compare", tmp_path / "out/ours", tmp_path / "out/vllm")
     assert both.exit_code == 0, both.output
+
+
+def test_cluster_cannot_measure_servers(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("specbatch.cli.cluster.needs", lambda extra: None)
+    (tmp_path / "grid.toml").write_text(GRID.format(sglang="http://127.0.0.1:9", vllm="http://h:1"))
+    on_ray = ("--distributed", "ray", "--workers", 1, "--device", "cpu")
+    result = run("sweep", "--configs", tmp_path / "grid.toml", *on_ray, "--output", tmp_path / "out", *TINY_SWEEP)
+    assert result.exit_code == 2
+    assert "the workers of a cluster cannot measure servers (sglang, vllm); run this sweep without" in result.stderr
 
 
 def test_server_that_is_down_fails_its_points_only(run, tmp_path):

@@ -76,7 +76,7 @@ def test_sweep_reports_where_speculation_is_slower_and_why(run):
 def test_eval_of_likelihoods(run):
     """A byte is a token, so that the texts are longer than the context."""
     result = run("eval one_digit_choices --limit 12 --output a")
-    assert "48 texts lost their beginning because they are longer than max_model_len=64." in result.stdout
+    assert "48 texts lost the beginning, because of max_model_len=64." in result.stdout
     assert "multiple_choice" not in result.stdout
     assert (len(rows("a/questions.jsonl")), len(rows("a/requests.jsonl"))) == (12, 48)
     report = json.loads(run("eval one_digit_choices --limit 3 --output b --num-fewshot 0 --json").stdout)
@@ -197,6 +197,15 @@ def test_dry_run_loads_and_writes_nothing(run):
     assert any(line.startswith("* v2: ") and "KV pages" in line for line in lines)
 
 
+def test_dry_run_lists_points_of_servers_without_times(run):
+    server = 'engine = "http"\nbase-url = "http://127.0.0.1:9"\n'
+    Path("grid.toml").write_text(f'[ours]\nspec = "off"\n\n[sglang]\n{server}\n[vllm]\n{server}')
+    shown = run("sweep --concurrency 1,2 --repeats 1 --configs grid.toml --out out --dry-run").stdout
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines() if "|" in line][2:]
+    assert [(row[0], row[-1] == "-") for row in rows] == [("ours", False), ("sglang", True), ("vllm", True)] * 2
+    assert "4 points of servers not included" in shown
+
+
 @pytest.mark.slow
 def test_several_models_run_one_after_the_other(run):
     Path("grid.toml").write_text('[baseline]\nspec = "off"\nseed = [1, 2]\n[ngram]\nalgorithm = "ngram"\nseed = 1\n')
@@ -247,7 +256,7 @@ def test_process_of_a_model_ends_when_the_command_is_interrupted(two_models):
     assert children
     assert not psutil.wait_procs(children, timeout=20)[1]
     log = Path("log").read_text()
-    assert f"kept {points('out/toy-1')} finished points and their summary in out/toy-1; " in log
+    assert f"kept {points('out/toy-1')} finished points and the summary in out/toy-1; " in log
     assert "interrupted; finished points are kept in out; the same command continues" in log
     assert "Traceback" not in log
     assert "| baseline " in Path("out/toy-1/summary.md").read_text()

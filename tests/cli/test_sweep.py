@@ -94,7 +94,7 @@ def test_same_command_continues(sweep, engine, tmp_path):
     engine.interrupt_after = 3 * 1 + 4 + 2  # warm-ups, one point, half of the next
     result = sweep(command)
     assert result.exit_code == 130
-    assert "interrupted; kept 1 finished points" in result.stderr
+    assert "interrupted; kept 1 finished point " in result.stderr
     assert next(csv.DictReader((tmp_path / "out/summary.csv").open()))["configuration"] == "baseline"
     engine.interrupt_after = None
     (tmp_path / "out/baseline/c1/r1/kept").touch()
@@ -108,7 +108,7 @@ def test_same_command_continues(sweep, engine, tmp_path):
     assert (tmp_path / "out/baseline/c1/r1/kept").exists()
     engine.order.clear()
     result = sweep(command)
-    assert (result.exit_code, "all 6 points are finished\n" in result.stderr) == (0, True)
+    assert (result.exit_code, "6 of 6 points are finished\n" in result.stderr) == (0, True)
     assert engine.order == []
     other = sweep(command, "--seed", 3)
     assert (other.exit_code, "seed (0 there, 3 now)" in other.stderr) == (2, True)
@@ -338,7 +338,8 @@ def test_rounds_are_added_until_the_ratios_are_precise(sweep, run, monkeypatch, 
     command = "--concurrency 1,2,4 --configs baseline,v2 --until-precise 5% --most-repeats 6 --repeats 3"
     assert sweep(command).exit_code == 130
     assert len(list(tmp_path.glob("out/*/c1/r*/record.json"))) == 9  # of the fifth round only the baseline
-    assert "UNFINISHED: 1 points (1 of v2 at concurrency 1)" in (tmp_path / "out/summary.md").read_text()
+    summary = (tmp_path / "out/summary.md").read_text()
+    assert "UNFINISHED: 1 point without a record (1 of v2 at concurrency 1)" in summary
     result = sweep(command)
     assert result.exit_code == 0, result.output
     rounds = {c: len(list(tmp_path.glob(f"out/v2/c{c}/r*/record.json"))) for c in (1, 2, 4)}
@@ -346,7 +347,7 @@ def test_rounds_are_added_until_the_ratios_are_precise(sweep, run, monkeypatch, 
     assert "Concurrency 2: the 95% intervals of the ratios are within ±5%: v2 ±0%." in result.stdout
     assert "Concurrency 4: the 95% intervals of the ratios are STILL NOT WITHIN ±5%: v2 ±5.7%;" in result.stdout
     assert "UNFINISHED" not in result.stdout
-    assert "all 30 points are finished" in sweep(command).stderr
+    assert "30 of 30 points are finished" in sweep(command).stderr
     assert sweep(command.replace("6", "7")).exit_code == 0
     assert len(list(tmp_path.glob("out/v2/c4/r*/record.json"))) == 7
     folders = tmp_path / "out/baseline/c4", tmp_path / "out/v2/c4"

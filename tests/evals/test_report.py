@@ -62,6 +62,6 @@ def test_table_shows_incomplete_answers_simulation_and_acceptance_only_where_pre
     report.record.config["speculation"] = asdict(Speculation("ngram", simulate_accept_length=3.5))
     counts = {"drafted": [10, 10], "tried": [10, 6], "accepted": [6, 3], "context": [[64, 10, 19]]}
     report.record.counters = {"acceptance": counts, "emitted_histogram": [0, 4, 3, 3]}
-    for text in ("1 answers are incomplete", "simulated acceptance (geometric, mean 3.5)", "| 10         | 60 30 "):
+    for text in ("1 incomplete answer, scored", "simulated acceptance (geometric, mean 3.5)", "| 10         | 60 30 "):
         assert text in report.table()
     assert report._flat()[0]["simulated_accept_length"] == 3.5

@@ -67,7 +67,10 @@ def test_report_and_frames_read_an_archive(archive, tmp_path, monkeypatch) -> No
     same = ("summary.md", "summary.csv", "acceptance.md", "acceptance.json", "concurrency.csv")
     for name in same:
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "sweep" / name).read_bytes()
-    assert "2 points (1 of baseline at concurrency 4, 1 of v1" in (tmp_path / "out/summary.md").read_text()
+    assert (
+        "2 points without a record (1 of baseline at concurrency 4, 1 of v1"
+        in (tmp_path / "out/summary.md").read_text()
+    )
     assert f"specbatch report {archive} --output" in (tmp_path / "out/report.html").read_text()
     run = specbatch.load_run(archive)
     assert run.points.path.tolist() == [f"{archive}/{name}/c4/r1" for name in ("baseline", "v1")]

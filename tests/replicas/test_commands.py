@@ -152,7 +152,7 @@ def test_sweep_shares_the_concurrency_out(run: Run) -> None:
     assert max(map(int, steps)) == 3
     assert two.metrics["full_batch_steps"] == steps["3"][0]
     again = run(2, *words, "--out", "two")
-    assert (again.exit_code, "all 4 points are finished" in again.stderr) == (0, True)
+    assert (again.exit_code, "4 of 4 points are finished" in again.stderr) == (0, True)
     assert "data_parallel" in run(1, *words, "--out", "two").stderr
 
 

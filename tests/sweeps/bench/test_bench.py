@@ -237,14 +237,14 @@ def test_an_interrupted_bench_continues(run: Callable[..., Result], monkeypatch:
     monkeypatch.setattr(runner, "_measure", stop)
     result = run(sections="decode,ttft", ttft_tokens="5")
     assert result.exit_code == 130
-    assert "interrupted; kept 1 finished points and their tables in out" in result.stderr
+    assert "interrupted; kept 1 finished point and the tables in out" in result.stderr
     assert list(rows_of()) == [("decode", "1", "v1")]
     assert "UNFINISHED: 3 points" in Path("out/summary.md").read_text()
     result = run(sections="decode,ttft", ttft_tokens="5")
     assert result.exit_code == 0, result.output
     assert calls[2:] == [1, 3, 3, 1, 1]
     result = run(sections="decode,ttft", ttft_tokens="5")
-    assert "decode: all 4 points are finished\nttft-5: all 2 points are finished\n" in result.stderr
+    assert "decode: 4 of 4 points are finished\nttft-5: 2 of 2 points are finished\n" in result.stderr
     result = run(sections="decode")
     assert result.exit_code == 2
     assert "output='out': is of a bench with other sections (decode, ttft-5 there, decode now)" in result.stderr

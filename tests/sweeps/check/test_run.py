@@ -170,7 +170,7 @@ def test_wrong_acceptance_is_located_and_measured(toy: Any, check: Any, monkeypa
 def test_without_a_referee_every_difference_counts(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_everything(monkeypatch)
     report = check(SPECULATIONS["other"], referee="none")
-    assert report.faults == [f"{COUNT} answers differ and no referee was asked"]
+    assert report.faults == [f"{COUNT} answers with other tokens, and no referee was asked"]
 
 
 def done(*tokens: int) -> Completion:

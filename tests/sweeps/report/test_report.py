@@ -85,7 +85,7 @@ def test_unmeasured_points_of_the_plan_are_named(tmp_path):
     (copy / "sweep.json").write_text(json.dumps(plan))
     write_report(copy)
     missing = "1 of v2 at concurrency 4, 1 of baseline at concurrency 99, 1 of v2 at concurrency 99"
-    note = f"UNFINISHED: 3 points ({missing}) have no"
+    note = f"UNFINISHED: 3 points without a record ({missing})"
     assert note in (copy / "summary.md").read_text()
     assert any(note in text for text in json.loads((copy / "summary.json").read_text())["notes"])
     assert "at concurrency 99" in parser.fromstring((copy / "report.html").read_text()).text_content()

@@ -469,8 +469,8 @@ def test_acceptance_has_a_table_of_its_own():
 def test_repeated_prompts_are_noted():
     records = [record(name, 1, 10.0, distinct_prompts=1) for name in ("baseline", "v1")]
     text = text_of(records)
-    assert "* REPEATED: only 1 prompts are different; " in text
-    assert "(baseline at concurrency 4, repeat 1, and 1 other points).\n" in text
+    assert "* REPEATED: only 1 different prompt; " in text
+    assert "(baseline at concurrency 4, repeat 1, and 1 other point).\n" in text
     records = [record("baseline", 1, 10.0, distinct_prompts=2)]
     assert "REPEATED" not in text_of(records)
 
