@@ -11,6 +11,7 @@ from specbatch.training.data import Batch, Example
 from specbatch.training.eagle import EagleHead
 from specbatch.training.eagle3 import Eagle3Head
 from specbatch.training.mtp import MtpHead
+from specbatch.training.peagle import PEagleHead
 
 from .conftest import CPU, VOCABULARY
 
@@ -64,13 +65,15 @@ def test_loss_covers_drafts_after_answer_tokens_only(head, target):
     assert places == [(7 - 1 - k) + (3 - 1 - k) for k in range(STEPS)]
 
 
-@pytest.mark.parametrize("algorithm", ["eagle", "eagle3"])
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "peagle"])
 def test_loss_follows_the_formula(target, algorithm):
     """Cross entropy with the target's distribution over the head's tokens, where the target's token is one of them.
-    EAGLE also compares hidden states."""
+    EAGLE also compares hidden states, and P-EAGLE has another decay."""
     kept = torch.arange(0, VOCABULARY, 1 if algorithm == "eagle" else 2)
     if algorithm == "eagle":
         head = EagleHead(target, steps=STEPS, max_len=LENGTH, seed=3)
+    elif algorithm == "peagle":
+        head = PEagleHead(target, kept, mask_token=VOCABULARY - 1, steps=STEPS, max_len=LENGTH, seed=3, layers=2)
     else:
         head = Eagle3Head(target, kept, steps=STEPS, max_len=LENGTH, seed=3)
     rows = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(6)).tolist()
@@ -80,7 +83,7 @@ def test_loss_follows_the_formula(target, algorithm):
     gradient = {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
 
     last, aux = target.features(batch, head.aux)
-    memory, hidden, means = Memory(head.rotary, torch.arange(LENGTH)), head.begin(last, aux), []
+    memory, hidden, means = Memory(head.rotary, torch.arange(LENGTH), head.depth), head.begin(last, aux), []
     for step in range(STEPS):
         hidden = head.advance(F.embedding(ahead(batch.tokens, 1 + step, 0), target.embedding), hidden, memory)
         losses = []
@@ -94,12 +97,31 @@ def test_loss_follows_the_formula(target, algorithm):
                         loss = 0.1 * loss + torch.where(away < 1, away.square() / 2, away - 0.5).mean()
                     losses.append(loss)
         means.append(torch.stack(losses).mean())
-    expected = (means[0] + 0.8 * means[1] + 0.64 * means[2]) / (1 + 0.8 + 0.64)
+    decay = 0.7 if algorithm == "peagle" else 0.8
+    expected = (means[0] + decay * means[1] + decay**2 * means[2]) / (1 + decay + decay**2)
     torch.testing.assert_close(found.loss, expected)
     head.zero_grad()
     expected.backward()
     for name, parameter in head.named_parameters():
         torch.testing.assert_close(gradient[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+def test_masked_steps_of_peagle_read_no_tokens(target):
+    """Their drafts depend on the tokens up to their place alone."""
+    head = PEagleHead(target, torch.arange(VOCABULARY), mask_token=39, steps=STEPS, max_len=LENGTH, seed=3, layers=2)
+    tokens = torch.randint(3, VOCABULARY - 1, (1, LENGTH), generator=torch.Generator().manual_seed(5))
+    last, aux = target.features(Batch.of([Example(tuple(tokens[0].tolist()), 1)], CPU), head.aux)
+    found = []
+    for text in (tokens, torch.cat([tokens[:, :6], tokens[:, 6:].flip(1)], 1)):  # the same up to place 4 and its token
+        memory, hidden = Memory(head.rotary, torch.arange(LENGTH), 2), head.begin(last, aux)
+        steps = []
+        for step in range(STEPS):
+            hidden = head.advance(F.embedding(ahead(text, 1 + step, 0), target.embedding), hidden, memory)
+            steps.append(hidden[0, :5])
+        found.append(torch.stack(steps))
+    torch.testing.assert_close(*found)
+    assert not torch.allclose(found[0][1], found[0][2])
 
 
 def test_target_positions_of_draft_steps():
