@@ -18,8 +18,9 @@ from specbatch.evals.gate.policy import Accuracy, Bound, Policy, load_policy
 from specbatch.jobs.output_files import read_output
 from specbatch.records.answers import EvalAnswers, load_answers
 from specbatch.records.mcnemar import Changes, changes, detectable_drop, pick_score
-from specbatch.records.metrics import METRICS
+from specbatch.records.metrics import METRICS, Metric
 from specbatch.records.runs import Pairs, Replicates, load_run, match
+from specbatch.records.verdicts import NOT_JUDGED, ONE_REPEAT, UNDECIDED, speedup_of
 
 SCHEMA = 1
 
@@ -199,26 +200,46 @@ def _graphs(point: str, found: Replicates) -> Iterator[Check]:
 
 
 def _bounds(name: str, bound: Bound, point: str, after: Replicates, before: Replicates | None) -> Iterator[Check]:
-    higher = METRICS[name].better == "higher"
-    value = after.mean(name)
-    old = None if before is None else before.mean(name)
-    absolute = bound.at_least if higher else bound.at_most
-    limits: list[tuple[str, float | None, str]] = [] if absolute is None else [(name, absolute, "")]
-    if (share := bound.worsens_at_most) is not None:
-        limit = None if old is None else old * (1 - share if higher else 1 + share)
-        limits.append((f"{name} against the baseline", limit, f" ({share:.1%} worse)"))
+    metric = METRICS[name]
+    value, old = after.mean(name), None if before is None else before.mean(name)
+    absolute = bound.at_least if metric.better == "higher" else bound.at_most
+    base = "-" if before is None else _number(old)
+    detail = after.resumed or "" if value is None else ""
+    if absolute is not None:
+        passed = _keeps(value, absolute, metric)
+        yield Check(name, point, passed, _number(value), f"{_sign(metric)} {_number(absolute)}", base, detail)
+    if bound.worsens_at_most is None:
+        return
+    title, found = f"{name} against the baseline", _number(value)
+    if before is None or old is None:
+        yield Check(title, point, False, found, f"the baseline lacks {name}", base, detail)
+        return
+    share = 1 - bound.worsens_at_most if metric.better == "higher" else 1 + bound.worsens_at_most
+    allowed = f"{_sign(metric)} {_number(share * old)} ({bound.worsens_at_most:.1%} worse)"
+    passed = _keeps(value, share * old, metric)
+    speedup = speedup_of(metric, before, after)
+    if speedup is not None and speedup.verdict != NOT_JUDGED:
+        undecided = speedup.verdict_against(share, metric.better) == UNDECIDED
+        passed = passed or undecided
+        verdict = "" if speedup.verdict == ONE_REPEAT else f" of the baseline's, {speedup.verdict}"
+        found += f" ({speedup.interval_text}{verdict}"
+        found += f"; undecided about {share:g})" if undecided and share != 1 else ")"
+    yield Check(title, point, passed, found, allowed, base, detail)
 
-    def text(number: float | None) -> str:
-        return "not measured" if number is None else f"{number:.6g}"
 
-    for title, limit, why in limits:
-        sign = ">=" if higher else "<="
-        passed = value is not None and limit is not None
-        if value is not None and limit is not None:
-            passed = (value > limit) == higher or math.isclose(value, limit, rel_tol=1e-9)
-        kept = f"{sign} {text(limit)}{why}" if limit is not None else f"the baseline lacks {name}"
-        detail = after.resumed or "" if value is None else ""
-        yield Check(title, point, passed, text(value), kept, "-" if before is None else text(old), detail)
+def _keeps(value: float | None, limit: float, metric: Metric) -> bool:
+    """Whether a value is no worse than the limit."""
+    if value is None:
+        return False
+    return (value > limit) == (metric.better == "higher") or math.isclose(value, limit, rel_tol=1e-9)
+
+
+def _sign(metric: Metric) -> str:
+    return ">=" if metric.better == "higher" else "<="
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.6g}"
 
 
 def _accuracy(

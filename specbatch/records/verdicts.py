@@ -58,6 +58,12 @@ class Speedup:
         """Half the length of the interval."""
         return None if self.low is None or self.high is None else (self.high - self.low) / 2
 
+    def verdict_against(self, bound: float, better: Better | None) -> str:
+        """The verdict on the difference of the ratio from `bound`; from 1 it is `verdict`."""
+        if self.low is None or self.high is None or self.verdict in (ONE_REPEAT, NOT_JUDGED):
+            return self.verdict
+        return verdict_of(Interval(self.low - bound, self.high - bound, ""), better)
+
     def __str__(self) -> str:
         """For a table: "1.83 (1.77-1.89)", or "1.83 (one repeat)" where the verdict is no more than that."""
         return f"{self.ratio:.2f} ({self.interval_text})"

@@ -194,6 +194,32 @@ def test_bounds_relative_to_the_baseline(put, policy, metric, old, new, share, p
     assert found.passed == passed
 
 
+@pytest.mark.parametrize(
+    ("speeds", "share", "passed", "verdict", "shown"),
+    [
+        ((97.0, 100.0, 91.0), 0.0, True, "undecided", "96 (0.85-1.08 of the baseline's, undecided)"),
+        ((97.4, 97.6, 98.2), 0.02, True, "loses", "97.7333 (0.97-0.99 of the baseline's, loses; undecided about 0.98)"),
+        ((90.0, 90.1, 89.9), 0.2, True, "loses", "90 (0.90-0.90 of the baseline's, loses)"),
+        ((90.0, 90.1, 89.9), 0.02, False, "loses", "90 (0.90-0.90 of the baseline's, loses)"),
+        ((110.0, 110.2, 109.9), 0.0, True, "pays", "110.033 (1.10-1.10 of the baseline's, pays)"),
+        ((97.0,), 0.02, False, "one repeat", "97 (one repeat)"),
+    ],
+)
+def test_relative_bounds_have_the_verdict_of_compare(tmp_path, policy, speeds, share, passed, verdict, shown):
+    """A change that the interval cannot tell from the bound does not fail; with one repeat the value decides."""
+    for name, values in (("old", [100.0, 100.2, 99.8][: len(speeds)]), ("new", speeds)):
+        records = [make_record([metrics_of()] * 4, concurrency=4, repeat=n) for n in range(1, len(values) + 1)]
+        for record, value in zip(records, values, strict=True):
+            record.metrics["output_throughput"] = value
+        saved(tmp_path / name, *records)
+    rules = policy(f"[bounds]\noutput_throughput = {{worsens_at_most = {share}}}")
+    result = run_gate(rules, tmp_path / "new", tmp_path / "old")
+    item = check(result, "output_throughput against the baseline")
+    assert (item.passed, item.found) == (passed, shown)
+    (row,) = [row for row in compare(tmp_path / "old", tmp_path / "new").rows if row.metric == "output_throughput"]
+    assert row.verdict == verdict
+
+
 def test_times_of_another_device_are_refused(put, policy):
     new = make_report("1100")
     new.record.hardware["cpu"] = "slide rule"
