@@ -27,7 +27,8 @@ class Algorithm:
                     model or head, vLLM's prompt lookup examples 4, DFLASH and DFlash 2 a block of 16
                     with the root, DSpark a block of 7, P-EAGLE 7 as in vLLM's benchmarks at one request
     tree            how a tree gets its candidates: "expanded" gives each of `topk` nodes of a step `topk` children,
-                    "merged" joins `topk` continuations of `steps` tokens, None means that only chains are drafted
+                    "block" does so with the tokens of a block that is drafted in one pass, "merged" joins `topk`
+                    continuations of `steps` tokens, None means that only chains are drafted
     draft           what the setting `draft` must name; None if the algorithm takes no draft
     settings        settings that only some algorithms take
     loads_draft     whether weights beside the target's are loaded, so that they must fit the target
@@ -40,7 +41,7 @@ class Algorithm:
 
     module: str
     default_tokens: int
-    tree: Literal["expanded", "merged"] | None = "expanded"
+    tree: Literal["expanded", "block", "merged"] | None = "expanded"
     draft: str | None = None
     settings: tuple[str, ...] = ()
     loads_draft: bool = True
@@ -107,7 +108,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dflash": Algorithm(
         "specbatch.drafters.dflash",
         default_tokens=15,
-        tree=None,
+        tree="block",
         draft="a draft that was made for the model (folder or hub id)",
         training="specbatch.training.dflash",
     ),

@@ -80,7 +80,7 @@ def _wrong(algorithm: Algorithm, shape: DraftShape) -> tuple[str, str] | None:
     candidates = algorithm.candidates(steps, topk)
     if tokens > candidates:
         return "tokens", f"draft_steps={steps} and draft_topk={topk} make {candidates} candidates"
-    if algorithm.tree != "merged" and shape.draft_slots > MOST + 1:
+    if algorithm.tree == "expanded" and shape.draft_slots > MOST + 1:
         return "topk", f"draft_steps={steps} would run {shape.draft_slots - 1} nodes, and {MOST} is the most"
     return None
 

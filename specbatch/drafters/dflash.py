@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,11 +12,13 @@ from specbatch import weights
 from specbatch.core.attention_metadata import PrefillMetadata, positions_from
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.step_input import Proposal, StepInput
+from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.choose import sample_drafts
+from specbatch.drafters.tree import expand_block
 from specbatch.errors import of_draft, refuse
 from specbatch.kernels.attention.context_kv import write_context_kv, write_verified_kv
-from specbatch.kernels.sampling.argmax_topk import Scores, argmax
+from specbatch.kernels.sampling.argmax_topk import Scores, argmax, topk_logprobs
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
@@ -48,18 +51,21 @@ class DFlashDrafter(NoDraft):
     def propose(self, step: StepInput) -> Proposal:
         if not step.num_drafts:
             return no_drafts(step)
-        model = self._model
-        masks = step.slots.new_full((len(step.slots), self._rows - 1), model.config.mask_token)
-        tokens, positions = step.batch.stage(step.slots, masks, None)
-        metadata = step.decode_metadata(step.lengths, self._rows, masks=model.config.masks)
-        hidden = model.block.forward(tokens, positions, metadata.bind(self._cache)).last
-        drafts, distributions = self._choose(
-            step, hidden.unflatten(0, (-1, self._rows)), tokens.view(-1, self._rows)[:, 0]
-        )
+        hidden, roots = self._fill(step)
+        drafts, distributions = self._choose(step, hidden, roots)
         return Proposal(drafts, step.batch.filled(step.num_drafts, step.slots), distributions)
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         write_verified_kv(self._context(features), self._model.heads, *self._stores, step.verified(accepted))
+
+    def _fill(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the block. Returns its hidden states [B, rows, H], and the roots int64 [B]."""
+        model, rows = self._model, self._rows
+        masks = step.slots.new_full((len(step.slots), rows - 1), model.config.mask_token)
+        tokens, positions = step.batch.stage(step.slots, masks, None)
+        metadata = step.decode_metadata(step.lengths, rows, masks=model.config.masks)
+        hidden = model.block.forward(tokens, positions, metadata.bind(self._cache)).last
+        return hidden.unflatten(0, (-1, rows)), tokens.view(-1, rows)[:, 0]
 
     def _choose(
         self, step: StepInput, hidden: torch.Tensor, roots: torch.Tensor
@@ -102,26 +108,54 @@ class DFlashDrafter(NoDraft):
         return self._cache.keys, self._cache.values
 
 
+class DFlashTree(DFlashDrafter):
+    """Drafts a tree from the distributions of a block, which are independent given the context: the texts with the
+    largest products of probabilities (`tree.expand_block`)."""
+
+    def __init__(self, model: DFlash, cache: KVCache, shape: DraftShape) -> None:
+        super().__init__(model, cache, shape.steps)
+        self._shape = shape
+
+    def propose(self, step: StepInput) -> Proposal:
+        steps, topk, count = self._shape
+        hidden, _ = self._fill(step)
+        logits = self._scores(hidden, steps, greedy=False)
+        assert isinstance(logits, torch.Tensor)
+        scores, tokens = topk_logprobs(logits, topk, self._model.ids)
+        drafts, ancestors = expand_block(scores, tokens, self._shape)
+        return Proposal(drafts, step.batch.filled(count, step.slots), ancestors=ancestors)
+
+    def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
+        assert path is not None
+        assert features.aux is not None
+        first = torch.arange(len(path), device=path.device)[:, None] * path.shape[1]
+        ordered = features.aux[(first + path).flatten()]  # the accepted nodes at the positions of their tokens
+        super().update(step, replace(features, aux=ordered), accepted, None)
+
+
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     """The draft is a published checkpoint, or with load_format "dummy" random weights: draft="dummy" has the shape of
     published drafts. Raises SpecbatchError if the draft does not fit the target.
     """
-    return block_plan(target, config, log, Block(DFlashConfig, DFlash, DFlashDrafter, published_shape))
+    return block_plan(target, config, log, Block(DFlashConfig, DFlash, DFlashDrafter, published_shape, DFlashTree))
 
 
 class Block(NamedTuple):
-    """What a block draft consists of: its config, network and drafter, and the published config for a target."""
+    """What a block draft consists of: its config, network and drafter, the published config for a target, and the
+    drafter of trees."""
 
     config: type[DFlashConfig]
     network: Callable[[Reader, Decoder, int], Any]
     drafter: Callable[[Any, KVCache, int], DFlashDrafter]
     published: Callable[[ModelConfig], dict[str, Any]]
+    tree: Callable[[Any, KVCache, DraftShape], DFlashDrafter] | None = None
 
 
 def block_plan(target: Checkpoint, config: EngineConfig, log: Log, parts: Block) -> DraftPlan:
     """The plan of a draft that fills a block. Raises SpecbatchError if it does not fit the target."""
     asked = config.speculation
-    if asked.draft_steps is not None and not asked.is_auto:
+    is_tree = asked.shape.topk > 1
+    if asked.draft_steps is not None and not (asked.is_auto or is_tree):
         raise refuse("draft_steps", asked.draft_steps, "a block is drafted in one pass; leave it out")
     draft = _open(target, config, log, parts)
     shape = draft.config
@@ -136,21 +170,32 @@ def block_plan(target: Checkpoint, config: EngineConfig, log: Log, parts: Block)
             works = f"its d2t must have offsets to {len(ids)} different tokens of {shape.vocab_size}"
             raise refuse("draft", asked.draft, works)
     most = shape.most_drafts
-    count = (asked.draft_steps if asked.is_auto else asked.draft_tokens) or most
+    count = asked.shape.steps if is_tree else (asked.draft_steps if asked.is_auto else asked.draft_tokens) or most
     assert isinstance(count, int)
     if count > most:
-        raise refuse("draft_tokens", count, f"the draft's block size is {shape.block_size}; use at most {most}")
+        setting = "draft_steps" if is_tree else "draft_tokens"
+        raise refuse(setting, count, f"the draft's block size is {shape.block_size}; use at most {most}")
     log(f"draft: {draft.name} ({draft.origin})")
     for line in shape.lines():
         log(line)
 
     def build(model: Decoder, loader: Loader) -> DFlashDrafter:
         own = parts.network(loader.draft_reader(shape.with_drafts(count), draft.tensor), model, loader.max_positions)
-        return parts.drafter(own, loader.cache(own.config, shape.num_layers, "draft"), count)
+        cache = loader.cache(own.config, shape.num_layers, "draft")
+        if not is_tree:
+            return parts.drafter(own, cache, count)
+        assert parts.tree is not None
+        return parts.tree(own, cache, asked.shape)
 
-    needs_all_hidden, aux = target.config.ends_in(shape.target_layers), shape.target_layers
     return DraftPlan(
-        build, shape, shape.num_layers, weights=shape, needs_all_hidden=needs_all_hidden, aux=aux, drafted=count
+        build,
+        shape,
+        shape.num_layers,
+        weights=shape,
+        needs_all_hidden=target.config.ends_in(shape.target_layers),
+        aux=shape.target_layers,
+        drafted=None if is_tree else count,
+        scratch_slots=count + 1 if is_tree else 0,
     )
 
 

@@ -42,6 +42,26 @@ class Beams(NamedTuple):
 Run = Callable[[Beams], torch.Tensor]
 
 
+def expand_block(scores: torch.Tensor, tokens: torch.Tensor, shape: DraftShape) -> tuple[torch.Tensor, torch.Tensor]:
+    """Build a tree as `expand` does, where the children of a node depend on its depth alone, as in a block that is
+    drafted in one pass.
+
+    scores float32 [B, steps, K] and tokens int64 [B, steps, K]: the most likely tokens of each depth, K = shape.topk,
+    and the logarithms of their probabilities. The kept nodes are the texts with the largest products, unless more than
+    K nodes of one depth have children among these.
+    """
+    steps, topk, count = shape
+    candidates = Candidates.room(len(scores), topk + (steps - 1) * topk * topk, scores.device)
+    # [steps, B, K, K]: the same children for each of K nodes.
+    below = [part.transpose(0, 1)[:, :, None].expand(-1, -1, topk, -1).contiguous() for part in (scores, tokens)]
+    roots = [part[:, :1].contiguous() for part in (scores, tokens)]
+    level = tree_draft.expand(candidates, roots[0], roots[1], None, start=0, first=1)
+    for depth in range(1, steps):
+        start = topk + (depth - 1) * topk * topk
+        level = tree_draft.expand(candidates, below[0][depth], below[1][depth], level, start, first=1)
+    return tree_draft.prune(candidates, count, steps)
+
+
 def expand(
     logits: torch.Tensor, shape: DraftShape, run: Run, ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

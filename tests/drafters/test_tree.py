@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specbatch.draft_shape import DraftShape
-from specbatch.drafters.tree import Beams, expand
+from specbatch.drafters.tree import Beams, expand, expand_block
 
 Text = tuple[int, ...]
 
@@ -147,3 +147,35 @@ def test_non_finite_logits_still_make_a_valid_tree(poison: float) -> None:
         for node, word in enumerate(row):
             assert word & 1
             assert word.bit_length() == node + 1
+
+
+@settings(max_examples=30)
+@given(steps=st.integers(1, 6), topk=st.integers(2, 5), tokens=st.integers(1, 40), seed=st.integers(0, 10_000))
+def test_tree_of_a_block_holds_the_largest_products(steps: int, topk: int, tokens: int, seed: int) -> None:
+    """Of all texts of the most likely tokens of each depth, within beams of `topk`; without that limit where no depth
+    of the best tree has more nodes with children."""
+    tokens = min(tokens, topk + (steps - 1) * topk * topk)
+    drawn = torch.rand(2, steps, topk, generator=torch.Generator().manual_seed(seed)).log().sort(-1, descending=True)
+    ids = torch.arange(steps * topk).view(steps, topk).expand(2, -1, -1)
+    found, words = expand_block(drawn.values, ids, DraftShape(steps, topk, tokens))
+    for row, table in enumerate(drawn.values.tolist()):
+        known = {(): 0.0} | {
+            text: sum(table[depth][place] for depth, place in enumerate(text))
+            for length in range(1, steps + 1)
+            for text in itertools.product(range(topk), repeat=length)
+        }
+        beams, pool = [()], []
+        for _ in range(steps):
+            children = [(*beam, place) for beam in beams for place in range(topk)]
+            pool += children
+            beams = sorted(children, key=lambda text: -known[text])[:topk]
+        expected = set(sorted(pool, key=lambda text: -known[text])[:tokens])
+        texts: list[Text] = [()]
+        for node in range(1, tokens + 1):
+            seen = [at for at in range(64) if int(words[row, node]) >> at & 1]
+            texts.append((*texts[seen[-2]], int(found[row, node - 1]) % topk))
+            assert int(found[row, node - 1]) // topk == len(seen) - 2  # a token of its depth
+        assert set(texts[1:]) == expected
+        best = set(sorted(known.keys() - {()}, key=lambda text: -known[text])[:tokens])
+        parents = [len({text[:-1] for text in best if len(text) == depth + 1}) for depth in range(steps)]
+        assert best == expected or max(parents) > topk

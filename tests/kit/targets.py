@@ -270,6 +270,7 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "mtp": {"algorithm": "mtp"},
     "mtp-tree": {"algorithm": "mtp", **_TREE},
     "dflash": {"algorithm": "dflash", "draft": "dummy", "draft_tokens": 3},
+    "dflash-tree": {"algorithm": "dflash", "draft": "dummy", **_TREE},
     "dflash-auto": {"algorithm": "dflash", "draft": "dummy", "draft_tokens": "auto", "draft_steps": 3},
     "dflash-corpus": {"algorithm": "dflash", "draft": "dummy", "draft_tokens": 3, "corpus": "run", "corpus_min": 1},
     "dflash2": {"algorithm": "dflash2", "draft": "dummy", "draft_tokens": 3},
