@@ -28,7 +28,7 @@ def test_the_default_shape_is_a_chain(name: str) -> None:
 
 
 def test_algorithms_with_a_setting() -> None:
-    assert algorithms_with("draft_rope_theta") == ("eagle", "eagle3")
+    assert algorithms_with("draft_rope_theta") == ("eagle", "eagle3", "peagle")
     assert algorithms_with("no such setting") == ()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -130,7 +129,7 @@ class DFlashTree(DFlashDrafter):
         assert features.aux is not None
         first = torch.arange(len(path), device=path.device)[:, None] * path.shape[1]
         ordered = features.aux[(first + path).flatten()]  # the accepted nodes at the positions of their tokens
-        super().update(step, replace(features, aux=ordered), accepted, None)
+        super().update(step, features._replace(aux=ordered), accepted, None)
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
