@@ -70,13 +70,13 @@ class Stages:
 
 
 @contextmanager
-def progress(label: str, done: int = 0, unit: str = "") -> Iterator[NotedReport]:
+def progress(label: str, unit: str, done: int = 0) -> Iterator[NotedReport]:
     """Yield a function to call with (done, total), as often as needed. Shown are done / total, the rate, the time that
     has passed and the time that is left. Rate and remaining time are of what is done after the first call, so that they
     leave out what came before it, such as loading a model.
 
-    done   what an earlier run had finished
     unit   what is counted, such as "requests"
+    done   what an earlier run had finished
     """
     if not sys.stderr.isatty():
         yield _lines(label, unit)
@@ -120,7 +120,7 @@ class _Pace:
             self._first = done, worked, now
         self._last = done, worked
         before, worked_before, start = self._first
-        count, passed, new = f"{done}/{total} {self._unit}".rstrip(), now - start, done - before
+        count, passed, new = f"{done}/{total} {self._unit}", now - start, done - before
         if new <= 0 or passed <= 0:
             return count, ""
         rest = passed / (worked - worked_before) * (all_work - worked)

@@ -369,7 +369,9 @@ def _reading(rows: list[Row], differs: dict[str, dict[str, list[str]]]) -> Itera
     chance = math.floor(len(judged) * (1 - CONFIDENCE) + 0.5)
     if chance:
         many = f"{len(judged)} intervals at {CONFIDENCE:.0%}"
-        yield f"Of {many}, about {chance} would exclude zero by chance if nothing differed."
+        of_ratios = sum(row.ratio is not None for row in judged)
+        none = "zero" if not of_ratios else "1" if of_ratios == len(judged) else "1 (those of differences: zero)"
+        yield f"Of {many}, about {chance} would exclude {none} by chance if nothing differed."
 
 
 def _model(run: Run) -> str:

@@ -51,7 +51,7 @@ def test_speed_of_a_long_run_needs_little_memory(clock):
 
 
 def test_without_a_terminal_there_is_one_line_per_minute(clock, capsys):
-    with progress("work", 40, "prompts") as report:
+    with progress("work", "prompts", 40) as report:
         report(41, 100, "5 tok/s")
         clock.now += SECONDS_BETWEEN_LINES
         report(60, 100, "7 tok/s")
@@ -62,7 +62,7 @@ def test_without_a_terminal_there_is_one_line_per_minute(clock, capsys):
 
 
 def test_time_before_the_first_report_is_in_no_rate(clock, capsys):
-    with progress("sweep", unit="requests") as report:
+    with progress("sweep", "requests") as report:
         clock.now += SECONDS_BETWEEN_LINES - 2  # loads a model
         report(1, 41)
         clock.now += 2
@@ -72,7 +72,7 @@ def test_time_before_the_first_report_is_in_no_rate(clock, capsys):
 
 def test_remaining_time_of_a_sweep_weighs_requests_by_concurrency(clock, capsys):
     """The 4 at concurrency 1 take as long as the 128 at 32."""
-    with progress("sweep", unit="requests") as report:
+    with progress("sweep", "requests") as report:
         waves = Waves(report, [(4, 1), (128, 32), (64, 32)])
         for _ in range(4):
             clock.now += SECONDS_BETWEEN_LINES / 4
@@ -86,19 +86,19 @@ def test_remaining_time_of_a_sweep_weighs_requests_by_concurrency(clock, capsys)
 
 
 def test_progress_that_counts_from_the_start_again(clock, capsys):
-    with progress("bench") as report:
+    with progress("bench", "requests") as report:
         report(9, 9)
         report(1, 41)
         clock.now += SECONDS_BETWEEN_LINES
         report(21, 41)
-    assert capsys.readouterr().err == "bench: 21/41, 0.333/s, 60 s elapsed, about 60 s left\n"
+    assert capsys.readouterr().err == "bench: 21/41 requests, 0.333/s, 60 s elapsed, about 60 s left\n"
 
 
 def test_no_remaining_time_before_the_first_item(clock, capsys):
-    with progress("work", 3) as report:
+    with progress("work", "steps", 3) as report:
         clock.now += SECONDS_BETWEEN_LINES
         report(3, 9)
-    assert capsys.readouterr().err == "work: 3/9, 60 s elapsed\n"
+    assert capsys.readouterr().err == "work: 3/9 steps, 60 s elapsed\n"
 
 
 def test_a_terminal_has_a_bar_with_the_note(monkeypatch):
@@ -107,7 +107,7 @@ def test_a_terminal_has_a_bar_with_the_note(monkeypatch):
     monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
-    with progress("work", 1, "prompts") as report:
+    with progress("work", "prompts", 1) as report:
         report(1, 4)
         report(2, 4, "7 tok/s, 2 running")
     shown = screen.getvalue()

@@ -109,7 +109,7 @@ def bench(
     beside = read_peers(Path(peers)) if peers is not None else ""
     base = engine.config(compares=True, prefix_cache=False)
     resumes = "*" if output is not None and any(output.glob(f"*/{PLAN}")) else None
-    with fresh_folder(output, "bench", resumes=resumes) as folder, progress("bench", unit="requests") as report:
+    with fresh_folder(output, "bench", resumes=resumes) as folder, progress("bench", "requests") as report:
         run_bench(base, options, folder, peers=beside, log=say, report=report)
     records = load_sections(folder)
     rows = rows_of(records)

@@ -54,7 +54,8 @@ def check(
 
     options = CheckOptions(source, **settings)
     config = engine.having(spec=engine.spec or "v2").config(concurrency=options.concurrency)
-    with fresh_folder(output, "check") as folder, progress("check") as report:
+    unit = "answers" if options.sampled else "answers and verdicts"
+    with fresh_folder(output, "check") as folder, progress("check", unit) as report:
         run = run_sampled if options.sampled else run_check
         result: CheckReport | SampledReport = run(config, options, folder, log=say, report=report)
     show(f"{result.markdown()}\n\nresults: {folder}", {"output": str(folder), **result.as_dict()}, as_json=as_json)

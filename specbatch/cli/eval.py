@@ -168,7 +168,7 @@ def evaluate(
         if kept is not None and kept.rows:
             say(f"continuing: {len(kept.rows)} {'answers' if ready.task.generates else 'texts'} are finished")
         done = 0 if kept is None else len(kept.rows)
-        with open_replicas(config, workers) as running, progress(f"eval {task}", done, "requests") as report:
+        with open_replicas(config, workers) as running, progress(f"eval {task}", "requests", done) as report:
             result = ready.run(running, report, kept)
     text = f"{result.table()}\n\nresults: {folder}"
     show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json)
@@ -222,7 +222,7 @@ def _compare(
     from specbatch.sweeps.run.loading import loaded
 
     failed = dict(left_out)
-    with progress(f"eval {options.task.task}", unit="requests") as report:
+    with progress(f"eval {options.task.task}", "requests") as report:
         found = run_grid(
             configs,
             lambda: loaded(configs, say, None, failed),

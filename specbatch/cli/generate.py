@@ -131,7 +131,7 @@ def generate(
         say(f"continuing: {len(job.finished)} of {job.total} are finished")
     with open_replicas(config, workers) as running:
         running.reset_record(rows=False)
-        with progress("generate", len(job.finished), "prompts") as report:
+        with progress("generate", "prompts", len(job.finished)) as report:
             finished = job.run(running, concurrency=concurrency, limits=limits, report=report)
         record = running.record(concurrency=concurrency, workload={"command": "generate", **job.kept.header})
     say(f"generate: {summary(record.metrics, drafts=config.speculation.drafted > 0)}")

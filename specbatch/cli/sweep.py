@@ -352,11 +352,11 @@ def sweep(
         say(settings)
         models, statuses = by_model(engines), list[int]()
         if server is not None:
-            with progress("sweep", unit="requests") as report:
+            with progress("sweep", "requests") as report:
                 run_server(server, options, folder, log=say, report=report)
             summary, rows = _summary(folder, wide=wide)
         elif len(models) == 1:
-            with progress("sweep", unit="requests") as report:
+            with progress("sweep", "requests") as report:
                 run_sweep(engines, options, folder, log=say, report=report, cluster=workers)
             summary, rows = _summary(folder, wide=wide)
         else:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -37,7 +37,12 @@ if TYPE_CHECKING:
 RECORD = "record.json"
 USUAL = SamplingParams(max_new_tokens=ANSWER_TOKENS)
 OpenEngine = Callable[[EngineConfig], AbstractContextManager["Engine"]]
-Progress = Callable[[str], AbstractContextManager[Report]]
+
+
+class Progress(Protocol):
+    """Shows the progress of something under a label, in a unit."""
+
+    def __call__(self, label: str, unit: str) -> AbstractContextManager[Report]: ...
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ def train_draft(
     kept, held_out = split(examples, recipe.held_out)
     log(f"data: {len(kept)} answers to train on, {len(held_out)} held out; {described['answer_tokens']} tokens in all")
 
-    with on_device(device), progress("train") as report:
+    with on_device(device), progress("train", "steps") as report:
         target = Target(checkpoint, dtype, device, recipe.max_len)
         head = make_head(recipe, target, kept, checkpoint.tokenizer().vocab_size)
         count = sum(parameter.numel() for parameter in head.parameters())
@@ -155,7 +160,7 @@ def _examples(
             params,
             max_len=recipe.max_len,
             open_engine=lambda: open_engine(config),
-            progress=lambda: progress("answers"),
+            progress=lambda: progress("answers", "prompts"),
         )
         described = {
             "data": str(source.data),

@@ -149,7 +149,8 @@ def _judged(
 ) -> list[Finding]:
     """The findings with what the referee says of both answers: of all prompts; in float32 of those that diverge and of
     a sample of the others."""
-    equal = [item.index for item in findings if not item.diverges and item.plain.logprobs is not None]
+    alike = [item for item in findings if not item.diverges]
+    equal = [item.index for item in alike if item.plain.logprobs is not None] or [item.index for item in alike]
     if dtype == "float32":
         equal = equal[:: -(-len(equal) // _EQUAL_IN_FLOAT32) or 1]
         chosen = {*equal, *(item.index for item in findings if item.diverges)}

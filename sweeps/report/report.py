@@ -49,12 +49,11 @@ from specbatch.sweeps.report.serving import (
     summary_tables,
 )
 from specbatch.sweeps.report.tables import (
-    CATEGORIES,
     SWEEP,
     about,
     as_json,
     base_of,
-    category_rows,
+    grouped_tables,
     load_records,
     losses_of,
     markdown,
@@ -178,7 +177,7 @@ def page(
         columns=_named(*shown(rows)),
         summaries=summary_tables(serving),
         acceptance=_acceptance(records),
-        categories=_named(list(CATEGORIES), body) if (body := category_rows(records)) else None,
+        groups=[(f"By {titles[2]}", *_named(titles, body)) for titles, body in grouped_tables(records)],
         sampling=sampling_text(records[0].workload.get("sampling")),
         blocks={name_of(row): block(row) for row in serving},
         definitions=glossary(),

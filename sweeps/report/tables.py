@@ -62,7 +62,8 @@ _POINT = ["concurrency", "configuration"]
 _VERIFIED = ("emitted", "verify_steps", "accepted", "drafted")  # counts of a request
 _LATENCY = ("mean_ttft_s", "mean_tpot_s")
 _OF_LATENCY = tuple(METRICS[key].heading for key in _LATENCY)
-CATEGORIES = (*_POINT, "category", "requests", "output tokens", "accept length", "accept rate", *_OF_LATENCY)
+_GROUPED_BY = ("category", "turn")  # of a request
+_OF_GROUPS = ("requests", "output tokens", "accept length", "accept rate", *_OF_LATENCY)
 BASELINE = "baseline"
 GENERAL = (MEANS, BREAK_EVEN)  # notes that explain columns
 _BRIEF = ["model", "device", "replicas", "dtype", "workload", "arrivals", "objectives"]  # of the heading
@@ -266,23 +267,23 @@ def _sentences(records: list[RunRecord], base: str | None) -> list[str]:
 
 
 def categories(records: list[RunRecord]) -> str:
-    """The table of categories of prompts and of turns of conversations; empty where there are none."""
-    body = category_rows(records)
-    return f"{markdown_table(body, CATEGORIES)}\n" if body else ""
+    """The tables of categories of prompts and of turns of conversations; empty where there are none."""
+    return "\n".join(f"{markdown_table(body, headings)}\n" for headings, body in grouped_tables(records))
 
 
-def category_rows(records: list[RunRecord]) -> list[list[str]]:
-    """The cells of that table, over the requests of all repeats."""
-    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for point, repeats in points_of(records).items():
-        for name, label in (("category", "{}"), ("turn", "turn {}")):
+def grouped_tables(records: list[RunRecord]) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """Headings and cells of these tables, over the requests of all repeats. The third column names the group."""
+    for name in _GROUPED_BY:
+        found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for point, repeats in points_of(records).items():
             for row in (row for record in repeats for row in record.requests if name in row):
-                found.setdefault((*point, label.format(row[name])), []).append(row)
-    body = []
-    for key, rows in found.items():
-        output, *verified = (sum(row.get(name) or 0 for row in rows) for name in ("output_tokens", *_VERIFIED))
-        body.append([*map(str, key), str(len(rows)), str(output), *_accepted(*verified), *_latency(rows)])
-    return body
+                found.setdefault((*point, row[name]), []).append(row)
+        body = []
+        for key, rows in found.items():
+            output, *verified = (sum(row.get(field) or 0 for row in rows) for field in ("output_tokens", *_VERIFIED))
+            body.append([*map(str, key), str(len(rows)), str(output), *_accepted(*verified), *_latency(rows)])
+        if body:
+            yield [*_POINT, name, *_OF_GROUPS], body
 
 
 def _latency(rows: list[dict[str, Any]]) -> Iterator[str]:

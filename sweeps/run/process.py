@@ -57,7 +57,7 @@ def _run(engines: Configs, options: SweepOptions, folder: Path, log: Log, cluste
     try:
         from specbatch.sweeps.run.runner import run_sweep
 
-        with progress("sweep", unit="requests") as report:
+        with progress("sweep", "requests") as report:
             run_sweep(engines, options, folder, log=log, report=report, cluster=cluster)
     except SpecbatchError as error:
         log(f"error: {error}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from specbatch.errors import SpecbatchError
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
 from specbatch.records.verdicts import LOSES, NOT_JUDGED, ONE_REPEAT, PAYS, UNDECIDED
-from specbatch.sweeps.compare import COMPARED, NOT_INTERLEAVED, Comparison, Row, compare
+from specbatch.sweeps.compare import COMPARED, NOT_INTERLEAVED, Comparison, Row, _reading, compare
 from specbatch.sweeps.report.tables import load_records, speedups_of, write_summary
 
 
@@ -189,7 +190,11 @@ def test_expected_false_positives_are_noted(tmp_path):
     folder = saved(tmp_path / "a", *(make_record([metrics_of()] * 12, concurrency=c) for c in range(1, 9)))
     result = compare(folder, folder)
     judged = [row for row in result.rows if row.low is not None]
-    assert f"Of {len(judged)} intervals at 95%, about {round(len(judged) / 20)} would" in result.markdown()
+    many = f"Of {len(judged)} intervals at 95%, about {round(len(judged) / 20)} would exclude"
+    assert f"{many} 1 by chance" in result.markdown()
+    differences = [replace(row, ratio=None) for row in judged]
+    assert f"{many} zero by chance" in "".join(_reading(differences, {}))
+    assert f"{many} 1 (those of differences: zero) by chance" in "".join(_reading([judged[0], *differences[1:]], {}))
 
 
 def test_failed_unfinished_and_unreplayed_points_are_noted(tmp_path):

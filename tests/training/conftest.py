@@ -142,7 +142,7 @@ def train(target_folder: Path) -> Callable[..., dict[str, Any]]:
             recipe,
             folder,
             open_engine=open_engine,
-            progress=lambda label: nullcontext(report),
+            progress=lambda label, unit: nullcontext(report),
             log=log,
         )
 

@@ -111,6 +111,8 @@ def test_referee_judges_what_the_engine_saw(check: Any) -> None:
     assert report.below is not None
     assert report.below.checked < 1e-5
     assert max(max(item.checked.errors) for item in report.judged) < 1e-3
+    few = check(SPECULATIONS["self"], prompts=1)
+    assert [item.index for item in few.judged] == [0], "without log-probabilities, in place of none"
     broken = replace(report, findings=[replace(x, plain=replace(x.plain, error="of NaN")) for x in report.findings])
     assert broken.faults == [f"{COUNT} requests failed: of NaN"]
     everything = check(SPECULATIONS["self"], referee="none")

@@ -164,10 +164,11 @@ def test_ids_are_unique_and_html_is_valid(folder):
 def test_page_has_a_table_by_category():
     made = swept("v1")
     for row in made.requests:
-        row["category"] = "coding" if row["index"] % 2 else "math"
+        row |= {"category": "coding" if row["index"] % 2 else "math", "turn": 1}
     tree = parser.fromstring(html_of([made]))
     (found,) = (node for node in tree.iter("table") if node.findtext("caption") == "By category")
     assert {row.findtext("td[1]") for row in found.iter("tr")} - {None} == {"coding", "math"}
+    assert "By turn" in [node.findtext("caption") for node in tree.iter("table")]
 
 
 def test_page_opens_with_the_result_and_its_plot(document):
