@@ -187,3 +187,20 @@ class Run:
 
     def worst(self) -> float:
         return max(self.step(accepted) for accepted in self.here.acceptances(self.count, self.random))
+
+
+def check_greedy_chain(run: Run, margin: float) -> None:
+    """Greedy drafts are the argmax of the reference given the drafts before, where it is ahead by `margin`. The number
+    of drafts changes every step; the block is filled as a whole."""
+    matters = 0
+    for count in (5, 0, 2, 5, 1):
+        proposal = run.drafts.propose(run.here.step(count, spare=5 - count))
+        assert proposal.probabilities is None
+        if count:
+            logits, others = (run.all_logits(tokens) for tokens in (proposal.tokens, proposal.tokens * 0))
+            best = logits.topk(2, -1).values
+            clear = best[..., 0] - best[..., 1] > margin
+            assert torch.equal(proposal.tokens[clear], logits.argmax(-1)[clear])
+            matters += int((others.argmax(-1) != logits.argmax(-1)).sum())
+        run.step([run.random.randint(0, count) for _ in LENGTHS], count)
+    assert matters > 3, "the drafts before must matter"

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from local_server import NOT_FOUND, QuietHandler, listening
 
 Broken = dict[str, Any]  # status and message, or where a stream breaks
 
@@ -46,24 +47,24 @@ class Script:
 def serving(script: Script) -> Iterator[str]:
     """The server's address."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             if self.path == "/v1/models":
-                self._send(200, json.dumps({"data": script.models or [{"id": script.model, "max_model_len": 512}]}))
+                self.send_text(200, json.dumps({"data": script.models or [{"id": script.model, "max_model_len": 512}]}))
             elif self.path == "/metrics" and script.metrics is not None:
-                self._send(200, script.metrics(script))
+                self.send_text(200, script.metrics(script))
             else:
-                self._send(404, '{"detail": "Not Found"}')
+                self.send_text(*NOT_FOUND)
 
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = self.body()
             if self.path == script.empties:
                 script.emptied.append(len(script.bodies))
-                self._send(200, "")
+                self.send_text(200, "")
             elif self.path == "/v1/completions":
                 self._complete(json.loads(body))
             else:
-                self._send(404, '{"detail": "Not Found"}')
+                self.send_text(*NOT_FOUND)
 
         def _complete(self, body: dict[str, Any]) -> None:
             with script.lock:
@@ -75,22 +76,20 @@ def serving(script: Script) -> Iterator[str]:
                 script.most_running = max(script.most_running, script.running)
             broken = script.fails(number)
             if broken and "status" in broken:
-                self._send(broken["status"], json.dumps({"error": {"message": broken["message"]}}))
+                self.send_text(broken["status"], json.dumps({"error": {"message": broken["message"]}}))
             else:
                 self._stream(body, broken or {})
             with script.lock:
                 script.running -= 1
 
         def _stream(self, body: dict[str, Any], broken: Broken) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.end_headers()
+            self.begin_events()
             count = min(script.tokens or body["max_tokens"], body["max_tokens"])
             shown = count - script.end
             reason = "length" if count == body["max_tokens"] and not script.end else "stop"
             prompt = len(body["prompt"]) + script.extra_prompt_tokens
             used = {"prompt_tokens": prompt, "completion_tokens": 0}
-            self._piece({"choices": [{"text": "", "finish_reason": None}]})  # some servers open with nothing
+            self.send_event({"choices": [{"text": "", "finish_reason": None}]})  # some servers open with nothing
             sent = 0
             while sent < shown:
                 time.sleep(script.gap_s if sent else script.first_s)
@@ -98,49 +97,22 @@ def serving(script: Script) -> Iterator[str]:
                 sent = now.stop
                 if broken.get("after", shown + 1) <= sent:
                     if "body" in broken:
-                        self._write(broken["body"])
+                        self.wfile.write(broken["body"].encode())
                     return
                 piece: dict[str, Any] = {"choices": [{"text": "".join(map(script.text, now)), "finish_reason": None}]}
                 if script.usage == "every":
                     piece["usage"] = used | {"completion_tokens": sent}
                 if sent == count:
                     piece["choices"][0]["finish_reason"] = reason
-                self._piece(piece)
+                self.send_event(piece)
             if script.end:
                 time.sleep(script.gap_s)
-                self._piece({"choices": [{"text": "", "finish_reason": reason}]})
+                self.send_event({"choices": [{"text": "", "finish_reason": reason}]})
             with script.lock:
                 script.answered += count
             if script.usage != "never":
-                self._piece({"choices": [], "usage": used | {"completion_tokens": count}})
-            self._write("data: [DONE]\n\n")
+                self.send_event({"choices": [], "usage": used | {"completion_tokens": count}})
+            self.send_event("[DONE]")
 
-        def _piece(self, piece: dict[str, Any]) -> None:
-            self._write(f"data: {json.dumps(piece)}\n\n")
-
-        def _write(self, text: str) -> None:
-            self.wfile.write(text.encode())
-            self.wfile.flush()
-
-        def _send(self, status: int, text: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text.encode())))
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_: object) -> None: ...
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 128
-
-        def handle_error(self, *_: object) -> None: ...  # a client that hung up
-
-    server = Server(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with listening(Handler) as address:
+        yield address

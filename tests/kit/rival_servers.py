@@ -20,9 +20,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import cycle
 from typing import Any
+
+from local_server import NOT_FOUND, QuietHandler, listening
 
 Verify = tuple[int, int]  # drafted and accepted tokens
 Event = dict[str, Any]
@@ -179,26 +180,26 @@ class Rival:
         if self.kind == "vllm" and path == "/reset_prefix_cache" and self.is_dev:
             self.resets += 1
             return 200, json.dumps({"success": self.resets > self.busy})
-        return 404, '{"detail":"Not Found"}'
+        return NOT_FOUND
 
 
 @contextmanager
 def rival(server: Rival) -> Iterator[str]:
     """The server's address."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             if self.path == "/v1/models":
                 card = {"id": server.model, "object": "model", "created": 1, "owned_by": server.kind}
                 card |= {"root": server.model, "parent": None, "max_model_len": 512}
-                self._send(200, json.dumps({"object": "list", "data": [card]}))
+                self.send_text(200, json.dumps({"object": "list", "data": [card]}))
             else:
-                self._send(*((200, server.metrics()) if self.path == "/metrics" else (404, '{"detail":"Not Found"}')))
+                self.send_text(*((200, server.metrics()) if self.path == "/metrics" else NOT_FOUND))
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
+            body = json.loads(self.body() or "{}")
             if self.path not in ("/v1/completions", "/v1/chat/completions"):
-                self._send(*server.reset(self.path))
+                self.send_text(*server.reset(self.path))
                 return
             with server.lock:
                 number = len(server.bodies)
@@ -206,34 +207,12 @@ def rival(server: Rival) -> Iterator[str]:
             status = server.fails.get(number)
             if isinstance(status, int):
                 error = server.error(status)
-                self._send(status, json.dumps(error if server.kind == "sglang" else {"error": error}))
+                self.send_text(status, json.dumps(error if server.kind == "sglang" else {"error": error}))
                 return
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream; charset=utf-8")
-            self.end_headers()
+            self.begin_events()
             for event in server.events(body, chat="chat" in self.path, number=number):
-                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-            self.wfile.write(b"data: [DONE]\n\n")
+                self.send_event(event)
+            self.send_event("[DONE]")
 
-        def _send(self, status: int, text: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text.encode())))
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_: object) -> None: ...
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 128
-
-        def handle_error(self, *_: object) -> None: ...
-
-    opened = Server(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=opened.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{opened.server_address[1]}"
-    finally:
-        opened.shutdown()
-        opened.server_close()
+    with listening(Handler) as address:
+        yield address

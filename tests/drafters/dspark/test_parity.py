@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_drafts import BASE, HIDDEN, LAYERS, LENGTHS, VOCABULARY, Run, random_draft
+from block_drafts import BASE, HIDDEN, LAYERS, VOCABULARY, Run, check_greedy_chain, random_draft
 from crossed import crossed
 
 from specbatch.drafters.dspark import DSparkDrafter
@@ -52,19 +52,7 @@ def test_distributions_match_reference(start: Any, kind: str, count: int, chunk:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_drafts_are_argmax_given_those_before(start: Any, kind: str) -> None:
-    """The number of drafts may change every step; the block is filled as a whole."""
-    run, matters = start(kind, 5, 7, KNOWN), 0
-    for count in (5, 0, 2, 5, 1):
-        proposal = run.drafts.propose(run.here.step(count, spare=5 - count))
-        assert proposal.probabilities is None
-        if count:
-            logits, others = (run.all_logits(tokens) for tokens in (proposal.tokens, proposal.tokens * 0))
-            best = logits.topk(2, -1).values
-            clear = best[..., 0] - best[..., 1] > 1e-4
-            assert torch.equal(proposal.tokens[clear], logits.argmax(-1)[clear])
-            matters += int((others.argmax(-1) != logits.argmax(-1)).sum())
-        run.step([run.random.randint(0, count) for _ in LENGTHS], count)
-    assert matters > 3, "the drafts before must matter"
+    check_greedy_chain(start(kind, 5, 7, KNOWN), 1e-4)
 
 
 def test_samples_are_drawn_from_the_given_distributions(start: Any) -> None:
