@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from block_configs import (
+    COPIES,
+    LAYERS_READ,
+    QWEN3_8B,
+    SMALL,
+    check_another_target,
+    check_refused,
+    opened,
+    planned,
+    random_tensors,
+)
 
-from specbatch import EngineConfig, Speculation
-from specbatch.drafters import dflash
 from specbatch.drafters.base import DraftPlan
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.attention.verify_attention import Mask
 from specbatch.models.dflash import DFlashConfig, published_layers, published_shape
 from specbatch.weights import open_checkpoint
 
-QWEN3_8B_B16: dict[str, Any] = {  # as z-lab publishes it
-    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "attention_bias": False, "block_size": 16,
-    "bos_token_id": 151643, "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
-    "dtype": "bfloat16", "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
-    "intermediate_size": 12288, "layer_types": ["full_attention"] * 5, "max_position_embeddings": 40960,
-    "max_window_layers": 5, "num_attention_heads": 32, "num_hidden_layers": 5, "num_key_value_heads": 8,
-    "num_target_layers": 36, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
-    "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+QWEN3_8B_B16: dict[str, Any] = QWEN3_8B | {  # as z-lab publishes it
+    "architectures": ["DFlashDraftModel"], "block_size": 16, "max_window_layers": 5, "rope_scaling": None,
+    "rope_theta": 1000000, "dflash_config": {"mask_token_id": 151669, "target_layer_ids": LAYERS_READ},
 }  # fmt: skip
 SLIDING = {
     "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
@@ -162,8 +164,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_unsupported_configs_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpecbatchError, match=message):
-        DFlashConfig.from_dict(changes if "speculators_model_type" in changes else {**QWEN3_8B_B16, **changes})
+    check_refused(DFlashConfig, QWEN3_8B_B16, changes, message)
 
 
 def test_dummy_has_the_published_shape() -> None:
@@ -172,54 +173,31 @@ def test_dummy_has_the_published_shape() -> None:
     assert {key for key in ours if ours[key] != theirs[key]} <= {"eos_ids", "bos_id", "dtype"}
 
 
-def planned(target: str = "toy", **speculation: Any) -> tuple[DraftPlan, list[str]]:
-    lines: list[str] = []
-    asked = Speculation(**{"algorithm": "dflash", "draft": "dummy"} | speculation)
-    config = EngineConfig(model=target, load_format="dummy", device="cpu", speculation=asked)
-    return dflash.plan(open_checkpoint(target, "dummy"), config, lines.append), lines
-
-
 def test_plan_and_log_of_a_dummy() -> None:
-    plan, lines = planned("qwen3-8b")
+    plan, text = planned("dflash", "qwen3-8b")
     assert (plan.drafted, plan.kv_layers, plan.needs_all_hidden, plan.aux) == (15, 5, False, (1, 9, 17, 25, 33))
-    text = "\n".join(lines)
     for part in ("layers 1, 9, 17, 25, 33", "block of 16", "151669", "theta 1e+06", "32 heads of 128, 8 for keys"):
         assert part in text
-    assert planned("qwen3-8b", draft_tokens=7)[0].drafted == 7
+    assert planned("dflash", "qwen3-8b", draft_tokens=7)[0].drafted == 7
     for asked, message in (
         ({"draft_tokens": 7, "draft_steps": 7}, "draft_steps=7: a block is drafted in one pass"),
         ({"draft_tokens": 16}, "draft_tokens=16: the draft's block size is 16; use at most 15"),
     ):
         with pytest.raises(SpecbatchError, match=message):
-            planned("qwen3-8b", **asked)
+            planned("dflash", "qwen3-8b", **asked)
 
 
 def test_draft_for_another_target_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_8B_B16, "hidden_size": 64, "num_target_layers": 3}))
-    with pytest.raises(SpecbatchError) as caught:
-        planned("toy", draft=str(tmp_path))
-    for part in (
-        "not trained for toy",
-        "vocab_size is 151936 and the target has 257",
-        "num_target_layers is 3 and the target has 4",
-        "feature layer 9 is not among the target's 0 to 2",
-        "mask token 151669 is outside the target's vocabulary of 257",
-    ):
-        assert part in str(caught.value)
-    assert "hidden_size" not in str(caught.value)
+    assert "hidden_size" not in check_another_target("dflash", QWEN3_8B_B16, tmp_path)
     with pytest.raises(SpecbatchError, match="architectures"):
-        planned("toy", draft="toy")
+        planned("dflash", "toy", draft="toy")
 
 
-SMALL = {
-    **QWEN3_8B_B16, "hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2,
-    "head_dim": 12, "num_hidden_layers": 2, "layer_types": None, "num_target_layers": 4, "vocab_size": 257,
-    "block_size": 4, "dflash_config": {"mask_token_id": 9, "target_layer_ids": [0, 2]},
-}  # fmt: skip
+SMALL_DRAFT = QWEN3_8B_B16 | SMALL | {"dflash_config": {"mask_token_id": 9, "target_layer_ids": [0, 2]}}
 OUTER = ("dflash_config", "num_target_layers", "layer_types")
 SMALL_SPECULATORS = {
     "speculators_model_type": "dflash",
-    "transformer_layer_config": {key: value for key, value in SMALL.items() if key not in OUTER},
+    "transformer_layer_config": {key: value for key, value in SMALL_DRAFT.items() if key not in OUTER},
     "block_size": 4,
     "mask_token_id": 9,
     "aux_hidden_state_layer_ids": [1, 3],
@@ -227,54 +205,40 @@ SMALL_SPECULATORS = {
 
 
 def test_folder_is_read_and_checked(tmp_path: Path) -> None:
-    config = DFlashConfig.from_dict(SMALL)
-    tensors = {name: torch.randn(shape) for name, shape in config.tensor_shapes().items()}
+    config = DFlashConfig.from_dict(SMALL_DRAFT)
+    tensors = random_tensors(config)
     assert len(tensors) == 2 * 11 + 3
     assert tensors["fc.weight"].shape == (64, 128)
 
-    def write(changes: dict[str, torch.Tensor], described: dict[str, Any] = SMALL) -> None:
-        (tmp_path / "config.json").write_text(json.dumps(described))
-        save_file({**tensors, **changes}, tmp_path / "model.safetensors")
+    def read_with(described: dict[str, Any] = SMALL_DRAFT, **shapes: tuple[int, ...]) -> Any:
+        more = {name: torch.randn(shape) for name, shape in shapes.items()}
+        return opened(tmp_path, described, tensors | more, DFlashConfig)
 
-    def opened() -> Any:
-        return open_checkpoint(str(tmp_path), read=DFlashConfig.from_dict)
-
-    write({})
-    found = opened()
+    found = read_with()
     assert found.config == config
     assert all(torch.equal(found.tensor(name), value) for name, value in tensors.items())
-    extra = {"embed_tokens.weight": torch.randn(257, 64), "lm_head.weight": torch.randn(257, 64)}
-    write(extra)
     with pytest.raises(SpecbatchError, match=r"describes no tensor embed_tokens\.weight"):
-        opened()
-    write(extra, SMALL_SPECULATORS)
-    copied = opened()
+        read_with(**COPIES)
+    copied = read_with(SMALL_SPECULATORS, **COPIES)
     assert sorted(copied.names()) == sorted(tensors)
     assert copied.config.draft_vocab is None
-    write({"mask_embedding": torch.randn(64)})
     with pytest.raises(SpecbatchError, match="describes no tensor mask_embedding"):
-        opened()
+        read_with(mask_embedding=(64,))
 
 
 def test_reduced_vocabulary_is_read_and_checked(tmp_path: Path) -> None:
     described = SMALL_SPECULATORS | {"draft_vocab_size": 50}
-    (tmp_path / "config.json").write_text(json.dumps(described))
-    config = DFlashConfig.from_dict(described)
-    tensors = {name: torch.randn(shape) for name, shape in config.tensor_shapes().items()}
-    asked = Speculation("dflash", draft=str(tmp_path))
-    engine = EngineConfig(model="toy", device="cpu", speculation=asked)
+    tensors = random_tensors(DFlashConfig.from_dict(described))
+    tensors |= {"t2d": torch.zeros(257, dtype=torch.bool), "embed_tokens.weight": torch.randn(257, 64)}
     ids = torch.arange(0, 250, 5)
 
-    def planned(ids: torch.Tensor) -> tuple[DraftPlan, str]:
-        extra = {"t2d": torch.zeros(257, dtype=torch.bool), "embed_tokens.weight": torch.randn(257, 64)}
-        extra["d2t"] = ids - torch.arange(50)
-        save_file({**tensors, **extra}, tmp_path / "model.safetensors")
-        lines: list[str] = []
-        return dflash.plan(open_checkpoint("toy", "dummy"), engine, lines.append), "\n".join(lines)
+    def planned_with(ids: torch.Tensor) -> tuple[DraftPlan, str]:
+        opened(tmp_path, described, tensors | {"d2t": ids - torch.arange(50)}, DFlashConfig)
+        return planned("dflash", "toy", draft=str(tmp_path), load_format="auto")
 
-    plan, text = planned(ids)
+    plan, text = planned_with(ids)
     assert plan.config.tensor_shapes()["lm_head.weight"] == (50, 64)
     assert "50 of 257 tokens drafted" in text
     for wrong in (ids.clamp(min=7), ids + 200):
         with pytest.raises(SpecbatchError, match="d2t must have offsets to 50 different tokens of 257"):
-            planned(wrong)
+            planned_with(wrong)

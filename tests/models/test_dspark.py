@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from block_configs import (
+    COPIES,
+    LAYERS_READ,
+    QWEN3_8B,
+    SMALL,
+    check_another_target,
+    check_refused,
+    opened,
+    planned,
+    random_tensors,
+)
 
-from specbatch import EngineConfig, Speculation
-from specbatch.drafters import dflash, dspark
-from specbatch.drafters.base import DraftPlan
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.attention.verify_attention import Mask
 from specbatch.models.dflash import DFlashConfig
 from specbatch.models.dspark import DSparkConfig, published_shape
 from specbatch.weights import open_checkpoint
 
-QWEN3_8B_B7: dict[str, Any] = {  # as DeepSeek publishes it, without keys that have no meaning here
-    "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "attention_bias": False, "block_size": 7,
-    "bos_token_id": 151643, "confidence_head_with_markov": True, "dtype": "bfloat16", "enable_confidence_head": True,
-    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
-    "layer_types": ["full_attention"] * 5, "markov_head_type": "vanilla", "markov_rank": 256, "mask_token_id": 151669,
-    "max_position_embeddings": 40960, "max_window_layers": 36, "num_anchors": 512, "num_attention_heads": 32,
-    "num_hidden_layers": 5, "num_key_value_heads": 8, "num_target_layers": 36, "rms_norm_eps": 1e-06,
-    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "sliding_window": None,
-    "target_layer_ids": [1, 9, 17, 25, 33], "tie_word_embeddings": False, "use_sliding_window": False,
-    "vocab_size": 151936,
+QWEN3_8B_B7: dict[str, Any] = QWEN3_8B | {  # as DeepSeek publishes it, without keys that have no meaning here
+    "architectures": ["Qwen3DSparkModel"], "block_size": 7, "confidence_head_with_markov": True,
+    "enable_confidence_head": True, "markov_head_type": "vanilla", "markov_rank": 256, "mask_token_id": 151669,
+    "max_window_layers": 36, "num_anchors": 512, "target_layer_ids": LAYERS_READ,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
 }  # fmt: skip
 
 
@@ -119,8 +120,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_unsupported_configs_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpecbatchError, match=message):
-        DSparkConfig.from_dict(changes if "speculators_model_type" in changes else {**QWEN3_8B_B7, **changes})
+    check_refused(DSparkConfig, QWEN3_8B_B7, changes, message)
 
 
 def test_dummy_has_the_published_shape() -> None:
@@ -129,65 +129,35 @@ def test_dummy_has_the_published_shape() -> None:
     assert {key for key in ours if ours[key] != theirs[key]} <= {"eos_ids", "bos_id", "dtype", "rope"}
 
 
-def planned(target: str, module: Any = dspark, **speculation: Any) -> tuple[DraftPlan, str]:
-    lines: list[str] = []
-    asked = Speculation(**{"algorithm": "dspark", "draft": "dummy"} | speculation)
-    config = EngineConfig(model=target, load_format="dummy", device="cpu", speculation=asked)
-    plan = module.plan(open_checkpoint(target, "dummy"), config, lines.append)
-    return plan, "\n".join(lines)
-
-
 def test_plan_and_log_of_a_dummy() -> None:
-    plan, text = planned("qwen3-8b")
+    plan, text = planned("dspark", "qwen3-8b")
     assert (plan.drafted, plan.kv_layers, plan.needs_all_hidden, plan.aux) == (7, 5, False, (1, 9, 17, 25, 33))
     for part in ("layers 1, 9, 17, 25, 33", "block of 7", "151669", "7 drafts", "rank 256"):
         assert part in text
     with pytest.raises(SpecbatchError, match="draft_tokens=8: the draft's block size is 7; use at most 7"):
-        planned("qwen3-8b", draft_tokens=8)
+        planned("dspark", "qwen3-8b", draft_tokens=8)
 
 
 def test_draft_for_another_target_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B_B7 | {"hidden_size": 64, "num_target_layers": 3}))
-    with pytest.raises(SpecbatchError) as caught:
-        planned("toy", draft=str(tmp_path))
-    for part in (
-        "not trained for toy",
-        "vocab_size is 151936 and the target has 257",
-        "num_target_layers is 3 and the target has 4",
-        "feature layer 9 is not among the target's 0 to 2",
-        "mask token 151669 is outside the target's vocabulary of 257",
-    ):
-        assert part in str(caught.value)
+    check_another_target("dspark", QWEN3_8B_B7, tmp_path)
     with pytest.raises(SpecbatchError, match="the draft has a Markov head; use 'dspark'"):
-        planned("toy", dflash, algorithm="dflash", draft=str(tmp_path))
-
-
-SMALL = QWEN3_8B_B7 | {
-    "hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12,
-    "num_hidden_layers": 2, "layer_types": None, "num_target_layers": 4, "vocab_size": 257, "block_size": 4,
-    "mask_token_id": 9, "target_layer_ids": [0, 2], "markov_rank": 6,
-}  # fmt: skip
+        planned("dflash", "toy", draft=str(tmp_path))
 
 
 @pytest.mark.parametrize(("kind", "own"), [("vanilla", 0), ("gated", 2), ("rnn", 2)])
 def test_folder_is_read_and_checked(tmp_path: Path, kind: str, own: int) -> None:
-    described = SMALL | {"markov_head_type": kind}
-    config = DSparkConfig.from_dict(described)
-    tensors = {name: torch.randn(shape) for name, shape in config.tensor_shapes().items()}
+    described = QWEN3_8B_B7 | SMALL | {"mask_token_id": 9, "target_layer_ids": [0, 2], "markov_rank": 6}
+    described["markov_head_type"] = kind
+    tensors = random_tensors(DSparkConfig.from_dict(described))
     assert len(tensors) == 2 * 11 + 3 + 4 + own
-    copies = {"embed_tokens.weight": torch.randn(257, 64), "lm_head.weight": torch.randn(257, 64)}
-    (tmp_path / "config.json").write_text(json.dumps(described))
 
-    def opened(found: dict[str, torch.Tensor]) -> Any:
-        save_file(found, tmp_path / "model.safetensors")
-        return open_checkpoint(str(tmp_path), read=DSparkConfig.from_dict)
+    def read_with(found: dict[str, torch.Tensor]) -> Any:
+        return opened(tmp_path, described, found, DSparkConfig)
 
-    assert sorted(opened(tensors | copies).names()) == sorted(tensors)
-    for name, message in (
-        ("markov_head.markov_w2.weight", "tensor markov_head.markov_w2.weight is missing"),
-        ("confidence_head.proj.bias", "tensor confidence_head.proj.bias is missing"),
-    ):
-        with pytest.raises(SpecbatchError, match=message):
-            opened({key: value for key, value in tensors.items() if key != name})
+    copies = {name: torch.randn(shape) for name, shape in COPIES.items()}
+    assert sorted(read_with(tensors | copies).names()) == sorted(tensors)
+    for name in ("markov_head.markov_w2.weight", "confidence_head.proj.bias"):
+        with pytest.raises(SpecbatchError, match=f"tensor {name} is missing"):
+            read_with({key: value for key, value in tensors.items() if key != name})
     with pytest.raises(SpecbatchError, match=r"its config requires \[257, 6\]"):
-        opened(tensors | {"markov_head.markov_w1.weight": torch.randn(257, 7)})
+        read_with(tensors | {"markov_head.markov_w1.weight": torch.randn(257, 7)})
