@@ -141,12 +141,11 @@ def test_drafts_are_compared_with_a_baseline(run: Callable[..., Result]) -> None
             accept, step, plain_step = (
                 float(value) for value in (row["accept_length"], row["step_s"], plain["step_s"])
             )
-            assert 1.7 < accept <= 2
+            assert 1.4 < accept < 2.6  # drawn with a mean of 2
             assert float(row["full_batch_steps"]) >= 20
             assert float(row["decode_throughput"]) == pytest.approx(int(size) * accept / step)
             assert float(row["break_even"]) == pytest.approx(step / plain_step)
             assert float(row["ratio"]) == pytest.approx(accept * plain_step / step)
-            assert row["step_gb"] == ""  # what a draft model reads is not counted
     text = Path("out/summary.md").read_text()
     assert "left out: section verify: it has its own drafts" in result.stderr
     theirs = cells(text, "Decode step", "Theirs: full-batch step (ms)")
