@@ -32,12 +32,17 @@ class DraftShape(NamedTuple):
 AUTO: Final = "auto"  # for draft_tokens: the fastest number from 0 to the whole chain
 
 
+def counts_root(steps: int | None, topk: int | None, tokens: int | str | None) -> bool:
+    """Whether the settings of a chain are SGLang's, whose number of tokens includes the root: 3 steps, 4 tokens."""
+    return (topk or 1) == 1 and steps is not None and tokens == steps + 1
+
+
 def shape_of(name: str, steps: int | None, topk: int | None, tokens: int | None) -> DraftShape:
     """Complete the draft shape of the algorithm `name` from the settings that are given (not None).
 
     Without any, a chain of the algorithm's `default_tokens`. A chain has as many steps as tokens. A tree has by default
     `default_tokens` steps and `TREE` nodes, adjusted to the given settings. Raises SpecbatchError for an impossible
-    combination and names the nearest possible one.
+    combination and names the nearest possible one. A chain as SGLang writes it (`counts_root`) is understood.
     """
     algorithm = ALGORITHMS[name]
     for setting, value in (("draft_steps", steps), ("draft_topk", topk), ("draft_tokens", tokens)):
@@ -45,6 +50,8 @@ def shape_of(name: str, steps: int | None, topk: int | None, tokens: int | None)
             at_least(setting, value, 1)
             if value > MOST:
                 raise refuse(setting, value, f"use at most {MOST} (a verify has at most {MOST + 1} tokens)")
+    if counts_root(steps, topk, tokens):
+        tokens = steps
     if algorithm.tree is None and (topk or 1) > 1:
         raise refuse("draft_topk", topk, f"{name!r} drafts chains only; use 1")
     default = algorithm.default_tokens

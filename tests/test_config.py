@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specbatch.config import EngineConfig, Graphs, Speculation
-from specbatch.draft_shape import shape_of
+from specbatch.draft_shape import counts_root, shape_of
 from specbatch.errors import SpecbatchError
 
 
@@ -62,10 +62,19 @@ def test_shape_is_accepted_or_the_nearest_is_named(algorithm: str, given: tuple[
         named = tuple(int(number) for number in re.findall(r"draft_\w+=(\d+)", str(error).rpartition("; use ")[2]))
         assert shape_of(algorithm, *named) == named
         return
-    assert all(value in (None, found) for value, found in zip(given, shape, strict=True))
+    asked = (*given[:2], given[0]) if counts_root(*given) else given
+    assert all(value in (None, found) for value, found in zip(asked, shape, strict=True))
     assert shape.steps <= shape.tokens <= 63
     assert shape.topk > 1 or shape.steps == shape.tokens
     assert algorithm == "ngram" or shape.draft_slots <= 64
+
+
+def test_a_chain_may_be_written_as_in_sglang() -> None:
+    """Its number of tokens counts the root."""
+    assert Speculation("ngram", draft_steps=3, draft_topk=1, draft_tokens=4).shape == (3, 1, 3)
+    assert counts_root(3, 1, 4)
+    assert not counts_root(3, 2, 4)
+    assert not counts_root(None, None, 4)
 
 
 def test_text_of_a_tree() -> None:

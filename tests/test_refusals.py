@@ -62,7 +62,7 @@ VALUES: list[tuple[Callable[..., Any], str, list[Any], str]] = [
     (spec("standalone", draft_steps=63), "draft_topk", [2], "use draft_steps="),
     (Speculation, "draft_topk", [0], "at least 1"),
     (Speculation, "draft_topk", [True], "whole number"),
-    (partial(Speculation, draft_tokens=4), "draft_steps", [3], "use draft_steps=3, draft_topk=1, draft_tokens=3"),
+    (partial(Speculation, draft_tokens=5), "draft_steps", [3], "use draft_steps=3, draft_topk=2, draft_tokens=5"),
     (partial(Speculation, draft_topk=2, draft_tokens=3), "draft_steps", [5], "draft_topk=2, draft_tokens=5"),
     (spec("standalone", draft_steps=3, draft_topk=2), "draft_tokens", [11], "10 candidates (the root is not counted)"),
     (spec("ngram", draft_steps=3, draft_topk=2), "draft_tokens", [7], "draft_topk=2, draft_tokens=6"),

@@ -14,6 +14,7 @@ from specbatch import weights
 from specbatch.config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.core.device_batch import DeviceBatch
+from specbatch.draft_shape import counts_root
 from specbatch.drafters.base import Diagnosis, Drafter, DraftPlan
 from specbatch.drafters.corpus import Corpus, CorpusDrafter, CorpusPlan
 from specbatch.drafters.corpus_files import plan_corpus
@@ -167,8 +168,14 @@ def _build(
         log("prefix cache: off, because no prefix state fits next to the KV pages; use a higher memory_fraction")
         prepared = prepared._replace(config=replace(config, prefix_cache=False))
     log(f"decoding: {config.speculation}")
-    if config.speculation.is_auto:
-        log(announced(config.speculation.lengths))
+    asked = config.speculation
+    if counts_root(asked.draft_steps, asked.draft_topk, asked.draft_tokens):
+        log(
+            f"draft_tokens={asked.draft_tokens} with draft_steps={asked.draft_steps} counts the root, as SGLang does: "
+            f"{asked.draft_steps} drafted"
+        )
+    if asked.is_auto:
+        log(announced(asked.lengths))
     for line in plan.lines(1 if ranks is None else ranks.size):
         log(line)
     try:

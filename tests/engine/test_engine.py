@@ -363,6 +363,13 @@ def test_a_closed_engine_refuses_work(toy: Any, toy_engine: Callable[..., Engine
     engine.close()
 
 
+def test_a_number_that_counts_the_root_is_logged(toy_engine: Callable[..., Engine]) -> None:
+    lines: list[str] = []
+    engine = toy_engine(log=lines.append, speculation=Speculation("ngram", draft_steps=3, draft_tokens=4))
+    assert "draft_tokens=4 with draft_steps=3 counts the root, as SGLang does: 3 drafted" in lines
+    assert engine.caps["verify_rows"] == 4
+
+
 def test_models_and_plan_are_logged(toy_engine: Callable[..., Engine]) -> None:
     lines: list[str] = []
     toy_engine(log=lines.append, speculation=Speculation("standalone", draft="toy-2"))
