@@ -27,7 +27,7 @@ class Algorithm:
                     model or head, vLLM's prompt lookup examples 4, DFLASH and DFlash 2 a block of 16
                     with the root, DSpark a block of 7, P-EAGLE 7 as in vLLM's benchmarks at one request
     tree            how a tree gets its candidates: "expanded" gives each of `topk` nodes of a step `topk` children,
-                    "block" does so with the tokens of a block that is drafted in one pass, "merged" joins `topk`
+                    "block" does so with the tokens of a block that is filled in one pass, "merged" joins `topk`
                     continuations of `steps` tokens, None means that only chains are drafted
     draft           what the setting `draft` must name; None if the algorithm takes no draft
     settings        settings that only some algorithms take
@@ -115,14 +115,14 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dflash2": Algorithm(
         "specbatch.drafters.dflash2",
         default_tokens=15,
-        tree=None,
+        tree="block",
         draft="a draft that was made for the model (folder or hub id)",
         training="specbatch.training.dflash2",
     ),
     "dspark": Algorithm(
         "specbatch.drafters.dspark",
         default_tokens=7,
-        tree=None,
+        tree="block",
         draft="a draft that was made for the model (folder or hub id)",
         training="specbatch.training.dspark",
     ),

@@ -26,6 +26,8 @@ from targets import Targets
 from specbatch.config import EngineConfig
 from specbatch.models.config import ModelConfig
 from specbatch.models.dflash import DFlashConfig
+from specbatch.models.dflash2 import DFlash2Config
+from specbatch.models.dspark import DSparkConfig
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # where a plugin imported torch earlier
 
@@ -128,7 +130,7 @@ class ToyCheckpoint:
         return ToyTokenizer(self.config.vocab_size)
 
 
-TOY_BLOCK = {
+TOY_BLOCK: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "vocab_size": 37, "hidden_size": 32,
     "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3,
     "head_dim": 12, "max_position_embeddings": 512, "rms_norm_eps": 1e-4, "rope_theta": 3000.0,
@@ -136,13 +138,34 @@ TOY_BLOCK = {
     "num_target_layers": 4, "block_size": 5, "dflash_config": {"mask_token_id": 34, "target_layer_ids": [2, 0]},
 }  # fmt: skip
 
+_MARKOV = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 8, "enable_confidence_head": False}
+_SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}
+TOY_BLOCKS: dict[str, tuple[type[DFlashConfig], dict[str, Any]]] = {
+    "toy-block": (DFlashConfig, {}),
+    "toy-block-34": (DFlashConfig, {}),
+    **{
+        f"toy-block-{kind}": (DSparkConfig, _MARKOV | {"markov_head_type": kind})
+        for kind in ("vanilla", "gated", "rnn")
+    },
+    "toy-block-selector": (
+        DFlash2Config,
+        {"architectures": ["DFlash2DraftModel"], "dflash_config": TOY_BLOCK["dflash_config"] | _SELECTOR},
+    ),
+}
+
 
 class ToyBlock(ToyCheckpoint):
-    """A DFlash draft for the toy, random. "toy-block-34" drafts nothing but token 34, which the toy likes to repeat."""
+    """A block draft for the toy, random, of `TOY_BLOCKS`. "toy-block-34" drafts nothing but token 34, which the toy
+    likes to repeat.
+
+    raw: its config.json
+    """
 
     def __init__(self, name: str = "toy-block") -> None:
         self.name = name
-        self.config = DFlashConfig.from_dict(TOY_BLOCK)
+        read, changes = TOY_BLOCKS[name]
+        self.raw = TOY_BLOCK | changes
+        self.config = read.from_dict(self.raw)
         generator = torch.Generator().manual_seed(4)
         self.tensors = random_tensors(self.config, generator)
         if name == "toy-block-34":  # layers that add nothing leave a mask's own embedding
@@ -167,7 +190,7 @@ class Toy:
 
     eos = EOS
     pieces = _PIECES
-    block, block_config = ToyBlock, TOY_BLOCK
+    block = ToyBlock
 
     def __init__(self, name: str = "toy") -> None:
         self.checkpoint = ToyCheckpoint(name)

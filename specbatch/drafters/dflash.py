@@ -93,6 +93,10 @@ class DFlashDrafter(NoDraft):
         scores: Scores = self._model.block.scores(rows.flatten(0, 1), greedy=greedy).unflatten(0, rows.shape[:2])
         return scores[:, first - skipped :]
 
+    def _drafting(self, hidden: torch.Tensor, count: int) -> torch.Tensor:
+        """The rows [B, count, H] of the first `count` drafts, of hidden states [B, rows, H] of a block."""
+        return hidden[:, self._first_row :][:, :count]
+
     @property
     def _first_row(self) -> int:
         """The row of the first draft."""
@@ -116,13 +120,8 @@ class DFlashTree(DFlashDrafter):
         self._shape = shape
 
     def propose(self, step: StepInput) -> Proposal:
-        steps, topk, count = self._shape
-        hidden, _ = self._fill(step)
-        logits = self._scores(hidden, steps, greedy=False)
-        assert isinstance(logits, torch.Tensor)
-        scores, tokens = topk_logprobs(logits, topk, self._model.ids)
-        drafts, ancestors = expand_block(scores, tokens, self._shape)
-        return Proposal(drafts, step.batch.filled(count, step.slots), ancestors=ancestors)
+        drafts, ancestors = self._expand(*self._fill(step))
+        return Proposal(drafts, step.batch.filled(self._shape.tokens, step.slots), ancestors=ancestors)
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         assert path is not None
@@ -130,6 +129,14 @@ class DFlashTree(DFlashDrafter):
         first = torch.arange(len(path), device=path.device)[:, None] * path.shape[1]
         ordered = features.aux[(first + path).flatten()]  # the accepted nodes at the positions of their tokens
         super().update(step, features._replace(aux=ordered), accepted, None)
+
+    def _expand(self, hidden: torch.Tensor, roots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tree of a block, as `expand_given` returns it, from its hidden states [B, rows, H] after roots int64
+        [B]."""
+        logits = self._scores(hidden, self._shape.steps, greedy=False)
+        assert isinstance(logits, torch.Tensor)
+        scores, tokens = topk_logprobs(logits, self._shape.topk, self._model.ids)
+        return expand_block(scores, tokens, self._shape)
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
@@ -147,7 +154,7 @@ class Block(NamedTuple):
     network: Callable[[Reader, Decoder, int], Any]
     drafter: Callable[[Any, KVCache, int], DFlashDrafter]
     published: Callable[[ModelConfig], dict[str, Any]]
-    tree: Callable[[Any, KVCache, DraftShape], DFlashDrafter] | None = None
+    tree: Callable[[Any, KVCache, DraftShape], DFlashTree]
 
 
 def block_plan(target: Checkpoint, config: EngineConfig, log: Log, parts: Block) -> DraftPlan:
@@ -174,6 +181,9 @@ def block_plan(target: Checkpoint, config: EngineConfig, log: Log, parts: Block)
     if count > most:
         setting = "draft_steps" if is_tree else "draft_tokens"
         raise refuse(setting, count, f"the draft's block size is {shape.block_size}; use at most {most}")
+    if asked.shape.topk > shape.choices:
+        works = f"the draft chooses from {shape.choices} tokens at each position; use at most {shape.choices}"
+        raise refuse("draft_topk", asked.shape.topk, works)
     log(f"draft: {draft.name} ({draft.origin})")
     for line in shape.lines():
         log(line)
@@ -183,7 +193,6 @@ def block_plan(target: Checkpoint, config: EngineConfig, log: Log, parts: Block)
         cache = loader.cache(own.config, shape.num_layers, "draft")
         if not is_tree:
             return parts.drafter(own, cache, count)
-        assert parts.tree is not None
         return parts.tree(own, cache, asked.shape)
 
     return DraftPlan(

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from specbatch.core.step_input import StepInput
 from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.choose import choose_in_turn
-from specbatch.drafters.dflash import Block, DFlashDrafter, block_plan
+from specbatch.drafters.dflash import Block, DFlashDrafter, DFlashTree, block_plan
+from specbatch.drafters.tree import expand_given
+from specbatch.kernels.sampling.argmax_topk import topk_logprobs
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.dflash2 import DFlash2, DFlash2Config, published_shape
 
@@ -29,12 +32,7 @@ class DFlash2Drafter(DFlashDrafter):
     def _choose(
         self, step: StepInput, hidden: torch.Tensor, roots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        model, count = self._selector, step.num_drafts
-        logits = self._scores(hidden, count, greedy=False)
-        assert isinstance(logits, torch.Tensor)
-        rows = hidden[:, self._first_row :][:, :count]
-        found = model.candidates(logits.flatten(0, 1), rows.flatten(0, 1))
-        candidates = [part.unflatten(0, rows.shape[:2]) for part in found]
+        model, candidates = self._selector, self._candidates(hidden, step.num_drafts)
 
         def scores(place: int, embedded: torch.Tensor) -> torch.Tensor:
             tokens, known, weights = (part[:, place] for part in candidates)
@@ -42,9 +40,33 @@ class DFlash2Drafter(DFlashDrafter):
 
         return choose_in_turn(scores, step, roots, model.predecessors, ids=None, vocabulary=model.config.vocab_size)
 
+    def _candidates(self, hidden: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """`DFlash2.candidates` of the rows that draft, each [B, count, ...]."""
+        logits = self._scores(hidden, count, greedy=False)
+        assert isinstance(logits, torch.Tensor)
+        found = self._selector.candidates(logits.flatten(0, 1), self._drafting(hidden, count).flatten(0, 1))
+        return [part.unflatten(0, logits.shape[:2]) for part in found]
+
+
+class DFlash2Tree(DFlashTree, DFlash2Drafter):
+    """Drafts a tree whose nodes have as children the candidates of the next row that are most likely after the node's
+    token."""
+
+    def _expand(self, hidden: torch.Tensor, roots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        model, (steps, topk, _) = self._selector, self._shape
+        candidates = self._candidates(hidden, steps)
+
+        def children(depth: int, tokens: torch.Tensor, origin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            known, scores, weights = (part[:, depth] for part in candidates)
+            embedded = F.embedding(tokens, model.predecessors)
+            found, places = topk_logprobs(model.candidate_scores(known, scores, weights, embedded), topk)
+            return found, known[:, None].expand(-1, tokens.shape[1], -1).gather(2, places)
+
+        return expand_given(roots, self._shape, children)
+
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     """The draft is a published checkpoint, or with load_format "dummy" random weights: draft="dummy" has the shape of
     published drafts. Raises SpecbatchError if the draft does not fit the target.
     """
-    return block_plan(target, config, log, Block(DFlash2Config, DFlash2, DFlash2Drafter, published_shape))
+    return block_plan(target, config, log, Block(DFlash2Config, DFlash2, DFlash2Drafter, published_shape, DFlash2Tree))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from specbatch.core.step_input import StepInput
 from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.choose import choose_in_turn
-from specbatch.drafters.dflash import Block, DFlashDrafter, block_plan
-from specbatch.kernels.sampling.argmax_topk import Scores
+from specbatch.drafters.dflash import Block, DFlashDrafter, DFlashTree, block_plan
+from specbatch.drafters.tree import expand_given
+from specbatch.kernels.sampling.argmax_topk import Scores, topk_logprobs
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.dspark import DSpark, DSparkConfig, published_shape
 
@@ -32,8 +34,7 @@ class DSparkDrafter(DFlashDrafter):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         model, markov, count = self._heads, self._heads.markov, step.num_drafts
         is_greedy = not step.sampling.flags.sampled
-        rows = hidden[:, self._first_row :][:, :count].transpose(0, 1).contiguous()
-        base = model.own_logits(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])  # [count, B, V]
+        rows, base = self._base(hidden, count)
         state: torch.Tensor | None = None
 
         def scores(place: int, embedded: torch.Tensor) -> Scores:
@@ -44,9 +45,40 @@ class DSparkDrafter(DFlashDrafter):
         vocabulary = model.config.vocab_size
         return choose_in_turn(scores, step, roots, markov.embedding, ids=model.ids, vocabulary=vocabulary)
 
+    def _base(self, hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the rows that draft, by place: hidden states [count, B, H], and logits without bias [count, B, Vd] of this
+        rank's tokens."""
+        rows = self._drafting(hidden, count).transpose(0, 1).contiguous()
+        return rows, self._heads.own_logits(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
+
+
+class DSparkTree(DFlashTree, DSparkDrafter):
+    """Drafts a tree whose nodes have as children the most likely tokens of the next row given the node's token; with a
+    recurrent Markov head, given all tokens on the way to it."""
+
+    def _expand(self, hidden: torch.Tensor, roots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        model, markov, topk = self._heads, self._heads.markov, self._shape.topk
+        rows, base = self._base(hidden, self._shape.steps)
+        state: torch.Tensor | None = None
+
+        def children(depth: int, tokens: torch.Tensor, origin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal state
+            batch, width = tokens.shape
+            if state is not None:  # [B * nodes before, rank]: each node continues from that of its parent
+                state = state.unflatten(0, (batch, -1))
+                state = state.gather(1, origin[:, :, None].expand(-1, -1, state.shape[2])).flatten(0, 1)
+            embedded = F.embedding(tokens.flatten(), markov.embedding)
+            own, read = (part[depth].repeat_interleave(width, 0) for part in (base, rows))
+            own, state = markov.own_logits(own, embedded, read, state)
+            logits = model.joined(own, greedy=False)
+            assert isinstance(logits, torch.Tensor)
+            return topk_logprobs(logits.unflatten(0, (batch, width)), topk, model.ids)
+
+        return expand_given(roots, self._shape, children)
+
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     """The draft is a published checkpoint, or with load_format "dummy" random weights: draft="dummy" has the shape of
     published drafts. Raises SpecbatchError if the draft does not fit the target.
     """
-    return block_plan(target, config, log, Block(DSparkConfig, DSpark, DSparkDrafter, published_shape))
+    return block_plan(target, config, log, Block(DSparkConfig, DSpark, DSparkDrafter, published_shape, DSparkTree))

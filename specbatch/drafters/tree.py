@@ -40,25 +40,43 @@ class Beams(NamedTuple):
 
 
 Run = Callable[[Beams], torch.Tensor]
+Children = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def expand_block(scores: torch.Tensor, tokens: torch.Tensor, shape: DraftShape) -> tuple[torch.Tensor, torch.Tensor]:
-    """Build a tree as `expand` does, where the children of a node depend on its depth alone, as in a block that is
-    drafted in one pass.
+    """Build a tree as `expand_given` does, where the children of a node depend on its depth alone, as in a block whose
+    tokens are independent.
 
     scores float32 [B, steps, K] and tokens int64 [B, steps, K]: the most likely tokens of each depth, K = shape.topk,
     and the logarithms of their probabilities. The kept nodes are the texts with the largest products, unless more than
     K nodes of one depth have children among these.
     """
-    steps, topk, count = shape
-    candidates = Candidates.room(len(scores), topk + (steps - 1) * topk * topk, scores.device)
+    topk = shape.topk
     # [steps, B, K, K]: the same children for each of K nodes.
     below = [part.transpose(0, 1)[:, :, None].expand(-1, -1, topk, -1).contiguous() for part in (scores, tokens)]
-    roots = [part[:, :1].contiguous() for part in (scores, tokens)]
-    level = tree_draft.expand(candidates, roots[0], roots[1], None, start=0, first=1)
+    first = scores[:, :1].contiguous(), tokens[:, :1].contiguous()
+
+    def children(depth: int, _: torch.Tensor, __: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (below[0][depth], below[1][depth]) if depth else first
+
+    return expand_given(tokens[:, 0, 0], shape, children)
+
+
+def expand_given(roots: torch.Tensor, shape: DraftShape, children: Children) -> tuple[torch.Tensor, torch.Tensor]:
+    """Build a tree as `expand` does from nodes that the drafter does not run, so that there may be any number of them.
+
+    roots int64 [B]. `children` is called once per depth from 0 with the depth, and of the W nodes there (the root, then
+    the K = shape.topk beams) the tokens int64 [B, W] and the parents' rows in the call before, int64 [B, W]. It returns
+    the most likely children of each node: logarithms of their probabilities float32 and tokens int64 [B, W, K].
+    """
+    steps, topk, count = shape
+    candidates = Candidates.room(len(roots), topk + (steps - 1) * topk * topk, roots.device)
+    found = children(0, roots[:, None], torch.zeros_like(roots[:, None]))
+    level = tree_draft.expand(candidates, *found, None, start=0, first=1)
     for depth in range(1, steps):
-        start = topk + (depth - 1) * topk * topk
-        level = tree_draft.expand(candidates, below[0][depth], below[1][depth], level, start, first=1)
+        found = children(depth, level.tokens, level.origin)
+        # Words of ancestors among the nodes run so far are of no use here; the same bits serve every depth.
+        level = tree_draft.expand(candidates, *found, level, topk + (depth - 1) * topk * topk, first=1)
     return tree_draft.prune(candidates, count, steps)
 
 

@@ -194,6 +194,11 @@ class DFlashConfig(ModelConfig):
         """Number of tokens that it can draft."""
         return self.vocab_size if self.draft_vocab is None else self.draft_vocab
 
+    @property
+    def choices(self) -> int:
+        """Number of tokens that a row's draft is chosen from."""
+        return self.drafted_tokens
+
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the file's weights."""
         ends = ("model.embed_tokens.weight", "lm_head.weight")

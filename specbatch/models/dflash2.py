@@ -68,6 +68,10 @@ class DFlash2Config(DFlashConfig):
     def with_drafts(self, count: int) -> Self:
         return replace(self, rows=count if self.from_anchor else count + 1)
 
+    @property
+    def choices(self) -> int:
+        return self.candidates
+
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = super().weight_shapes()
         shapes |= dict.fromkeys(_CODEBOOKS, (self.vocab_size, self.selector_rank))
@@ -173,9 +177,17 @@ class DFlash2(DFlash):
     ) -> torch.Tensor:
         """Logits float32 [B, V] of one row per block, -inf for all but its candidates, as `candidates` returns them.
         embedded [B, rank]: `predecessors` of the tokens before."""
-        follows = torch.einsum("br,bkr->bk", embedded * weights, F.embedding(tokens, self._successors))
+        known = self.candidate_scores(tokens, scores, weights, embedded[:, None])[:, 0]
         every = scores.new_full((len(scores), len(self._successors)), -torch.inf)
-        return every.scatter_(1, tokens, scores + follows.float())
+        return every.scatter_(1, tokens, known)
+
+    def candidate_scores(
+        self, tokens: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor, embedded: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits float32 [B, W, K] of the K candidates of one row per block, as `candidates` returns them, after each
+        of W tokens. embedded [B, W, rank]: `predecessors` of these."""
+        follows = torch.einsum("bwr,bkr->bwk", embedded * weights[:, None], F.embedding(tokens, self._successors))
+        return scores[:, None] + follows.float()
 
 
 def published_shape(target: ModelConfig) -> dict[str, Any]:

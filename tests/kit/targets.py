@@ -274,7 +274,9 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "dflash-auto": {"algorithm": "dflash", "draft": "dummy", "draft_tokens": "auto", "draft_steps": 3},
     "dflash-corpus": {"algorithm": "dflash", "draft": "dummy", "draft_tokens": 3, "corpus": "run", "corpus_min": 1},
     "dflash2": {"algorithm": "dflash2", "draft": "dummy", "draft_tokens": 3},
+    "dflash2-tree": {"algorithm": "dflash2", "draft": "dummy", **_TREE},
     "dspark": {"algorithm": "dspark", "draft": "dummy", "draft_tokens": 3},
+    "dspark-tree": {"algorithm": "dspark", "draft": "dummy", **_TREE},
     "dspark-block-auto": {
         "algorithm": "dspark", "draft": "dummy", "draft_tokens": "auto", "draft_steps": 3, "verification": "block",
     },
