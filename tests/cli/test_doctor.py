@@ -26,5 +26,5 @@ def test_doctor_gives_a_reason_for_everything(run, monkeypatch, tmp_path):
     text = report(found)
     assert "| feature" in text
     assert re.search(r"\| LFM2 +\| yes +\| yes +\| yes ", text)
-    assert re.search(r"\| tree \(--draft-topk\) .*\| no \(1\) +\| yes +\| yes +\| no \(2\) +\| no \(3\) +\|\n", text)
-    assert "* no (2): draft_topk=2: 'dflash2' drafts chains only; use 1\n" in text
+    assert re.search(r"\| tree \(--draft-topk\) .*\| no \(1\) +\| yes +\| yes +\| yes +\| yes +\|\n", text)
+    assert "* no (1): draft_topk=2: 'peagle' drafts chains only; use 1\n" in text

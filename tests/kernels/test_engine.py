@@ -48,6 +48,8 @@ SPECULATIONS = {
     "block": Speculation("dflash", draft="toy-block", draft_tokens=3),
     "dflash2": Speculation("dflash2", draft="dummy", draft_tokens=3),
     "dspark": Speculation("dspark", draft="dummy", draft_tokens=3),
+    "dflash2-tree": Speculation("dflash2", draft="toy-block-selector", draft_steps=3, draft_topk=2, draft_tokens=4),
+    "dspark-tree": Speculation("dspark", draft="toy-block-rnn", draft_steps=3, draft_topk=2, draft_tokens=4),
     "ngram-tree": Speculation("ngram", draft_steps=2, draft_topk=2, ngram_min=1),
     "self-tree": Speculation("standalone", draft="self:skip=1", draft_steps=3, draft_topk=2, draft_tokens=4),
 }
@@ -118,6 +120,7 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
     expected |= {"skinny_linear", "skinny_gated", "partials_of"}
     expected |= {"commit_tree", "move_accepted_kv"} if name.endswith("tree") else {"commit"}
     pairs, levels = {"pending_inputs", "buffer_features"}, {"topk_logprobs", "expand", "prune"}
+    context = {"write_context_kv", "write_verified_kv"}
     own = {
         "none": set(),
         "ngram": {"ngram_match"},
@@ -126,9 +129,11 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
         "self by block": {"argmax"},
         "eagle3": {"argmax_embedding"} | pairs,
         "mtp-tree": {"beam_inputs"} | levels | pairs,
-        "block": {"argmax", "write_context_kv", "write_verified_kv"},
-        "dflash2": {"argmax_embedding", "topk_logprobs", "write_context_kv", "write_verified_kv"},
-        "dspark": {"argmax_embedding", "write_context_kv", "write_verified_kv"},
+        "block": {"argmax"} | context,
+        "dflash2": {"argmax_embedding", "topk_logprobs"} | context,
+        "dspark": {"argmax_embedding"} | context,
+        "dflash2-tree": levels | context,
+        "dspark-tree": levels | context,
         "ngram-tree": {"ngram_match"},
         "self-tree": levels,
     }
