@@ -37,7 +37,7 @@ ROW = "toy,float32,,decode,3,step_s,Theirs,7.25\n"
         ((DRAFTING + ",,,,2.4," + ROW).encode(), "line 2: give all of algorithm, draft_steps, .* or none of them"),
         ((DRAFTING + "eagle3,3,1,x,2.4," + ROW).encode(), "line 2: draft_tokens 'x' is not a whole number"),
         ((DRAFTING + "eagle3,3,1,3,much," + ROW).encode(), "line 2: accept_length 'much' is not a number"),
-        ((DRAFTING + "eagle3,3,1,4,2.4," + ROW).encode(), r"line 2: draft_steps=3: .* \(the root is not counted\)"),
+        ((DRAFTING + "eagle3,3,1,5,2.4," + ROW).encode(), r"line 2: draft_steps=3: .* \(the root is not counted\)"),
         ((DRAFTING + "eagle4,3,1,3,2.4," + ROW).encode(), "line 2: algorithm 'eagle4' drafts nothing here; use one"),
         ((DRAFTING + "none,3,1,3,2.4," + ROW).encode(), "line 2: algorithm 'none' drafts nothing here"),
     ],
