@@ -20,27 +20,20 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from specbatch.algorithms import NO_SPECULATION
-from specbatch.atomic_file import write_atomic, write_json, writing
+from specbatch.atomic_file import writing
 from specbatch.config import EngineConfig, Graphs
 from specbatch.errors import SpecbatchError, at_least, each_once, one_line, refuse, reporting
 from specbatch.evals.finished import hash_of
+from specbatch.evals.grid_table import SUMMARY, Grid, Place, bases_of
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import PreparedEval, prepare
 from specbatch.progress import NotedReport, Waves
-from specbatch.records.answers import Score
-from specbatch.records.markdown import markdown_table
-from specbatch.records.mcnemar import changes, is_binary
-from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import speculation_of
-from specbatch.records.runs import Replicates
 from specbatch.records.store import RECORD
 from specbatch.records.sweep_plan import LEAST_PROMPTS, PLAN, Point, check_plan, folder_name, points, save
-from specbatch.records.verdicts import ONE_REPEAT, speedup_of
 from specbatch.text_files import read_json
 
 if TYPE_CHECKING:
@@ -48,12 +41,8 @@ if TYPE_CHECKING:
 
 WARM_UP = 4  # questions, and on a GPU a full batch
 WARM_UP_TOKENS = 16  # of each answer
-BASELINE = "baseline"
-SUMMARY = ("summary.md", "summary.csv", "summary.json")
-SHOWN = ("accept_length", "mean_ttft_s", "mean_tpot_s", "output_throughput")
 Log = Callable[[str], None]
 Load = Callable[[], AbstractContextManager[Mapping[str, "InferenceEngine"]]]
-Place = tuple[int, str]  # concurrency, configuration
 
 
 @dataclass(frozen=True)
@@ -84,163 +73,6 @@ class GridOptions:
             return self.task.limit
         most = max(self.prompts_per_concurrency * concurrency, LEAST_PROMPTS)
         return most if self.task.limit is None else min(most, self.task.limit)
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The reports of each point that was measured, one per repeat.
-
-    bases      by configuration: the one that it is compared with
-    left_out   why a configuration, or one of its points, was not measured
-    repeats    as many as were asked for
-    """
-
-    reports: dict[Place, list[EvalReport]]
-    bases: dict[str, str]
-    left_out: dict[str, str]
-    repeats: int = 1
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The numbers of each point, by name. Scores and answers are those of the first repeat."""
-        return [{"concurrency": place[0], "configuration": place[1], **self._row(place)} for place in self.reports]
-
-    def table(self) -> str:
-        """Markdown: accuracy and speed of each point, and below it the other scores."""
-        lines = []
-        if self.reports:
-            rows = self.rows()
-            lines = [
-                markdown_table([self._cells(row, judged=any("speedup_text" in row for row in rows)) for row in rows]),
-                markdown_table(map(self._details, rows)),
-                self._notes(rows),
-            ]
-        names: dict[str, list[str]] = {}
-        for name, reason in self.left_out.items():
-            names.setdefault(reason, []).append(name)
-        lines += [f"{', '.join(alike)}: left out, {reason}" for reason, alike in names.items()]
-        return "\n\n".join(lines)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return {
-            "rows": self.rows(),
-            "configurations": {
-                f"{name} at concurrency {concurrency}": reports[0].as_dict()
-                for (concurrency, name), reports in self.reports.items()
-            },
-            "left_out": self.left_out,
-        }
-
-    def save(self, folder: Path) -> None:
-        import pandas
-
-        texts = self.table() + "\n", pandas.DataFrame(self.rows()).to_csv(index=False)
-        for name, text in zip(SUMMARY, texts, strict=False):
-            write_atomic(folder / name, text)
-        write_json(folder / SUMMARY[-1], self.as_dict())
-
-    def _row(self, place: Place) -> dict[str, Any]:
-        concurrency, name = place
-        report, *_ = reports = self.reports[place]
-        row: dict[str, Any] = {
-            "questions": len(report.questions),
-            "repeats": len(reports),
-            "base": self.bases[name],
-            "truncated": report.truncated,
-        }
-        for score in report.overall:
-            known = {"": score.value, " stderr": score.stderr, " unparsed": score.unparsed}
-            row |= {f"{_named(score, report)}{what}": value for what, value in known.items() if value is not None}
-        row |= {key: _mean([one.record.metrics.get(key) for one in reports]) for key in SHOWN}
-        base = self.reports.get((concurrency, self.bases[name]))
-        if base is None or base is reports:
-            return row
-        return row | _paired(base[0], report) | _speedup(base, reports)
-
-    def _cells(self, row: dict[str, Any], *, judged: bool) -> dict[str, str]:
-        report = self.reports[row["concurrency"], row["configuration"]][0]
-        cells = {"concurrency": str(row["concurrency"]), "configuration": row["configuration"]}
-        cells["speedup"] = row.get("speedup_text", "-")
-        cells[_named(report.overall[0], report)] = _score_text(report.overall[0])
-        cells["difference"] = _difference_text(row) if "difference" in row else "-"
-        cells |= {
-            METRICS[key].heading.removeprefix("mean ").removeprefix("output "): METRICS[key].text(row[key])
-            for key in SHOWN
-        }
-        if not report.record.drafts:
-            cells[METRICS["accept_length"].heading] = "-"
-        return cells | ({"verdict": row.get("verdict", "-")} if judged else {})
-
-    def _details(self, row: dict[str, Any]) -> dict[str, str]:
-        report = self.reports[row["concurrency"], row["configuration"]][0]
-        cells = {"concurrency": str(row["concurrency"]), "configuration": row["configuration"]}
-        cells["questions"] = str(row["questions"])
-        if self.repeats > 1:
-            known = row["repeats"]
-            cells["repeats"] = f"{known} of {self.repeats}" if known < self.repeats else str(known)
-        for score in report.overall:
-            missed = "" if score.unparsed is None else f", {score.unparsed:.1%} unparsed"
-            cells[_named(score, report)] = _score_text(score) + missed
-        same = f"{row['same_answers']} of {row['questions']}" if "same_answers" in row else "-"
-        return cells | {"truncated": f"{report.truncated:.1%}", "same answers": same}
-
-    def _notes(self, rows: list[dict[str, Any]]) -> str:
-        first = next(iter(self.reports.values()))[0]
-        bases: dict[str, list[str]] = {}
-        for name, base in self.bases.items():
-            if name != base and any(row["configuration"] == name for row in rows):
-                bases.setdefault(base, []).append(name)
-        over = "; ".join(f"{', '.join(names)} from {base}" for base, names in bases.items())
-        repeats = max(row["repeats"] for row in rows)
-        spread = (
-            f"geometric mean of {repeats} repeats, with its 95% interval"
-            if repeats > 1
-            else "one repeat, so no interval"
-        )
-        records = {name: reports[0].record for (_, name), reports in self.reports.items()}
-        what = "".join(
-            f"* {name}: {one.speculation}; {Graphs(**one.config['graphs'])}\n" for name, one in records.items()
-        )
-        examples = f"{first.num_fewshot} from {first.fewshot_source}" if first.num_fewshot else "none"
-        warning = f" Warning: {first.warning}." if first.warning else ""
-        return (
-            f"Model: {first.record.config['model']}, {first.record.caps['dtype']} on {first.record.processor}. Data: "
-            f"{first.data_source}. Few-shot examples: {examples}.{warning}\n\n{what}\n"
-            f"{first.task} (version {first.task_version}, lm-eval {first.lm_eval_version}): {self._counts(rows)} "
-            f"({first.sampled}). Scores: "
-            f"{first.overall[0].metric} ± standard error. Speedup (ratio of output tok/s, {spread}) and difference (of "
-            "the first score on the same questions, with the two-sided p value of McNemar's test, or ± standard error "
-            "where answers are not right or wrong) are of "
-            f"{over or 'none'}. TTFT and TPOT: means; tok/s: of output tokens. Same answers: token for "
-            f"token.{self._deterministic()}"
-        )
-
-    def _counts(self, rows: list[dict[str, Any]]) -> str:
-        """How many answers a point has, and the hash of their prompts."""
-        hashes = {row["questions"]: "" for row in rows}
-        hashes |= {len(one.questions): one.prompts_sha256[:16] for [one, *_] in self.reports.values()}
-        if len(hashes) == 1:
-            [(number, sha256)] = hashes.items()
-            return f"{number} answers per point, prompts sha256 {sha256}"
-        named = "; ".join(f"{number}: {sha256}" for number, sha256 in sorted(hashes.items()))
-        return f"{min(hashes)} to {max(hashes)} answers per point, prompts sha256 of {named}"
-
-    def _deterministic(self) -> str:
-        found = {name: reports[0].record.is_deterministic for (_, name), reports in self.reports.items()}
-        names = [name for name, is_on in found.items() if is_on]
-        if not names:
-            return ""
-        return f" Deterministic: {'yes' if len(names) == len(found) else ', '.join(names)}."
-
-
-def bases_of(configs: Mapping[str, EngineConfig]) -> dict[str, str]:
-    """The configuration that each one is compared with: without speculation and with the same prefill graphs, so that a
-    ratio compares one thing; else the one named baseline, else the first."""
-    first = BASELINE if BASELINE in configs else next(iter(configs))
-    plain = {config.graphs.prefill: name for name, config in reversed(list(configs.items())) if not _drafts(config)}
-    return {
-        name: plain.get(config.graphs.prefill, first) if _drafts(config) else first for name, config in configs.items()
-    }
 
 
 def run_grid(
@@ -447,60 +279,3 @@ def _warm_up(ready: PreparedEval, engine: InferenceEngine) -> None:
     tokens = min(options.max_new_tokens or WARM_UP_TOKENS, WARM_UP_TOKENS)
     few = replace(options, limit=min(options.limit or count, count), max_new_tokens=tokens)
     replace(ready, options=few).run(engine)
-
-
-def _paired(base: EvalReport, report: EvalReport) -> dict[str, Any]:
-    """The change of the first score from `base`, question by question, and how many answers are the same."""
-    same = sum(
-        ours["token_ids"] == theirs["token_ids"] for ours, theirs in zip(report.questions, base.questions, strict=True)
-    )
-    score = report.overall[0]
-    chosen = score.filter, score.metric
-    found: dict[str, Any] = {"same_answers": same}
-    if all(is_binary(one, *chosen) for one in (base, report)):
-        changed = changes(base, report, *chosen)
-        counts = {"lost": len(changed.lost), "gained": len(changed.gained), "p": changed.p_changed()}
-        return found | {"difference": changed.delta, **counts}
-    old, new = ([row["scores"][score.filter][score.metric] for row in one.questions] for one in (base, report))
-    found["difference"] = score.value - base.overall[0].value
-    if all(isinstance(value, int | float) for value in old + new) and len(old) > 1:
-        found["difference_stderr"] = stdev(b - a for a, b in zip(old, new, strict=True)) / len(old) ** 0.5
-    return found
-
-
-def _speedup(base: list[EvalReport], reports: list[EvalReport]) -> dict[str, Any]:
-    """The ratio of output tok/s to `base`, with its interval and verdict."""
-    before, after = (Replicates([Path()] * len(each), [one.record for one in each]) for each in (base, reports))
-    found = speedup_of(METRICS["output_throughput"], before, after)
-    if found is None:
-        return {}
-    numbers = {"speedup": found.ratio, "speedup_low": found.low, "speedup_high": found.high, "verdict": found.verdict}
-    return {**numbers, "speedup_text": str(found) if found.verdict != ONE_REPEAT else f"{found.ratio:.2f}"}
-
-
-def _score_text(score: Score) -> str:
-    return f"{score.value:.3f}" + ("" if score.stderr is None else f" ± {score.stderr:.3f}")
-
-
-def _difference_text(row: Mapping[str, Any]) -> str:
-    text = f"{row['difference']:+.3f}"
-    if "p" in row:
-        return f"{text} (p = {row['p']:.2g})"
-    return f"{text} ± {row['difference_stderr']:.3f}" if "difference_stderr" in row else text
-
-
-def _named(score: Score, report: EvalReport) -> str:
-    """The heading of a score: its filter, or its metric, or both where one of them does not tell scores apart."""
-    filters, metrics = ({getattr(one, name) for one in report.overall} for name in ("filter", "metric"))
-    if len(filters) == 1:
-        return score.metric
-    return score.filter if len(metrics) == 1 else f"{score.filter} {score.metric}"
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if len(known) == len(values) else None
-
-
-def _drafts(config: EngineConfig) -> bool:
-    return config.speculation.algorithm != NO_SPECULATION

@@ -17,7 +17,8 @@ from made_runs import make_report
 
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.evals.grid import Grid, GridOptions, _grid, _speedup, bases_of, load_grid, run_grid
+from specbatch.evals.grid import GridOptions, _grid, load_grid, run_grid
+from specbatch.evals.grid_table import Grid, _speedup, bases_of
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, run_eval
 from specbatch.jobs.configurations import named
