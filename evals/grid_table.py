@@ -142,16 +142,20 @@ class Grid:
         )
         examples = f"{first.num_fewshot} from {first.fewshot_source}" if first.num_fewshot else "none"
         warning = f" Warning: {first.warning}." if first.warning else ""
+        ratios = (
+            f" Speedup (ratio of output tok/s, {spread}) and difference (of the first score on the same questions, "
+            "with the two-sided p value of McNemar's test, or ± standard error where answers are not right or wrong) "
+            f"are of {over}."
+            if over
+            else ""
+        )
         return (
             f"Model: {first.record.config['model']}, {first.record.caps['dtype']} on {first.record.processor}. Data: "
             f"{first.data_source}. Few-shot examples: {examples}.{warning}\n\n{what}\n"
             f"{first.task} (version {first.task_version}, lm-eval {first.lm_eval_version}): {self._counts(rows)} "
             f"({first.sampled}). Scores: "
-            f"{first.overall[0].metric} ± standard error. Speedup (ratio of output tok/s, {spread}) and difference (of "
-            "the first score on the same questions, with the two-sided p value of McNemar's test, or ± standard error "
-            "where answers are not right or wrong) are of "
-            f"{over or 'none'}. TTFT and TPOT: means; tok/s: of output tokens. Same answers: token for "
-            f"token.{self._deterministic()}"
+            f"{first.overall[0].metric} ± standard error.{ratios} TTFT and TPOT: means; tok/s: of output tokens. Same "
+            f"answers: token for token.{self._deterministic()}"
         )
 
     def _counts(self, rows: list[dict[str, Any]]) -> str:

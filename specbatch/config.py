@@ -228,8 +228,15 @@ class Speculation:
         """Files of earlier answers."""
         return tuple(name for name in (self.corpus or "run").split(",") if name != "run")
 
+    @property
+    def reads_files(self) -> bool:
+        """Whether there is a draft or a corpus on disk, which may not fit the target."""
+        return self.entry.loads_draft or bool(self.corpus_files)
+
     def _check_corpus(self) -> None:
         if self.corpus is None:
+            if self.corpus_min is not None:
+                raise refuse("corpus_min", self.corpus_min, "there is no corpus to look up; add corpus='run' or files")
             return
         if self.algorithm == NO_SPECULATION:
             raise refuse("corpus", self.corpus, "algorithm 'none' drafts nothing; use 'ngram', or leave it out")

@@ -140,7 +140,7 @@ def run_gate(policy_file: Path, run: Path, baseline: Path | None = None) -> Gate
         for name, bound in policy.bounds.items():
             checks += _bounds(name, bound, str(place), point, old)
     checks += [
-        Check("measured", str(place), False, f"{count} missing", "every repeat", detail="the sweep was interrupted")
+        Check("measured", str(place), False, f"{count} missing", "every repeat", detail="interrupted or failed")
         for place, count in after.missing.items()
     ]
     for place in [] if pairs is None else pairs.only_before:

@@ -58,8 +58,9 @@ def train_draft(
     specbatch train-draft --algorithm dflash --answers head/answers.jsonl --out block
 
     Use prompts like those of the later workload, in the same format: this matters more than the number of steps. The
-    output of mtp is the model with its head; use it as --model. Ctrl-C keeps the head as it is, or, while answers are
-    generated, the finished ones. The same command with the same --out continues from there, also after a crash.
+    output of mtp is the model with its head; use it as --model. While answers are generated, Ctrl-C keeps the finished
+    ones, and the same command with the same --out continues, also after a crash. Later Ctrl-C ends the training, and
+    keeps the head as it is.
     """
     from specbatch.core.request import SamplingParams
     from specbatch.training.answers import ANSWERS

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from specbatch.config import Speculation
     from specbatch.weights import Checkpoint, Log
 
+_MASK = "mask_hidden"  # a tensor of P-EAGLE heads alone
+
 
 def check_algorithm(config: dict[str, Any], algorithm: str) -> None:
     """Refuse a draft whose config.json is of another algorithm. One that names none may be any of a model or a head."""
@@ -39,11 +41,10 @@ def expect(files: DraftFiles, algorithm: str) -> None:
         check_algorithm(files.config, algorithm)
         works = "these are not tensors of an EAGLE head: fc, and layer 0 with hidden_norm or without input_layernorm"
         raise refuse("draft", files.origin, works)
-    if found == "eagle3" and algorithm != "eagle":
-        mark = "mask_hidden"
-        found = "peagle" if mark in names else "eagle3"
+    if found == "eagle3" and (_MASK in names or algorithm == "peagle"):
+        found, mark = "peagle" if _MASK in names else "eagle3", _MASK
     if found != algorithm:
-        has = "no" if found == "eagle" or (found, mark) == ("eagle3", "mask_hidden") else "a"
+        has = "no" if found == "eagle" or (found, mark) == ("eagle3", _MASK) else "a"
         works = f"{files.origin} has {has} tensor {mark}, so it is for algorithm {found!r}; use that"
         raise refuse("algorithm", algorithm, works)
 

@@ -118,7 +118,9 @@ def train_draft(
                 files.write_beside(stage, head, dtype, beside)
             write_json(stage / RECORD, record)
     if history.interrupted:
-        raise KeyboardInterrupt(f"the head as it was after {history.steps} of {recipe.steps} steps is in {folder}")
+        done = f"the head as it was after {history.steps} of {recipe.steps} steps is in {folder}"
+        answers = source.answers or folder / ANSWERS
+        raise KeyboardInterrupt(f"{done}; to train from the start, use --answers {answers} and a new --out")
     return record
 
 

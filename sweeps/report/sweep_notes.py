@@ -56,7 +56,7 @@ def sweep_notes(
     if missing:
         places = Counter(f"{point.configuration} at concurrency {point.concurrency}" for point in missing)
         listed = ", ".join(f"{count} of {place}" for place, count in places.items())
-        text = f"{counted(len(missing), 'point')} without a record ({listed}): the sweep was interrupted."
+        text = f"{counted(len(missing), 'point')} without a record ({listed}): interrupted or failed."
         found.append(Note(text, "UNFINISHED"))
     return found
 

@@ -99,12 +99,12 @@ def _prefixed(log: Log | None, name: str) -> Log | None:
 
 
 def _check_drafts(configs: Mapping[str, EngineConfig], log: Log | None, failed: Failed | None) -> None:
-    """Check each draft before any weights are loaded. One that does not fit fails its configurations; it is refused if
-    all configurations with speculation have it, or without `failed`."""
+    """Check each draft and corpus before any weights are loaded. One that does not fit fails its configurations; it is
+    refused if all configurations with speculation have it, or without `failed`."""
     speculating = {name for name, config in configs.items() if config.speculation.algorithm != NO_SPECULATION}
     drafts: dict[Speculation, list[str]] = {}
     for name, config in configs.items():
-        if config.speculation.entry.loads_draft:
+        if config.speculation.reads_files:
             drafts.setdefault(replace(config.speculation, schedule="v1"), []).append(name)
     for names in drafts.values():
         errors = None if failed is None or speculating <= {*names} else dict[str, str]()

@@ -148,12 +148,13 @@ def test_failed_configuration_does_not_end_the_sweep(sweep, run, engine, no_room
     assert "FAILED" not in (tmp_path / "out/summary.md").read_text()
 
 
-def test_unknown_draft_fails_its_configuration_unless_all_have_it(sweep, monkeypatch, tmp_path):
-    unknown = "[bad]\nalgorithm = 'eagle3'\ndraft = '/nope/m'\n"
+@pytest.mark.parametrize("settings", ["algorithm = 'eagle3'\ndraft = '/nope/m'", "algorithm='ngram'\ncorpus='/nope/m'"])
+def test_unknown_draft_or_corpus_fails_its_configuration_unless_all_have_it(settings, sweep, monkeypatch, tmp_path):
+    unknown = f"[bad]\n{settings}\n"
 
     def check(configs, log=None):
         for config in configs:
-            if config.speculation.draft == "/nope/m":
+            if "/nope/m" in (config.speculation.draft, config.speculation.corpus):
                 raise SpecbatchError("draft='/nope/m': no such folder")
 
     monkeypatch.setattr("specbatch.sweeps.run.loading.check_draft", check)

@@ -187,6 +187,11 @@ def test_failed_point_is_left_out_and_runs_again(evaluate_all: Run, engines: Eng
     assert [row["configuration"] for row in evaluate_all((2, 3)).rows()] == list(CONFIGS) * 2
 
 
+def test_notes_explain_no_ratio_where_only_the_baseline_is_left(evaluate_all: Run, engines: Engines) -> None:
+    engines.broken = ("v1", "v2")
+    assert "± standard error. TTFT and TPOT" in evaluate_all((2,)).table()
+
+
 def test_what_all_points_refuse_is_refused_once(evaluate_all: Run, engines: Engines) -> None:
     engines.broken, engines.error = tuple(CONFIGS), refuse("limit", 9, "use at most 8")
     with pytest.raises(SpecbatchError, match=r"^limit=9: use at most 8$"):

@@ -64,7 +64,7 @@ def test_interruption_keeps_the_existing_head(train, answers_file, tmp_path):
         if done == 4:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt, match=f"4 of {STEPS} steps"):
+    with pytest.raises(KeyboardInterrupt, match=f"4 of {STEPS} steps.*--answers {answers_file} and a new --out"):
         train(tmp_path, "eagle3", answers=answers_file, report=stop)
     written = json.loads((tmp_path / "record.json").read_text())
     assert written["history"]["interrupted"]

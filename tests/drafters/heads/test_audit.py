@@ -169,7 +169,7 @@ def test_mismatched_peagle_heads_are_refused(write: Any) -> None:
     tensors, config = heads.peagle(), heads.llama(draft_vocab_size=9)
     for algorithm, stored, changes, message in (
         ("eagle3", tensors, {}, "has a tensor mask_hidden, so it is for algorithm 'peagle'; use that"),
-        ("eagle", tensors, {}, "has a tensor layers.0.hidden_norm, so it is for algorithm 'eagle3'"),
+        ("eagle", tensors, {}, "has a tensor mask_hidden, so it is for algorithm 'peagle'; use that"),
         ("peagle", heads.eagle3(), {}, "has no tensor mask_hidden, so it is for algorithm 'eagle3'; use that"),
         ("peagle", heads.eagle(), {}, "has no tensor layers.0.hidden_norm, so it is for algorithm 'eagle'"),
         ("peagle", tensors, {}, "mask_token_id=None: the head's config must have one of pard_token, ptd_token_id"),

@@ -306,7 +306,7 @@ def test_interrupted_sweep_fails(tmp_path, policy):
     (run / "sweep.json").write_text(json.dumps(plan))
     (found,) = run_gate(rules, run).failed
     assert (found.name, found.point, found.found) == ("measured", "v2 concurrency 4", "1 missing")
-    assert "measured at v2 concurrency 4: the sweep was interrupted" in markdown(run_gate(rules, run))
+    assert "measured at v2 concurrency 4: interrupted or failed" in markdown(run_gate(rules, run))
     assert run_gate(rules, run / "v1").passed
     notes = compare(run / "v1", run / "v2").notes
     assert f"UNFINISHED: {run / 'v2'} v2 concurrency 4: its sweep was interrupted and lacks 1 of its repeats" in notes
