@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.attention.qkv import QKVLayout
-from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
 
 _PROGRAM = 2048  # elements of a program: several 16-byte accesses of a thread in flight, many programs on a processor
 
@@ -43,6 +43,7 @@ def _split_qkv_rope(
     TILE: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A line is one head of one token; the two halves of a head are loaded apart, as the rotation pairs them."""
+    let_next_kernel_start(PDL)
     half: tl.constexpr = DIM // 2
     line = tl.program_id(0) * TILE + tl.arange(0, TILE)
     real = line < lines

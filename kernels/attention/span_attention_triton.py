@@ -22,13 +22,14 @@ from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.common.kv_slots_triton import kv_slot
-from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
 from specbatch.kernels.common.workspace import reserve
 
-SPAN = 256
+SPAN = 128
 KEYS = 32  # of a tile; divides SPAN
 ROWS = 64  # of a tile of a prompt
 LAUNCHES = {16: (2, 4), 32: (2, 4), 64: (4, 3)}  # by rows of a tile: warps and stages
+SHARED_LAUNCH = 4, 3  # where programs share the spans of a tile
 LOG2E = 1.4426950408889634
 PROGRAMS = 2  # for each processor; with fewer tiles than that, spans are shared out
 WORKSPACE = 256 << 20  # bytes of partial results, at most
@@ -119,7 +120,6 @@ def _launch(
     if rows is None:
         rows = ROWS if tiles is not None else min(ROWS, max(16, triton.next_power_of_2(count * group)))
     rows = max(rows, triton.next_power_of_2(group))
-    warps, stages = LAUNCHES.get(rows, (8, 2))
     tokens = max(1, rows // group)
     sequences = len(bounds[0]) if tiles is None else 1
     per_sequence = triton.cdiv(count, tokens) if tiles is None else len(tiles)
@@ -131,6 +131,7 @@ def _launch(
     if splits is None:
         splits = max(1, min(PROGRAMS * _processors(q.device) // programs, spans))
         splits = splits if 4 * cells <= WORKSPACE else 1
+    warps, stages = LAUNCHES.get(rows, (8, 2)) if splits == 1 or rows > 64 else SHARED_LAUNCH
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     partials, arrivals = out, out
     if splits > 1:
@@ -165,6 +166,7 @@ def _span_attention(
 ):  # fmt: skip
     """spans: as many as a tile may have. FEW: rows of a tile that may be real. SPREAD: several programs share its
     spans; AT_ONCE: whose results are loaded before the first is used."""
+    let_next_kernel_start(PDL)
     head, index, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     wait_for_previous_kernel(PDL)
     if tiles is not None:

@@ -19,3 +19,14 @@ def wait_for_previous_kernel(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def let_next_kernel_start(PDL: tl.constexpr):
+    """Let the next kernel start before this one has waited. For small kernels, before `wait_for_previous_kernel`: the
+    next GEMM then fetches its first weights while the kernel before the small one still runs.
+
+    What the next kernel reads before its own wait must not be written by either of the two.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
 from specbatch.kernels.elementwise.fp8_quantize import FP8_MAX, SMALLEST_MAX, FP8Activations
 from specbatch.kernels.gemm.weight import SCALE_BLOCK
 
@@ -66,6 +66,7 @@ def _warps(elements: int) -> int:
 
 @triton.jit(do_not_specialize=["rows"])  # it changes from pass to pass
 def _rms_norm(x, weight, y, rows, width, eps, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_kernel_start(PDL)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -83,6 +84,7 @@ def _rms_norm(x, weight, y, rows, width, eps, TILE: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _silu_and_mul(gate_up, y, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_kernel_start(PDL)
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
