@@ -28,6 +28,9 @@ from specbatch.kernels.common.workspace import reserve
 SPAN = 128
 KEYS = 32  # of a tile; divides SPAN
 ROWS = 64  # of a tile of a prompt
+# With FP8 caches: above, Hopper's `wgmma` multiplies, and Triton's `mma.sync` groups the columns of converted operands
+# in another order.
+FP8_ROWS = 32
 LAUNCHES = {16: (2, 4), 32: (2, 4), 64: (4, 3)}  # by rows of a tile: warps and stages
 SHARED_LAUNCH = 4, 3  # where programs share the spans of a tile
 LOG2E = 1.4426950408889634
@@ -44,7 +47,7 @@ def prefill_attention(
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, dim], the rows of `spans`, over caches [pages, page_size, kv, dim] that hold all
     of their keys. Returns [T, heads, dim]."""
-    tokens = max(1, ROWS // (q.shape[1] // k_cache.shape[2]))
+    tokens = max(1, _most_rows(k_cache) // (q.shape[1] // k_cache.shape[2]))
     table = spans.table
     return _launch(
         q, k_cache, v_cache, (table[0], table[1], table[2], table[3]), spans.tiles(tokens), spans.page_table,
@@ -118,7 +121,8 @@ def _launch(
     kv = k_cache.shape[2]
     group = heads // kv
     if rows is None:
-        rows = ROWS if tiles is not None else min(ROWS, max(16, triton.next_power_of_2(count * group)))
+        most = _most_rows(k_cache)
+        rows = most if tiles is not None else min(most, max(16, triton.next_power_of_2(count * group)))
     rows = max(rows, triton.next_power_of_2(group))
     tokens = max(1, rows // group)
     sequences = len(bounds[0]) if tiles is None else 1
@@ -274,6 +278,10 @@ def _span_attention(
         result = out + ((offset + token) * (KV * GROUP) + query_head)[:, None] * DIM + column[None, :]
         whole = whole / tl.where(whole_total > 0, whole_total, 1.0)
         tl.store(result, whole.to(out.dtype.element_ty), mask=real[:, None] & inside)
+
+
+def _most_rows(cache: torch.Tensor) -> int:
+    return FP8_ROWS if cache.element_size() == 1 else ROWS
 
 
 def _processors(device: torch.device) -> int:

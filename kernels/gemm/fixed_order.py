@@ -41,12 +41,13 @@ def fixed_order_linear(
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [T, K] @ weight.T + bias + residual for weight [N, K], bias [N], residual [T, N], summed in float32 and cast
-    once -> [T, N]. The memory of `out` or `residual` may hold the result."""
+    """x [T, K] @ weight.T + bias + residual for weight [N, K], bias [N], residual [T, N] -> [T, N]. Summed in float32,
+    and rounded before the residual is added, too, as cuBLAS does. The memory of `out` or `residual` may hold the
+    result."""
     n, k = weight.shape
     if skinny_gemm_triton.is_skinny(len(x), weight):
         tile = undivided_tile_for(n, k, gated=False, item=weight.element_size())
-        return skinny_gemm_triton.skinny_linear(x, weight, bias, residual=residual, tile=tile)
+        return skinny_gemm_triton.skinny_linear(x, weight, bias, residual=residual, rounded=True, tile=tile)
     if _library_agrees(x, weight, bias, residual, out):
         return _library(x, weight, bias, residual, out)
     return fixed_order_gemm(x, weight, bias, residual, out)

@@ -34,8 +34,10 @@ def tile_for(rows: int, item: int) -> Tile:
     if rows <= 64:
         return Tile(64, 64, 128, 4, 6)
     if rows <= 128:
+        return Tile(64, 64, 128, 4, 5, 8)
+    if rows <= 256:
         return Tile(128, 64, 128, 4, 4)
-    return Tile(128, 128, 64, 4, 3, 8)
+    return Tile(128, 128, 64, 4, 4, 8) if rows <= 512 else Tile(256, 128, 64, 8, 4, 8)
 
 
 def fixed_order_gemm(
@@ -46,8 +48,9 @@ def fixed_order_gemm(
     out: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """x [T, K] @ weight.T + bias + residual for weight [N, K], bias [N], residual [T, N], summed in float32 and cast
-    once -> [T, N], in the memory of `out` if given. Rows of residual and out may be apart.
+    """x [T, K] @ weight.T + bias + residual for weight [N, K], bias [N], residual [T, N] -> [T, N], in the memory of
+    `out` if given. Summed in float32, and rounded before the residual is added, too. Rows of residual and out may be
+    apart.
 
     Rows of x and of the weight are multiples of 16 bytes.
     """
@@ -97,5 +100,6 @@ def _fixed_order_gemm(
     if bias is not None:
         total += tl.load(bias + column, column < N, other=0.0).to(tl.float32)[None, :]
     if residual is not None:
+        total = total.to(y.dtype.element_ty).to(tl.float32)
         total += tl.load(residual + row[:, None] * residual_stride + column[None, :], exists, other=0.0).to(tl.float32)
     tl.store(y + row[:, None] * y_stride + column[None, :], total.to(y.dtype.element_ty), exists)

@@ -54,6 +54,12 @@ def undivided_tile_for(n: int, k: int, gated: bool, item: int) -> Tile:
         return Tile(32, 32, 1, 4, 2)
     if gated:
         return Tile(32, 256, 1, 4, 3)
+    # With more than half of a multiprocessor's shared memory, no two programs share one. Programs that start early
+    # would else crowd on the first multiprocessors that the kernel before leaves.
+    if n <= 16 * 132:
+        return Tile(16, 512, 1, 4, 8) if k % 512 == 0 else Tile(16, 256, 1, 4, 15)
+    if n <= 32 * 132:
+        return Tile(32, 256, 1, 4, 8)
     if n <= 64 * 132:
-        return Tile(32 if n <= 32 * 132 else 16, 256, 1, 4, 4)
+        return Tile(64, 128, 1, 4, 8)
     return tile_for(n, k, 16, gated, item) if n > 64 * _RESIDENT else Tile(64, 128, 1, 2, 5)

@@ -142,8 +142,9 @@ def _skinny_kernel(
         total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
         if GATED:
             total_up += tl.load(bias + N + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    if ROUNDED:  # as `silu_and_mul` reads and computes them
+    if ROUNDED:  # as a kernel after the GEMM reads it
         total, total_up = total.to(y.dtype.element_ty).to(tl.float32), total_up.to(y.dtype.element_ty).to(tl.float32)
+    if GATED and ROUNDED:  # as `silu_and_mul` computes it
         total = total / (1 + tl.exp(-total)) * total_up
     elif GATED:
         total = total * tl.sigmoid(total) * total_up
@@ -189,15 +190,19 @@ def skinny_linear(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     squared: bool = False,
+    rounded: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """RMSNorm(x; norm_weight, eps) @ weight.T + bias + residual, summed in float32; `squared`: relu(..)^2 + residual.
 
     x [M, K] with M <= 128, weight [N, K] contiguous, bias [N], norm_weight [K], residual [M, N] -> [M, N], all of one
     type, norm_weight of that or float32. Each of bias, norm and residual may be absent. Rows of x and of residual may
-    be apart, their elements not. tile: chosen by the shapes if None.
+    be apart, their elements not. rounded: round the product to the type of x before the residual is added, as the
+    library does. tile: chosen by the shapes if None.
     """
-    return _product(x, weight, bias, norm_weight, eps, residual, gated=False, squared=squared, tile=tile)
+    return _product(
+        x, weight, bias, norm_weight, eps, residual, gated=False, squared=squared, rounded=rounded, tile=tile
+    )
 
 
 def skinny_gated(

@@ -15,6 +15,7 @@ from specbatch.kernels.attention.verify_attention import DecodeAttentionRef, Dec
 from specbatch.kernels.elementwise.rope import rope_table
 
 PAGE, LENGTH = 16, 600
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -26,7 +27,7 @@ class Case:
         pages = 2 * -(-LENGTH // PAGE)
         self.table = (torch.randperm(pages, generator=generator) + 1).view(2, -1).to(device)
         self.k, self.v = torch.randn(2, pages + 1, PAGE, kv, dim, generator=generator).to(device, dtype)
-        self.q = torch.randn(LENGTH, heads, dim, generator=generator).to(device, dtype)
+        self.q = torch.randn(LENGTH, heads, dim, generator=generator).to(device, dtype if dtype.itemsize > 1 else BF16)
 
     def prompt(self, start: int, end: int) -> torch.Tensor:
         spans = RaggedBatch([start], [end], [1], self.table, PAGE)
@@ -85,6 +86,8 @@ def test_a_decode_pass_matches_the_reference(dtype: torch.dtype, device: torch.d
         (4, 2, 16, 32, torch.bfloat16),
         (14, 2, 64, 32, torch.bfloat16),
         (24, 24, 80, 32, torch.float16),
+        (32, 8, 128, 32, FP8),  # caches; queries have BF16
+        (16, 2, 256, 32, FP8),
     ],
 )
 @pytest.mark.gpu
@@ -99,6 +102,6 @@ def test_bits_depend_on_own_keys_alone(
         assert torch.equal(case.prompt(start, end), every[start:end]), f"chunk {start}..{end}"
     for start in (0, 3, 63, 64, 255, 256, 500, 560):
         for rows in (1, 2, 7, 16):
-            for splits, tile in ((1, None), (2, None), (3, None), (1, 64), (2, 32)):
+            for splits, tile in ((1, None), (2, None), (3, None), (1, 16 if dtype is FP8 else 64), (2, 32)):
                 found = case.verify(start, rows, splits, tile=tile)
                 assert torch.equal(found, every[start : start + rows]), f"{rows} rows at {start}: {splits}, {tile}"
