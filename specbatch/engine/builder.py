@@ -48,7 +48,6 @@ from specbatch.tokenizer import Tokenizer
 from specbatch.weights import Checkpoint, Log
 
 MOST_RANKS = 16  # that are tried when others do not work
-DETERMINISTIC_ON_CUDA = False  # once tests/lossless/test_deterministic_gpu.py has passed on a device
 
 
 @dataclass(frozen=True)
@@ -426,9 +425,6 @@ def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:
 def _check_device(config: EngineConfig, device: torch.device) -> None:
     """Refuse what the device cannot do."""
     if device.type == "cuda":
-        if config.deterministic and not DETERMINISTIC_ON_CUDA:
-            works = "has not been shown on a CUDA device, on which its kernels have not run; use device='cpu'"
-            raise refuse("deterministic", True, works)
         return
     for setting, value in (("decode_graph", config.graphs.decode), ("prefill_graph", config.graphs.prefill)):
         if value != "off":

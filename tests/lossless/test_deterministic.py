@@ -251,9 +251,10 @@ def test_gemm_whose_bits_depend_on_the_place_takes_one_row_at_a_time(monkeypatch
     assert calls[-40:] == [1] * 40
 
 
-def test_device_on_which_it_has_not_been_shown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_does_not_cover_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specbatch.engine.builder.find_device", lambda device: torch.device("cuda"))
-    with pytest.raises(SpecbatchError, match="deterministic=True: has not been shown on a CUDA device"):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    with pytest.raises(SpecbatchError, match="deterministic=True: its kernels were compared on Hopper only"):
         prepare(EngineConfig(deterministic=True), print)
     with pytest.raises(SpecbatchError, match="tensor_parallel=2: with deterministic=True"):
         EngineConfig(deterministic=True, tensor_parallel=2)
