@@ -117,6 +117,14 @@ def test_glossary_has_every_metric() -> None:
     assert {re.sub(r"^(mean|median|p\d+|max)_", "", key) for key in METRICS} <= named
 
 
+def test_gate_takes_the_metrics_of_its_page() -> None:
+    row = (ROOT / "docs/ci-gate.md").read_text().split("| higher is better |")[1].splitlines()[2]
+    listed = dict(zip(("higher", "lower"), row.strip("|").split("|"), strict=True))
+    for better, names in listed.items():
+        for name in re.findall(r"`(\w+)`", names):
+            assert METRICS[name].better == better, name
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder, with the files that the docs use."""
