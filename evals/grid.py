@@ -117,7 +117,7 @@ def run_grid(
 
     with reporting(lambda: _kept(len(found), len(every), folder)):
         try:
-            _run(every, load, ready, options, plan, folder, found, failed, log, progress)
+            _run(every, configs, load, ready, options, plan, folder, found, failed, log, progress)
         finally:
             if found:
                 grid().save(folder)
@@ -164,6 +164,7 @@ def _grid(
 
 def _run(
     every: list[Point],
+    configs: Mapping[str, EngineConfig],
     load: Load,
     ready: PreparedEval,
     options: GridOptions,
@@ -183,6 +184,7 @@ def _run(
         log(f"{len(found)} of {len(every)} points are finished")
     if not left:
         return
+    _check_lengths(left, configs, ready, options)
     warm, refused = set[Place](), list[Exception]()
     counts = {point: ready.task.questions(options.limit(point.concurrency)) for point in left}
     waves = Waves(progress, ((count, point.concurrency) for point, count in counts.items()))
@@ -214,6 +216,16 @@ def _run(
             found[point] = report
     if not found and {*failed.values()} == {str(error) for error in refused if isinstance(error, SpecbatchError)}:
         raise refused[0]  # what all points have in common is in the settings
+
+
+def _check_lengths(
+    left: list[Point], configs: Mapping[str, EngineConfig], ready: PreparedEval, options: GridOptions
+) -> None:
+    """Refuse a `max_model_len` into which a question does not fit, before all engines are loaded."""
+    largest = max(left, key=lambda point: point.concurrency)  # its questions include those of the other points
+    ready = replace(ready, options=replace(ready.options, limit=options.limit(largest.concurrency)))
+    for config in {configs[point.configuration].max_model_len: configs[point.configuration] for point in left}.values():
+        ready.check_lengths(config)
 
 
 def _check_prompts(reports: list[EvalReport]) -> None:

@@ -121,8 +121,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         params = [self._params(item.args[1], first + place) for place, item in enumerate(requests)]
         encode = self._engine.tokenizer.encode
         tokens = [encode(item.args[0], add_special_tokens=not self._chat_template) for item in requests]
-        for request, prompt, wanted in zip(requests, tokens, params, strict=True):
-            self._refuse_too_long(request, len(prompt), wanted.max_new_tokens)
+        self._refuse_too_long(requests, [len(prompt) for prompt in tokens], [one.max_new_tokens for one in params])
         hashes = [hash_of(item.args) for item in requests]
         rows = [self._row(first + place, digest) for place, digest in enumerate(hashes)]
         done = {place: Answer.from_row(row, tokens[place]) for place, row in enumerate(rows) if row is not None}
@@ -296,13 +295,15 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
             self._token_ids = {text: token for token, text in enumerate(self._engine.tokenizer.vocabulary())}
         return tuple(self._token_ids[text] for text in stops if text in self._token_ids)
 
-    def _refuse_too_long(self, request: Instance, prompt: int, budget: int) -> None:
+    def _refuse_too_long(self, requests: list[Instance], prompts: list[int], budgets: list[int]) -> None:
+        """prompts, budgets: tokens of each request and its answer."""
         context = self._engine.caps["max_model_len"]
-        if prompt + budget > context:
+        needed, place = max(((prompt + budgets[at], at) for at, prompt in enumerate(prompts)), default=(0, 0))
+        if needed > context:
             raise refuse(
                 "max_model_len",
                 context,
-                f"question {request.doc_id} of {self._task} has {prompt} prompt tokens and up to {budget} "
-                f"answer tokens; use at least {prompt + budget}, fewer examples (num_fewshot) or a smaller "
-                "max_new_tokens",
+                f"question {requests[place].doc_id} of {self._task}, the longest, has {prompts[place]} prompt tokens "
+                f"and up to {budgets[place]} answer tokens; use at least {needed}, fewer examples (num_fewshot) or a "
+                "smaller max_new_tokens",
             )

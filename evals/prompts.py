@@ -1,4 +1,4 @@
-"""The prompts of an lm-eval task, as the workload of a benchmark."""
+"""The prompts of an lm-eval task, as the workload of a benchmark or the training data of a draft."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from specbatch.jobs.prompts import Prompt
 FEWSHOT_SEED = 1234  # lm-eval's default, as in `specbatch eval`
 
 
-def task_prompts(name: str, data: Path | None, *, as_messages: bool) -> tuple[list[Prompt], tuple[str, ...]]:
-    """All prompts of an lm-eval task with its default number of few-shot examples, and the stop strings of answers.
+def task_prompts(
+    name: str, data: Path | None, *, as_messages: bool, num_fewshot: int | None = None
+) -> tuple[list[Prompt], tuple[str, ...]]:
+    """All prompts of an lm-eval task, and the stop strings of answers.
 
+    num_fewshot   examples before each question; None: the task's number
     as_messages   conversations with one turn per example, instead of plain text; an error for tasks that write the
                   beginning of the answer themselves
     """
-    loaded = load_task(name, num_fewshot=None, data=data, fewshot_data=None, seed=FEWSHOT_SEED, kinds=[GENERATING])
+    how: dict[str, Any] = {"fewshot_data": None, "seed": FEWSHOT_SEED, "kinds": [GENERATING]}
+    loaded = load_task(name, num_fewshot=num_fewshot, data=data, **how)
     if loaded.is_group:
         raise refuse("dataset", f"lm-eval:{name}", f"is a group; name one of its tasks: {', '.join(loaded.tasks)}")
     task = loaded.task

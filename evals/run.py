@@ -19,11 +19,11 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.atomic_file import writing
@@ -36,10 +36,12 @@ from specbatch.evals.task import ROLLING, EvalTask, fallbacks, load_task, quiet,
 from specbatch.jobs.partial_output import PartialRows
 from specbatch.records.answers import Score
 from specbatch.records.metrics import Better
+from specbatch.weights import open_checkpoint
 
 if TYPE_CHECKING:
     from specbatch.config import EngineConfig
     from specbatch.engine.interface import InferenceEngine
+    from specbatch.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]  # answers finished, answers wanted
 RESAMPLES = 1000  # bootstrap, for metrics that are not a mean (perplexity); the error of a mean has a closed form
@@ -75,6 +77,28 @@ class PreparedEval:
         if self.options.output is None:
             return None
         return finished_rows(self.options, self.task.num_fewshot, config, generates=self.task.generates)
+
+    def check_lengths(self, config: EngineConfig) -> None:
+        """Refuse a `max_model_len` into which a question and its answer do not fit. Of the model only the tokenizer is
+        loaded."""
+        if config.max_model_len is None or not self.task.generates:
+            return
+        from specbatch.evals.lm import SpecBatchLM
+
+        checkpoint = open_checkpoint(config.model, config.load_format, tokenizer=config.tokenizer)
+        tokenizer, options = checkpoint.tokenizer(), self.options
+        if options.chat_template and not tokenizer.has_chat_template:
+            return  # `run` says so
+        model = SpecBatchLM(
+            cast("InferenceEngine", _NotLoaded(tokenizer, config)),
+            options.task,
+            max_new_tokens=options.max_new_tokens,
+            chat_template=options.chat_template,
+            thinking=options.thinking,
+            sampling=options.sampling,
+        )
+        with suppress(_AllFit):
+            self._evaluate(model)
 
     def run(
         self, engine: InferenceEngine, progress: Progress | None = None, kept: PartialRows | None = None
@@ -180,6 +204,21 @@ class PreparedEval:
         )
         report.record.workload.update({"command": "eval", **report.settings()})
         return report
+
+
+class _AllFit(Exception):
+    """All prompts have been checked."""
+
+
+class _NotLoaded:
+    """What `SpecBatchLM` needs of an engine to make and check prompts."""
+
+    def __init__(self, tokenizer: Tokenizer, config: EngineConfig) -> None:
+        self.tokenizer, self.config = tokenizer, config
+        self.caps = {"max_model_len": config.max_model_len}
+
+    def generate(self, *_: Any, **__: Any) -> None:
+        raise _AllFit
 
 
 def prepare(options: EvalOptions) -> PreparedEval:

@@ -161,6 +161,7 @@ def evaluate(
                 f"task {task} ({ready.task.kind}) scores given texts and decodes nothing; leave it out",
             )
         config = ready.engine_config(config)
+        ready.check_lengths(config)
         kept = ready.finished(config)
         say(f"data: {ready.task.data_source}")
         if ready.task.warning:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions, Json, Output, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_engine, say, show
+from specbatch.errors import refuse
+from specbatch.extras import needs
 from specbatch.progress import progress
 from specbatch.training.recipe import ANSWER_TOKENS, HEADS, Recipe
+
+if TYPE_CHECKING:
+    from specbatch.jobs.prompts import Prompt
 
 # The engine's options that matter for generating answers and for training.
 _KEPT = (
@@ -41,6 +47,16 @@ def train_draft(
     answers: Annotated[
         Path | None, _in_data(help="Instead of --data: answers.jsonl of an earlier run for this model.")
     ] = None,
+    task: Annotated[
+        str | None,
+        _in_data(
+            help="Ask the questions in --data as this lm-eval task does, such as gsm8k: as text, after few-shot "
+            "examples, and with its stop strings."
+        ),
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, _in_data(help="With --task: examples before each question. Default: the task's number.")
+    ] = None,
     limit: Annotated[int | None, _in_data(help="Use only the first N prompts.")] = None,
     max_new_tokens: Annotated[int, _in_data(help="Maximum number of tokens per answer.")] = ANSWER_TOKENS,
     temperature: Annotated[float, _in_data(help="Sampling temperature of the answers; 0 is greedy.")] = 0.0,
@@ -57,6 +73,8 @@ def train_draft(
 
     specbatch train-draft --algorithm dflash --answers head/answers.jsonl --out block
 
+    specbatch train-draft --algorithm eagle3 --task gsm8k --data gsm8k_train.jsonl --max-len 2048 --out head
+
     Use prompts like those of the later workload, in the same format: this matters more than the number of steps. The
     output of mtp is the model with its head; use it as --model. While answers are generated, Ctrl-C keeps the finished
     ones, and the same command with the same --out continues, also after a crash. Later Ctrl-C ends the training, and
@@ -69,14 +87,32 @@ def train_draft(
     from specbatch.training.run import train_draft as run
 
     recipe = Recipe(algorithm=algorithm, seed=engine.seed, **training)
-    params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
-    source = Source(data, answers, params, chat_template, limit)
+    prompts, stop = _asked(task, num_fewshot, data)
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, stop=stop)
+    asked = None if task is None else {"task": task, "num_fewshot": num_fewshot}
+    source = Source(data, answers, params, chat_template, limit, asked, prompts)
     config = engine.having(max_model_len=recipe.max_len).config()
     resumes = "*" if output is not None and (output / UNFINISHED).is_dir() else ANSWERS
     with fresh_folder(output, "train-draft", resumes=resumes) as folder:
         record = run(config, source, recipe, folder, open_engine=open_engine, progress=progress, log=say)
     text = f"{_table(record['history']['measured'])}\n\nhead: {folder}"
     show(text, {**record, "output": str(folder)}, as_json=as_json)
+
+
+def _asked(
+    task: str | None, num_fewshot: int | None, data: Path | None
+) -> tuple[Sequence[Prompt] | None, tuple[str, ...]]:
+    """The prompts of a task over the questions in `data`, and its stop strings; None and none without a task."""
+    if task is None:
+        if num_fewshot is not None:
+            raise refuse("num_fewshot", num_fewshot, "goes with --task; leave it out")
+        return None, ()
+    if data is None:
+        raise refuse("task", task, "asks the questions in --data, such as those of a training set; give one")
+    needs("eval")
+    from specbatch.evals.prompts import task_prompts
+
+    return task_prompts(task, data, as_messages=False, num_fewshot=num_fewshot)
 
 
 def _table(measured: dict[int, dict[str, Any]]) -> str:

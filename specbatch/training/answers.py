@@ -37,10 +37,13 @@ Header = dict[str, Any]
 def header_of(target: Checkpoint, prompts: Sequence[list[int]], params: SamplingParams, **settings: Any) -> Header:
     """Description of model, prompts and sampling: everything that the answers depend on. settings: other user
     settings."""
+    sampling = {name: getattr(params, name) for name in ("temperature", "top_p", "max_new_tokens", "seed")}
+    if params.stop:
+        sampling["stop"] = list(params.stop)
     return {
         **_identity(target),
         **settings,
-        "sampling": {name: getattr(params, name) for name in ("temperature", "top_p", "max_new_tokens", "seed")},
+        "sampling": sampling,
         "prompts": len(prompts),
         "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
     }

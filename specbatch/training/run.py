@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ from specbatch.config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.core.request import SamplingParams
 from specbatch.errors import at_least, refuse, reporting
-from specbatch.jobs.prompts import read_prompts
+from specbatch.jobs.prompts import Prompt, read_prompts
 from specbatch.progress import Report
 from specbatch.records.environment import hardware, versions
 from specbatch.runtime.device import find_device, find_dtype, type_name
@@ -48,13 +48,19 @@ class Progress(Protocol):
 @dataclass(frozen=True)
 class Source:
     """Source of the answers: the first `limit` prompts in `data`, answered with `params`; or `answers`, a file of an
-    earlier run."""
+    earlier run.
+
+    asked    the task that asks the questions of `data` and how, for the record
+    prompts  its prompts; None: those in `data`
+    """
 
     data: Path | None
     answers: Path | None
     params: SamplingParams = USUAL
     chat_template: bool = True
     limit: int | None = None
+    asked: Mapping[str, object] | None = None
+    prompts: Sequence[Prompt] | None = None
 
     def __post_init__(self) -> None:
         if (self.data is None) == (self.answers is None):
@@ -143,7 +149,7 @@ def _examples(
         described = {"answers": str(source.answers), "file_sha256": file_hash(source.answers), "answered": header}
     else:
         assert source.data is not None
-        prompts = read_prompts(source.data, "data")[: source.limit]
+        prompts = (read_prompts(source.data, "data") if source.prompts is None else source.prompts)[: source.limit]
         if recipe.held_out >= len(prompts):  # before any of them is answered
             works = f"there are {len(prompts)} prompts and some must be left to train on; use fewer"
             raise refuse("held_out", recipe.held_out, works)
@@ -167,6 +173,7 @@ def _examples(
         described = {
             "data": str(source.data),
             "file_sha256": file_hash(source.data),
+            "asked": source.asked,
             "prompts": len(prompts),
             "answered": header,
         }

@@ -84,3 +84,30 @@ def test_non_finite_loss_is_reported_and_keeps_the_answers(source, tmp_path, mon
     assert again.exit_code == 0, again.output
     assert "answers: 6 of 6 are finished" in again.stderr
     assert "this folder is not empty" in call(*command).stderr
+
+
+def test_questions_asked_as_a_task_does(tmp_path):
+    data, out = tmp_path / "train.jsonl", tmp_path / "head"
+    rows = ({"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(7))
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ("--algorithm", "eagle3", "--task", "gsm8k", "--data", data, "--out", out, "--unroll", 1, *SMALL)
+    result = call(*command, "--num-fewshot", 0)
+    assert result.exit_code == 0, result.output
+    described = json.loads((out / "record.json").read_text())["data"]
+    assert described["asked"] == {"task": "gsm8k", "num_fewshot": 0}
+    assert described["answered"]["sampling"]["stop"][0] == "Question:"
+    row = json.loads((out / "answers.jsonl").read_text().splitlines()[1])
+    assert bytes(row["prompt_token_ids"]).decode() == f"Question: What is {row['index']} + 1?\nAnswer:"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num-fewshot", 2], "num_fewshot=2: goes with --task"),
+        (["--task", "gsm8k"], "task='gsm8k': asks the questions in --data"),
+    ],
+)
+def test_a_task_without_its_questions_is_refused(words, message):
+    result = call("--algorithm", "eagle3", *words)
+    assert result.exit_code == 2
+    assert message in result.stderr

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +83,20 @@ def evaluate_all(engines: Engines, scored_file: Path, shots_file: Path, tmp_path
     seen: list[tuple[int, int]] = []
     run.seen = seen  # type: ignore[attr-defined]
     return run
+
+
+def test_prompts_that_do_not_fit_are_refused_before_engines_load(
+    engines: Engines, make_engine: Any, scored_file: Path, shots_file: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    tokenizer = make_engine(str).tokenizer
+    monkeypatch.setattr(
+        "specbatch.evals.run.open_checkpoint", lambda *_, **__: SimpleNamespace(tokenizer=lambda: tokenizer)
+    )
+    configs = CONFIGS | {"v2": replace(CONFIGS["v2"], max_model_len=600)}
+    task = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3)
+    with pytest.raises(SpecbatchError, match=r"max_model_len=600: question 7 of gsm8k, the longest, has \d+ prompt"):
+        run_grid(configs, engines, GridOptions(task, (2, 1)), tmp_path, failed={})
+    assert engines.loads == 0
 
 
 def test_table_has_accuracy_beside_speed(

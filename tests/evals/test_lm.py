@@ -108,13 +108,13 @@ def test_answer_that_the_task_begins_is_continued(make_engine: Any) -> None:
 
 def test_prompts_that_do_not_fit_are_refused_first(make_engine: Any) -> None:
     engine = make_engine(lambda prompt: "x", max_model_len=40)
-    fits, long = ask("a" * 29, 3), ask("a" * 30, 4)  # and the <s>
+    fits, long, longest = ask("a" * 29, 3), ask("a" * 30, 4), ask("a" * 33, 7)  # and the <s>
     SpecBatchLM(engine, "toy", max_new_tokens=10).generate_until([fits])
     with pytest.raises(SpecbatchError) as refused:
-        SpecBatchLM(engine, "toy", max_new_tokens=10).generate_until([fits, long])
+        SpecBatchLM(engine, "toy", max_new_tokens=10).generate_until([fits, longest, long])
     assert str(refused.value) == (
-        "max_model_len=40: question 4 of toy has 31 prompt tokens and up to 10 answer tokens; use at least 41, "
-        "fewer examples (num_fewshot) or a smaller max_new_tokens"
+        "max_model_len=40: question 7 of toy, the longest, has 34 prompt tokens and up to 10 answer tokens; use at "
+        "least 44, fewer examples (num_fewshot) or a smaller max_new_tokens"
     )
     assert len(engine.calls) == 1
 
