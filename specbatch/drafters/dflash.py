@@ -216,4 +216,5 @@ def _open(target: Checkpoint, config: EngineConfig, log: Log, parts: Block) -> C
         own = read(parts.published(target.config))
         return DummyCheckpoint(own, name=f"a draft for {target.name}", seed=seed, tokenizer=None)
     with of_draft(asked):
-        return weights.open_checkpoint(asked, "dummy" if dummy else "auto", seed=seed, log=log, read=read)
+        works = "give a folder with config.json and safetensors, or a hub id"
+        return weights.open_checkpoint(asked, "dummy" if dummy else "auto", seed=seed, log=log, read=read, works=works)

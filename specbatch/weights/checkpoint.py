@@ -55,6 +55,7 @@ def open_checkpoint(
     log: Log | None = None,
     read: Read = ModelConfig.from_dict,
     device: str = "cpu",
+    works: str | None = None,
 ) -> Checkpoint:
     """Find a model and check its files.
 
@@ -62,7 +63,8 @@ def open_checkpoint(
     hub id `owner/name`, optionally with `@revision`. With load_format "dummy" it is a named shape, a config.json or a
     folder with one, and the weights are random from `seed`, generated on `device`. `tokenizer` replaces that of the
     model, see `open_tokenizer`. `log` receives lines about downloads and conversions. `read` turns a config.json into
-    the config; drafts have configs of their own. Raises SpecbatchError, in one line, for whatever cannot be opened.
+    the config; drafts have configs of their own, and `works` is the advice where there is no such draft. Raises
+    SpecbatchError, in one line, for whatever cannot be opened.
     """
     override = open_tokenizer(tokenizer, log) if tokenizer else None
     if load_format == "dummy":
@@ -83,7 +85,7 @@ def open_checkpoint(
     if _looks_like_a_path(model):
         found = "this file is not a model" if os.path.exists(path) else "no such file"
         raise refuse("model", model, f"{found}; give a .gguf file or a folder with config.json and safetensors")
-    return _open_hub(model, load_format, override, log, read)
+    return _open_hub(model, load_format, override, log, read, works)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -141,11 +143,13 @@ def _open_gguf(
     return GgufCheckpoint(path, name=name, origin=origin, tokenizer=tokenizer, log=log, sha256=sha256)
 
 
-def _open_hub(model: str, load_format: str, tokenizer: Tokenizer | None, log: Log | None, read: Read) -> Checkpoint:
+def _open_hub(
+    model: str, load_format: str, tokenizer: Tokenizer | None, log: Log | None, read: Read, works: str | None
+) -> Checkpoint:
     from specbatch.weights import hub
     from specbatch.weights.known_models import KNOWN_MODELS
 
-    works = (
+    works = works or (
         f"give a known name ({', '.join(KNOWN_MODELS)}), a folder or a .gguf file; "
         "without access to the hub: specbatch models pull smollm2-135m"
     )

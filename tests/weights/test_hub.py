@@ -33,6 +33,8 @@ def test_invalid_names_never_query_the_hub(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("smollm3", "a/b/c"):
         with pytest.raises(SpecbatchError, match=r"no such name, file or folder.*smollm2-135m"):
             open_checkpoint(name)
+    with pytest.raises(SpecbatchError, match=r"^model='smollm3': no such name, file or folder; give a head$"):
+        open_checkpoint("smollm3", works="give a head")
     with pytest.raises(SpecbatchError, match="load_format='gguf': from the hub only safetensors"):
         open_checkpoint("someone/model", "gguf")
 
