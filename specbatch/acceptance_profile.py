@@ -194,7 +194,7 @@ def _of_curves(text: str, wanted: str, curves: Mapping[str, Mapping[int, float]]
         raise refuse(SETTING, text, f"is not a profile; {FORMS}")
     if len(matching) != 1:
         listed = ", ".join(f"#{name}" for name in curves)
-        raise refuse(SETTING, text, f"has {len(curves)} curves; add the name of one to the file: {listed}")
+        raise refuse(SETTING, text, f"has {counted(len(curves), 'curve')}; add the name of one to the file: {listed}")
     return from_accept_lengths(text, curves[matching[0]])
 
 

@@ -29,6 +29,8 @@ def check_algorithm(config: dict[str, Any], algorithm: str) -> None:
         of_deepspec = "dflash" if config.get("markov_rank") == 0 else "dspark"
         kinds = {ARCHITECTURE: "dflash", SECOND: "dflash2", **dict.fromkeys(DEEPSPEC, of_deepspec)}
         found = kinds.get(names[0], suffix and suffix[1].lower())
+        if found == "eagle3" and any(config.get(key) is not None for key in ("pard_token", "ptd_token_id")):
+            found = "peagle"  # in vLLM's layout
     if isinstance(found, str) and found in ALGORITHMS and found != algorithm:
         raise refuse("algorithm", algorithm, f"the draft was trained for algorithm {found!r}; use that")
 

@@ -63,9 +63,10 @@ def test_head_of_another_algorithm_is_refused(write: Any) -> None:
         ({"architectures": ["DSparkDraftModel"], "markov_rank": 0}, "dflash"),
         ({"architectures": ["DFlash2DraftModel"]}, "dflash2"),
         ({"architectures": ["DSparkSpeculator"], "speculators_model_type": "dspark"}, "dspark"),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 0}, "peagle"),
     ],
 )
-def test_block_draft_with_another_algorithm_is_refused(write: Any, algorithm: str, config: Any, of: str) -> None:
+def test_parallel_draft_with_another_algorithm_is_refused(write: Any, algorithm: str, config: Any, of: str) -> None:
     """Also without --algorithm, where it is standalone."""
     tensors = heads.eagle() | {"layer.input_layernorm.weight": torch.ones(heads.HIDDEN)}
     message = refusal(algorithm, write(config, tensors))
