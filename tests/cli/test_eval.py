@@ -31,11 +31,15 @@ def evals(monkeypatch):
         def engine_config(self, config):
             return config
 
+        def check_lengths(self, config):
+            seen["checked"] = config
+
         def finished(self, config):
             return None
 
         def run(self, engine, progress=None, kept=None):
             seen["engine"] = engine.config
+            assert seen["checked"] is not None  # before the model was loaded
             progress(1, 2)
             if seen["interrupt"]:
                 raise KeyboardInterrupt("kept 1 finished answers")
