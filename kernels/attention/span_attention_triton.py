@@ -5,6 +5,8 @@ own. They are reduced in spans of SPAN keys, counted from key 0, and tiles of KE
 its own; the spans are merged in order. One program may take all spans of its queries, or several programs some each.
 Then the last one to arrive merges them by the same operations: how many programs share the spans changes no bit.
 
+A node of a tree is a sequence of its own: its ancestors take the places that they would have in a chain.
+
 All sums over keys are sums of a tensor core, that of the weights too, whose order does not depend on the tile (see
 `gemm/fixed_order`): 16 to 64 rows, tokens times the query heads that share a KV head. Multiplications and additions
 elsewhere are not fused (`enable_fp_fusion`), because the compiler may choose differently in two places.
@@ -13,6 +15,7 @@ elsewhere are not fused (`enable_fp_fusion`), because the compiler may choose di
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -55,28 +58,63 @@ def prefill_attention(
     )  # fmt: skip
 
 
+class Lineages(NamedTuple):
+    """The nodes that each query of a tree sees: their numbers int32 [T, width], parents first, and how many, int32
+    [T, 1]."""
+
+    nodes: torch.Tensor
+    seen: torch.Tensor
+
+
 def decode_attention(queries: DecodeQueries) -> partial[torch.Tensor]:
-    """The attention of a decode or verify pass of chains, for all layers: `DecodeAttentionRef` of `queries`."""
-    assert queries.ancestors is None, "trees are refused"
-    table, count = queries.page_table, queries.num_queries
-    tokens = len(queries.lengths) * count
-    slots = torch.empty(tokens, dtype=torch.int64, device=table.device)
+    """The attention of a decode or verify pass for all layers, whose masks are `Mask()`: `DecodeAttentionRef` of
+    `queries`."""
+    table, count, first, ancestors = queries.page_table, queries.num_queries, queries.first_node, queries.ancestors
+    tokens, device = len(queries.lengths) * count, table.device
+    slots = torch.empty(tokens, dtype=torch.int64, device=device)
     _new_slots[(triton.cdiv(tokens, 128),)](
-        table, queries.slots, queries.lengths, slots, tokens, count, table.shape[1], PAGE=queries.page_size, BLOCK=128,
-        **pdl(table),
+        table, queries.slots, queries.lengths, slots, tokens, count, first, table.shape[1], PAGE=queries.page_size,
+        BLOCK=128, **pdl(table),
     )  # fmt: skip
-    return partial(_decode, queries, slots)
+    if ancestors is None:
+        assert not first, "a chain is computed in one pass"
+        return partial(_decode, queries, slots, None)
+    width = first + count
+    lineages = Lineages(*(torch.empty(tokens, n, dtype=torch.int32, device=device) for n in (width, 1)))
+    _lineages[(tokens,)](ancestors, *lineages, width, BLOCK=triton.next_power_of_2(width), num_warps=1, **pdl(table))
+    return partial(_decode, queries, slots, lineages)
 
 
-@triton.jit(do_not_specialize=["tokens", "count", "width"])
+@triton.jit(do_not_specialize=["width"])
+def _lineages(ancestors, nodes, seen, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    token = tl.program_id(0)
+    node = tl.arange(0, BLOCK)
+    wait_for_previous_kernel(PDL)
+    sees = ((tl.load(ancestors + token) >> node.to(tl.int64)) & 1).to(tl.int32)
+    sees = tl.where(node < width, sees, 0)
+    tl.store(nodes + token * width + tl.cumsum(sees, 0) - 1, node, sees > 0)
+    tl.store(seen + token, tl.sum(sees, 0))
+
+
+@triton.jit(do_not_specialize=["tokens", "count", "first", "width"])
 def _new_slots(
-    page_table, rows, lengths, slots, tokens, count, width, PAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    page_table,
+    rows,
+    lengths,
+    slots,
+    tokens,
+    count,
+    first,
+    width,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Where the key of each token goes; page 0, which is for padding, if there is no page for it."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < tokens
     wait_for_previous_kernel(PDL)
-    place = tl.load(lengths + token // count, inside, 0) + token % count
+    place = tl.load(lengths + token // count, inside, 0) + first + token % count
     fits = inside & (place < width * PAGE)
     row = tl.load(rows + token // count, inside, 0)
     tl.store(slots + token, tl.where(fits, kv_slot(page_table + row * width, place, PAGE, fits), 0), inside)
@@ -85,6 +123,7 @@ def _new_slots(
 def _decode(
     queries: DecodeQueries,
     slots: torch.Tensor,
+    lineages: Lineages | None,
     qkv: torch.Tensor,
     heads: QKVLayout,
     positions: torch.Tensor,
@@ -92,12 +131,13 @@ def _decode(
     v_cache: torch.Tensor,
     mask: Mask,
 ) -> torch.Tensor:
-    assert mask == Mask(), "chains of a target see all keys before them"
+    assert mask == Mask(), "tokens of a target see all keys before them"
     q = split_qkv_rope(qkv, heads, positions, slots, k_cache, v_cache)[0]
     table, size = queries.page_table, queries.page_size
     longest = table.shape[1] * size if queries.bound is None else queries.bound
     bounds = queries.lengths, queries.lengths, queries.slots, queries.slots
-    return _launch(q, k_cache, v_cache, bounds, None, table, size, longest, queries.num_queries, None).flatten(1)
+    out = _launch(q, k_cache, v_cache, bounds, None, table, size, longest, queries.num_queries, None, lineages=lineages)
+    return out.flatten(1)
 
 
 def _launch(
@@ -113,36 +153,39 @@ def _launch(
     out: torch.Tensor | None,
     splits: int | None = None,
     rows: int | None = None,
+    lineages: Lineages | None = None,
 ) -> torch.Tensor:
     """tiles: of a prompt pass, whose bounds are starts, ends, rows and offsets; None: `count` rows for each sequence,
-    with bounds lengths and slots. splits: programs that share the spans of a tile; rows: of a tile; both are
-    chosen by the sizes if None."""
+    with bounds lengths and slots. lineages: of a tree. splits: programs that share the spans of a tile; rows: of a
+    tile; both are chosen by the sizes if None."""
     _, heads, dim = q.shape
     kv = k_cache.shape[2]
     group = heads // kv
+    together = count if lineages is None else 1  # rows of a sequence that see the same keys up to a place
     if rows is None:
         most = _most_rows(k_cache)
-        rows = most if tiles is not None else min(most, max(16, triton.next_power_of_2(count * group)))
+        rows = most if tiles is not None else min(most, max(16, triton.next_power_of_2(together * group)))
     rows = max(rows, triton.next_power_of_2(group))
-    tokens = max(1, rows // group)
+    tokens = max(1, rows // group) if lineages is None else 1
     sequences = len(bounds[0]) if tiles is None else 1
     per_sequence = triton.cdiv(count, tokens) if tiles is None else len(tiles)
     programs = sequences * per_sequence * kv
     block = max(16, triton.next_power_of_2(dim))
     spans = triton.cdiv(longest, SPAN)
-    few = rows if tiles is not None else min(rows, triton.next_power_of_2(count * group))
+    few = rows if tiles is not None else min(rows, triton.next_power_of_2(together * group))
     cells = programs * spans * few * (block + 2)
     if splits is None:
         splits = max(1, min(PROGRAMS * _processors(q.device) // programs, spans))
         splits = splits if 4 * cells <= WORKSPACE else 1
     warps, stages = LAUNCHES.get(rows, (8, 2)) if splits == 1 or rows > 64 else SHARED_LAUNCH
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    nodes, seen, width = (None, None, 0) if lineages is None else (*lineages, lineages.nodes.shape[1])
     partials, arrivals = out, out
     if splits > 1:
         partials, arrivals = reserve(q.device, cells, programs)
     _span_attention[(kv, sequences * per_sequence, splits)](
-        q, k_cache, v_cache, out, partials, arrivals, *bounds, tiles, page_table, page_table.stride(0), q.stride(0),
-        spans, count, per_sequence, dim**-0.5 * LOG2E,
+        q, k_cache, v_cache, out, partials, arrivals, *bounds, tiles, nodes, seen, page_table, page_table.stride(0),
+        q.stride(0), width, spans, count, per_sequence, dim**-0.5 * LOG2E,
         GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=page_size, TOKENS=tokens,
         ROWS=rows, FEW=few, KEYS=KEYS, SPAN=SPAN, SPREAD=splits > 1,
         AT_ONCE=max(1, min(16, 32 * warps // few)), **pdl(q), num_warps=warps, num_stages=stages,
@@ -160,10 +203,23 @@ def _merge(acc, top, total, part, part_top, part_total):
     return acc * fade + part * gain, peak, total * fade + part_total * gain
 
 
-@triton.jit(do_not_specialize=["page_stride", "q_stride", "spans", "count", "per_sequence"])
+@triton.jit
+def _slots(pages, lineage, key, start, high, page_stride, PAGE: tl.constexpr):
+    """Where keys are stored; page 0, which is for padding, for keys from `high` on. lineage: of a node of a tree, whose
+    keys from `start` on are its ancestors."""
+    if lineage is None:
+        slot = kv_slot(pages, key, PAGE, key < high)
+    else:
+        new = (key >= start) & (key < high)
+        place = tl.where(new, start + tl.load(lineage + key - start, new, 0), key)
+        slot = kv_slot(pages, place, PAGE, (key < high) & (place < page_stride * PAGE))
+    return slot
+
+
+@triton.jit(do_not_specialize=["page_stride", "q_stride", "width", "spans", "count", "per_sequence"])
 def _span_attention(
-    q, k_cache, v_cache, out, partials, arrivals, starts, ends, rows, offsets, tiles, page_table, page_stride, q_stride,
-    spans, count, per_sequence, scale,
+    q, k_cache, v_cache, out, partials, arrivals, starts, ends, rows, offsets, tiles, lineages, seen, page_table,
+    page_stride, q_stride, width, spans, count, per_sequence, scale,
     GROUP: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
     SPREAD: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
@@ -196,7 +252,13 @@ def _span_attention(
     source = q + ((offset + token) * q_stride + query_head * DIM)[:, None] + column[None, :]
     queries = tl.load(source, mask=real[:, None] & inside, other=0.0)
     newest = (start + token)[:, None]  # the last key that a row sees
-    low, high = 0, tl.minimum(tl.minimum(start + first + TOKENS, stop), page_stride * PAGE)
+    last = tl.minimum(start + first + TOKENS, stop)
+    lineage = lineages
+    if lineages is not None:  # a tile is one node
+        lineage = lineages + (offset + first) * width
+        last = start + tl.load(seen + offset + first)
+        newest = last - 1
+    low, high = 0, tl.minimum(last, page_stride * PAGE)
     filled = tl.cdiv(high, SPAN)
     if SPREAD:
         share = tl.cdiv(filled, tl.num_programs(2)) * SPAN
@@ -213,15 +275,14 @@ def _span_attention(
     whole_top = tl.full([ROWS, 1], float("-inf"), tl.float32)
     whole_total = tl.zeros([ROWS, 1], tl.float32)
     # Pages are looked up a step before their keys are loaded, so that the pipeline fetches several steps ahead.
-    key = low + tl.arange(0, KEYS)
-    page = tl.load(pages + key // PAGE, key < high, 0)
+    slot = _slots(pages, lineage, low + tl.arange(0, KEYS), start, high, page_stride, PAGE)
     for at in tl.range(low, high, KEYS):
         key = at + tl.arange(0, KEYS)
         held = (key < high)[:, None]
-        place = ((page * PAGE + key % PAGE) * (KV * DIM) + head * DIM)[:, None] + column[None, :]
+        place = (slot * (KV * DIM) + head * DIM)[:, None] + column[None, :]
         k = tl.load(k_cache + place, held & inside, 0.0)
         v = tl.load(v_cache + place, held & inside, 0.0)
-        page = tl.load(pages + (key + KEYS) // PAGE, key + KEYS < high, 0)
+        slot = _slots(pages, lineage, key + KEYS, start, high, page_stride, PAGE)
         scores = tl.dot(queries, k.to(queries.dtype).T, input_precision="ieee") * scale
         scores = tl.where(key[None, :] <= newest, scores, float("-inf"))
         # Keys that a row does not see change nothing: its maximum stays, and 0 is added.

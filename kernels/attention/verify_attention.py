@@ -73,9 +73,8 @@ def decode_attention(
     if runs_kernels(queries.lengths):
         from specbatch.kernels.attention import span_attention_triton, verify_attention_triton
 
-        # All else are drafts, which change no result. (An engine refuses trees, which its target would see, too.)
-        is_chain = queries.ancestors is None and all(mask == Mask() for mask in masks)
-        if is_deterministic() and is_chain:
+        # All else are drafts, which change no result.
+        if is_deterministic() and all(mask == Mask() for mask in masks):
             return span_attention_triton.decode_attention(queries)
         return partial(verify_attention_triton.verify_attention, queries)
     if is_deterministic():

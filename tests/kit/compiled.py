@@ -30,18 +30,21 @@ def compiled(kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], **option
     return {"shared": done.metadata.shared, "instructions": found}
 
 
-def attention(rows: int, few: int, *, is_prompt: bool, is_spread: bool, cache: str = "bf16") -> dict[str, Any]:
-    warps, stages = spans.LAUNCHES[rows]
+def attention(
+    rows: int, few: int, *, is_prompt: bool, is_spread: bool, cache: str = "bf16", is_tree: bool = False
+) -> dict[str, Any]:
+    warps, stages = spans.SHARED_LAUNCH if is_spread else spans.LAUNCHES[rows]
     at_once = max(1, min(16, 32 * warps // few))
     kinds = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("k_cache", "v_cache"), f"*{cache}")
     kinds |= dict.fromkeys(("starts", "ends", "rows", "offsets", "tiles", "page_table"), "*i64")
-    kinds |= dict.fromkeys(("page_stride", "q_stride", "spans", "count", "per_sequence"), "i32")
-    kinds |= {"partials": "*fp32", "arrivals": "*i32", "scale": "fp32"}
+    kinds |= dict.fromkeys(("page_stride", "q_stride", "width", "spans", "count", "per_sequence"), "i32")
+    kinds |= {"partials": "*fp32", "arrivals": "*i32", "lineages": "*i32", "seen": "*i32", "scale": "fp32"}
     fixed = {
         "GROUP": 4, "KV": 8, "DIM": 128, "BLOCK_D": 128, "PAGE": 16, "TOKENS": rows // 4, "ROWS": rows, "FEW": few,
         "KEYS": spans.KEYS, "SPAN": spans.SPAN, "SPREAD": is_spread, "AT_ONCE": at_once, "PDL": True,
     }  # fmt: skip
     fixed |= {} if is_prompt else {"tiles": None}
+    fixed |= {"TOKENS": 1} if is_tree else {"lineages": None, "seen": None}
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
     return compiled(spans._span_attention, kinds, fixed, **options)
 
@@ -64,7 +67,7 @@ def few_rows(n: int, k: int, *, gated: bool) -> dict[str, Any]:
     kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "residual_stride"), "i32") | {"eps": "fp32"}
     fixed: dict[str, Any] = {
         "bias": None, "norm": None, "GATED": gated, "SQUARED": False, "HAS_BIAS": False, "HAS_NORM": False,
-        "HAS_RESIDUAL": not gated, "ROUNDED": gated, "SPLITS": tile.splits, "EVEN_K": True, "BM": 16, "BN": tile.n,
+        "HAS_RESIDUAL": not gated, "ROUNDED": True, "SPLITS": tile.splits, "EVEN_K": True, "BM": 16, "BN": tile.n,
         "BK": tile.k, "PDL": True,
     }  # fmt: skip
     return compiled(skinny._skinny_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
@@ -72,10 +75,12 @@ def few_rows(n: int, k: int, *, gated: bool) -> dict[str, Any]:
 
 def every() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "prompt", attention(64, 64, is_prompt=True, is_spread=False)
+    yield "prompt, FP8 keys", attention(32, 32, is_prompt=True, is_spread=False, cache="fp8e4nv")
     yield "prompt, spread", attention(64, 64, is_prompt=True, is_spread=True)
     yield "step", attention(16, 4, is_prompt=False, is_spread=False)
     yield "step, spread", attention(16, 4, is_prompt=False, is_spread=True)
     yield "step, FP8 keys", attention(16, 4, is_prompt=False, is_spread=True, cache="fp8e4nv")
+    yield "tree", attention(16, 4, is_prompt=False, is_spread=True, is_tree=True)
     yield "verify", attention(32, 32, is_prompt=False, is_spread=True)
     for rows in (16, 32, 64, 128, 1024):
         yield f"GEMM of {rows} rows", gemm(rows)

@@ -31,6 +31,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
+@pytest.fixture(autouse=True)
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specbatch.engine.builder.DETERMINISTIC_TREES_ON_CUDA", True)
+
+
 class Wide(TargetCheckpoint):
     """A dense model, some of whose GEMMs add their columns in parts."""
 
@@ -69,7 +74,7 @@ def differing(company: Company, lengths: list[int], rng: Random, rounds: int) ->
 )
 def test_logits_do_not_depend_on_company(name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     target = Wide(name) if name.startswith("Qwen") else name
-    company = Company(target, dtype, device=torch.device("cuda"), kv_dtype=kv_dtype, trees=False)
+    company = Company(target, dtype, device=torch.device("cuda"), kv_dtype=kv_dtype)
     rng = Random(f"{name} {dtype}")
     assert differing(company, [600, 150, 9, 70, 300], rng, 3) == 0
     assert differing(company, [rng.randrange(1, 60) for _ in range(128)], rng, 1) == 0
@@ -122,11 +127,9 @@ _SAMPLED = [SamplingParams(**{**vars(params), "max_new_tokens": lossless.LONGER}
 
 
 def _cases() -> list[Any]:
-    """Every chain of drafts, with schedules, graphs and memory settings in turn."""
+    """Every kind of drafts, with schedules, graphs and memory settings in turn."""
     drafters = [
-        name
-        for name, how in SPECULATIONS.items()
-        if "tree" not in name and how.get("verification") != "block" and not name.startswith("mtp")
+        name for name, how in SPECULATIONS.items() if how.get("verification") != "block" and not name.startswith("mtp")
     ]
     turns = itertools.cycle(itertools.product(("v1", "v2", "v2-late"), ("both", "eager", "whole"), lossless.MEMORY))
     return [

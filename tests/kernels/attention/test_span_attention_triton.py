@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 import torch
+from trees import ancestor_masks, path_of, random_parents
 
 from specbatch.kernels.attention import span_attention_triton
 from specbatch.kernels.attention.paged_attention import prefill_attention_ref
@@ -75,6 +77,52 @@ def test_a_decode_pass_matches_the_reference(dtype: torch.dtype, device: torch.d
     span_attention_triton.decode_attention(queries)(qkv, layout, positions, *caches[0], Mask())
     changed = (caches[0][0] != caches[1][0]).flatten(2).any(2).nonzero().tolist()
     assert changed == [[0, 0], [int(case.table[0, -1]), PAGE - 1]]
+
+
+@pytest.mark.parametrize("left", [9, 5])
+def test_nodes_of_a_tree_are_computed_as_chains(
+    dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None], left: int
+) -> None:
+    """In one pass and in two. The second sequence has pages for `left` of the 9 nodes."""
+    case, count = Case(dtype, device), 9
+    start = PAGE * case.table.shape[1] - left
+    layout = QKVLayout(4, 2, 16, None, None, 1e-6, *(x.to(device, dtype) for x in rope_table(torch.ones(8), 700, 1.0)))
+    lengths, slots = torch.tensor([250, start], device=device), torch.tensor([0, 1], device=device)
+    parents = [random_parents(Random(seed), count, True) for seed in (0, 1)]
+    paths = [[path_of(tree, node) for node in range(count)] for tree in parents]
+    words = torch.tensor([ancestor_masks(tree) for tree in parents], device=device)
+    depths = torch.tensor([[len(path) - 1 for path in of] for of in paths], device=device)
+    qkv = torch.randn(2, count, 8 * 16, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+
+    def run(kernel: bool, keys: torch.Tensor, values: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        queries = DecodeQueries(
+            case.table, slots, lengths, end - first, PAGE, None, words[:, first:end].contiguous(), first
+        )
+        attend = (
+            span_attention_triton.decode_attention(queries)
+            if kernel
+            else DecodeAttentionRef(queries, [Mask()], 2, dtype)
+        )
+        rows, positions = qkv[:, first:end].flatten(0, 1), (lengths[:, None] + depths[:, first:end]).flatten()
+        return attend(rows, layout, positions, keys, values, Mask()).unflatten(0, (2, -1))
+
+    k, v = case.k.clone(), case.v.clone()
+    whole = run(True, k, v, 0, count)
+    real = torch.tensor([[True] * count, [max(path) < left for path in paths[1]]])
+    if left == count:
+        expected = run(False, case.k.clone(), case.v.clone(), 0, count)
+        torch.testing.assert_close(whole, expected, rtol=0, atol=TOLERANCE[dtype])
+    k, v = case.k.clone(), case.v.clone()
+    assert_same(torch.cat([run(True, k, v, 0, 4), run(True, k, v, 4, count)], 1)[real], whole[real])
+    for sequence, of in enumerate(paths):
+        for path in (path for node, path in enumerate(of) if real[sequence, node]):
+            queries = DecodeQueries(case.table, slots[[sequence]], lengths[[sequence]], len(path), PAGE)
+            positions = lengths[sequence] + torch.arange(len(path), device=device)
+            caches = case.k.clone(), case.v.clone()
+            chain = span_attention_triton.decode_attention(queries)(
+                qkv[sequence, path], layout, positions, *caches, Mask()
+            )
+            assert_same(chain[-1], whole[sequence, path[-1]])
 
 
 @pytest.mark.parametrize(
