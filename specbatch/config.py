@@ -101,7 +101,10 @@ class Speculation:
         "Draft from other answers where they continue the text, else with the algorithm. run: the answers of this run. "
         "FILE,FILE: these, and the answers of files: outputs of generate and eval (.jsonl, or a folder of eval), or a "
         "text in each line (.txt).",
-        Rule(lambda corpus: isinstance(corpus, str) and all(corpus.split(",")), "use run, or files with commas"),
+        Rule(
+            lambda corpus: isinstance(corpus, str) and all(name.strip() for name in corpus.split(",")),
+            "use run, or files with commas",
+        ),
     )
     corpus_tokens: int = setting(
         1 << 20,
@@ -226,7 +229,8 @@ class Speculation:
     @property
     def corpus_files(self) -> tuple[str, ...]:
         """Files of earlier answers."""
-        return tuple(name for name in (self.corpus or "run").split(",") if name != "run")
+        names = [name.strip() for name in (self.corpus or "run").split(",")]
+        return tuple(name for name in names if name != "run")
 
     @property
     def reads_files(self) -> bool:

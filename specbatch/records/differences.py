@@ -21,9 +21,13 @@ def describe_differences(old: dict[str, Any], new: dict[str, Any], names: Collec
             if hashed not in names:  # the value itself is more useful than its hash
                 parts.append(hashed.replace("input", "input file"))
         else:
-            there = f"{before!r} there" if name in old else "not set by the version there"
-            parts.append(f"{name} ({there}, {after!r} now)")
+            there = f"{_said(before)} there" if name in old else "not set by the version there"
+            parts.append(f"{name} ({there}, {_said(after)} now)")
     return ", ".join(dict.fromkeys(parts))
+
+
+def _said(value: object) -> str:
+    return "not set" if value is None else repr(value)
 
 
 def conflicts(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

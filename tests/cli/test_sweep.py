@@ -315,7 +315,7 @@ def test_goodput_under_objectives(sweep, tmp_path):
     other = sweep(command, "--slo", "e2e=100")
     assert (other.exit_code, "slo ('ttft=1e-12,e2e=100' there, 'e2e=100' now)" in other.output) == (2, True)
     without = sweep(command)
-    assert (without.exit_code, "slo ('ttft=1e-12,e2e=100' there, None now)" in without.output) == (2, True)
+    assert (without.exit_code, "slo ('ttft=1e-12,e2e=100' there, not set now)" in without.output) == (2, True)
 
 
 def test_rounds_are_added_until_the_ratios_are_precise(sweep, run, monkeypatch, tmp_path):

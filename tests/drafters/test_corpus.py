@@ -160,7 +160,7 @@ def test_files_hold_what_generate_and_eval_wrote(open_toy: Callable[..., Any], t
     write(folder / "questions.jsonl", {"doc_id": 0, "question": "xyz" * 8, "text": "abc", "token_ids": tokens})
     lines = write(tmp_path / "lines.txt", "abc", "", "cab")
     names = (generated, batch, str(folder), lines)
-    plan = plan_corpus(Speculation("ngram", corpus=",".join(["run", *names])), target, log.append)
+    plan = plan_corpus(Speculation("ngram", corpus=", ".join(["run", *names])), target, log.append)
     assert plan is not None
     assert plan.given[:3] == [Answer(tokens, 0), Answer(plain, 0), Answer([35, 33], 0)]
     assert plan.given[3:6] == [Answer(plain, 0), Answer([5, 3, 4], 0), Answer(plain, 0)]

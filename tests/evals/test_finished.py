@@ -92,12 +92,12 @@ def test_all_answers_finished_but_no_report(
 @pytest.mark.parametrize(
     ("setting", "value", "difference"),
     [
-        ("limit", 4, "limit (None there, 4 now)"),
-        ("max_new_tokens", 9, "max_new_tokens (None there, 9 now)"),
+        ("limit", 4, "limit (not set there, 4 now)"),
+        ("max_new_tokens", 9, "max_new_tokens (not set there, 9 now)"),
         ("num_fewshot", 3, "num_fewshot (5 there, 3 now)"),
         ("seed", 7, "fewshot_seed (1234 there, 7 now)"),
         ("chat_template", True, "chat_template (False there, True now)"),
-        ("temperature", 0.6, "temperature (None there, 0.6 now)"),
+        ("temperature", 0.6, "temperature (not set there, 0.6 now)"),
     ],
 )
 def test_other_settings_are_refused(
