@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Trains the drafts of qwen2.5-coder-1.5b.toml, on one GPU: docs/grids/train-heads.sh gsm8k_train.jsonl heads
-# On an H200, three trainings at once make 2.4 to 3.7 steps a second each. Ctrl-C ends a training and keeps what was
-# trained; the same command goes on with the rest. heads/mtp is then the model of all configurations.
+# On an H200, three trainings at once make 2.4 to 3.7 steps a second each. After Ctrl-C the same command continues.
+# heads/mtp is the model of all configurations.
 set -euo pipefail
 questions=$1 heads=$2
 train() {
     local out=$heads/$1
     shift
-    [ -e "$out/record.json" ] || specbatch train-draft --model qwen2.5-coder-1.5b --dtype bfloat16 --max-len 1536 \
+    [ -e "$out/record.json" ] && [ ! -e "$out/training.pt" ] && return
+    specbatch train-draft --model qwen2.5-coder-1.5b --dtype bfloat16 --max-len 1536 \
         --batch-tokens 8192 --held-out 64 --memory-fraction 0.3 --out "$out" "$@"
 }
 # Two examples before each question, where the evaluation has five: more of a batch are answers.

@@ -76,15 +76,16 @@ def train_draft(
     specbatch train-draft --algorithm eagle3 --task gsm8k --data gsm8k_train.jsonl --max-len 2048 --out head
 
     Use prompts like those of the later workload, in the same format: this matters more than the number of steps. The
-    output of mtp is the model with its head; use it as --model. While answers are generated, Ctrl-C keeps the finished
-    ones, and the same command with the same --out continues, also after a crash. Later Ctrl-C ends the training, and
-    keeps the head as it is.
+    output of mtp is the model with its head; use it as --model. After Ctrl-C the same command with the same --out
+    continues; during training Ctrl-C also writes the head as it is. After a crash it continues, too, from the finished
+    answers and the last state of the training, which is saved every two minutes.
     """
     from specbatch.core.request import SamplingParams
     from specbatch.training.answers import ANSWERS
     from specbatch.training.files import UNFINISHED
     from specbatch.training.run import Source
     from specbatch.training.run import train_draft as run
+    from specbatch.training.saved_state import FILE as STATE
 
     recipe = Recipe(algorithm=algorithm, seed=engine.seed, **training)
     prompts, stop = _asked(task, num_fewshot, data)
@@ -92,7 +93,7 @@ def train_draft(
     asked = None if task is None else {"task": task, "num_fewshot": num_fewshot}
     source = Source(data, answers, params, chat_template, limit, asked, prompts)
     config = engine.having(max_model_len=recipe.max_len).config()
-    resumes = "*" if output is not None and (output / UNFINISHED).is_dir() else ANSWERS
+    resumes = "*" if output is not None and any((output / name).exists() for name in (UNFINISHED, STATE)) else ANSWERS
     with fresh_folder(output, "train-draft", resumes=resumes) as folder:
         record = run(config, source, recipe, folder, open_engine=open_engine, progress=progress, log=say)
     text = f"{_table(record['history']['measured'])}\n\nhead: {folder}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +26,7 @@ from specbatch.training import files
 from specbatch.training.answers import ANSWERS, answer, header_of, partial_answers, read_answers, with_room
 from specbatch.training.data import Example, answers_hash, split
 from specbatch.training.recipe import ANSWER_TOKENS, Recipe
+from specbatch.training.saved_state import SavedState
 from specbatch.training.target import Target
 from specbatch.training.trainer import History, make_head, train
 from specbatch.weights.cache import file_hash
@@ -89,9 +90,10 @@ def train_draft(
 ) -> dict[str, Any]:
     """Train a head for `config.model`, write it to `folder`, and return the record.
 
-    `folder` exists and is empty, or has answers to the same prompts, which are reused, or an incompletely written head.
-    Raises SpecbatchError for what cannot be trained. If training is interrupted, the head is written as it is; if
-    answering is interrupted, finished answers are kept. Both re-raise KeyboardInterrupt.
+    `folder` exists and is empty, or has what an interrupted run with the same settings left: answers, which are reused,
+    the state of its training, which continues, or an incompletely written head. Raises SpecbatchError for what cannot
+    be trained. If answering is interrupted, finished answers are kept; if training is, its state and the head as it is.
+    Both re-raise KeyboardInterrupt.
     """
     device = find_device(config.device)
     checkpoint = weights.open_checkpoint(
@@ -114,7 +116,9 @@ def train_draft(
         head = make_head(recipe, target, kept, checkpoint.tokenizer().vocab_size)
         count = sum(parameter.numel() for parameter in head.parameters())
         log(f"head: {recipe.algorithm}, {count / 1e6:.1f} M parameters, for {checkpoint.name} in {type_name(dtype)}")
-        history = train(head, target, kept, held_out, recipe, log=log, report=report)
+        settings = asdict(recipe) | {"answers_sha256": described["answers_sha256"], "dtype": type_name(dtype)}
+        saved = SavedState(folder, settings)
+        history = train(head, target, kept, held_out, recipe, saved, log=log, report=report)
         record = _record(config, recipe, described, history, checkpoint, count)
         works = f"answers are kept in {folder}; the same command with this --out trains again"
         with reporting(lambda: works), files.staged(folder) as stage:
@@ -125,8 +129,8 @@ def train_draft(
             write_json(stage / RECORD, record)
     if history.interrupted:
         done = f"the head as it was after {history.steps} of {recipe.steps} steps is in {folder}"
-        answers = source.answers or folder / ANSWERS
-        raise KeyboardInterrupt(f"{done}; to train from the start, use --answers {answers} and a new --out")
+        raise KeyboardInterrupt(f"{done}; the same command with --out {folder} continues")
+    saved.remove()
     return record
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from specbatch.progress import Report
 from specbatch.training.data import Batch, Example, endless, groups
 from specbatch.training.head import Head
 from specbatch.training.recipe import Recipe
+from specbatch.training.saved_state import SavedState, Training
 from specbatch.training.target import Target
 
 WARMUP = 0.04  # share of the steps with a rising learning rate
@@ -74,6 +76,12 @@ class History:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def of(cls, known: dict[str, Any]) -> History:
+        """Of `as_dict` of an interrupted training, which continues."""
+        measured = {step: Evaluation(**values) for step, values in known["measured"].items()}
+        return cls(known["steps"], known["seconds"], False, measured, known["losses"])
+
 
 def make_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> Head:
     """An untrained head. spare_tokens: ids from this one on are not used by the tokenizer."""
@@ -89,46 +97,74 @@ def train(
     examples: Sequence[Example],
     held_out: Sequence[Example],
     recipe: Recipe,
+    saved: SavedState | None = None,
     *,
     log: Callable[[str], None],
     report: Report,
 ) -> History:
     """Update `head` in place. Ctrl-C ends the training early; it is recorded in the history and not raised, so that the
-    head can be written."""
-    history = History()
+    head can be written.
+
+    saved: where the state is saved from time to time and after Ctrl-C, and continued from. A step that Ctrl-C
+    interrupts runs again.
+    """
     on_gpu = target.device.type == "cuda"
     optimizer = torch.optim.AdamW(head.parameters(), recipe.lr, BETAS, weight_decay=WEIGHT_DECAY, fused=on_gpu)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, recipe.steps))
     generator = torch.Generator().manual_seed(recipe.seed)
-    batches = endless(examples, recipe.batch_tokens, recipe.seed)
+    history = History()
+    training = Training(head, optimizer, schedule, generator, history)
+    if saved is not None and (known := saved.restore(training)) is not None:
+        history = training.history = History.of(known)
+        log(f"continuing after {history.steps} of {recipe.steps} steps")
+    batches = islice(endless(examples, recipe.batch_tokens, recipe.seed), history.steps, recipe.steps)
     every = max(1, math.ceil(recipe.steps / LINES))
     copying = torch.cuda.Stream(target.device) if on_gpu else None
-    losses: list[AsyncCopy] = []  # since the last evaluation
-    start = time.perf_counter()
-    try:
+    losses: list[AsyncCopy] = []  # since the last evaluation; those of an earlier run are in `training.since`
+    start = time.perf_counter() - history.seconds
+
+    def settle() -> None:
+        training.since += [_finite(loss, history.steps - 1, recipe) for loss in losses]
+        losses.clear()
+        history.seconds = time.perf_counter() - start
+
+    def evaluate() -> None:
+        settle()
+        if training.since:
+            history.losses[history.steps] = sum(training.since) / len(training.since)
+            training.since = []
         _note(history, head, target, held_out, recipe, log)
+
+    def is_due() -> bool:
+        return history.steps % every == 0 or history.steps == recipe.steps
+
+    try:
+        if is_due() and history.steps not in history.measured:
+            evaluate()
         for group in batches:
             with _precision(target):
                 scores = head.score(Batch.of(group, target.device), target, generator)
-            losses.append(AsyncCopy(scores.loss.detach(), stream=copying))
+            loss = AsyncCopy(scores.loss.detach(), stream=copying)
             optimizer.zero_grad()
             scores.loss.backward()
             torch.nn.utils.clip_grad_norm_(head.parameters(), CLIP)
             optimizer.step()
             schedule.step()
             history.steps += 1
-            if len(losses) > 1:  # one step late, so that the device does not wait for the host
-                _finite(losses[-2], history.steps - 2, recipe)
+            if losses:  # one step late, so that the device does not wait for the host
+                _finite(losses[-1], history.steps - 2, recipe)
+            losses.append(loss)
             report(history.steps, recipe.steps)
-            if history.steps % every == 0 or history.steps == recipe.steps:
-                known = [_finite(loss, history.steps - 1, recipe) for loss in losses]
-                history.losses[history.steps] = sum(known) / len(known)
-                losses.clear()
-                _note(history, head, target, held_out, recipe, log)
-            if history.steps == recipe.steps:
-                break
+            if is_due():
+                evaluate()
+            if saved is not None and saved.is_due:
+                settle()
+                saved.save(training)
     except KeyboardInterrupt:
         history.interrupted = True
+        if saved is not None:
+            settle()
+            saved.save(training)
     history.seconds = time.perf_counter() - start
     return history
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -59,17 +60,52 @@ def test_record_holds_training_settings(trained, answers_file):
     assert list(map(int, written["history"]["measured"])) == list(range(0, STEPS + 1, 3))
 
 
-def test_interruption_keeps_the_existing_head(train, answers_file, tmp_path):
-    def stop(done: int, total: int) -> None:
-        if done == 4:
-            raise KeyboardInterrupt
+@pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "mtp"])
+def test_interrupted_training_continues_as_if_it_had_not_been(train, answers_file, tmp_path, algorithm):
+    def stop_at(step: int) -> Callable[[int, int], None]:
+        def report(done: int, total: int) -> None:
+            if done == step:
+                raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt, match=f"4 of {STEPS} steps.*--answers {answers_file} and a new --out"):
+        return report
+
+    folder, whole = tmp_path / "head", train(tmp_path / "whole", algorithm, answers=answers_file, steps=8)
+    lines: list[str] = []
+    for step in (3, 4, 8):
+        with pytest.raises(
+            KeyboardInterrupt, match=f"{step} of 8 steps is in .*; the same command with --out {folder}"
+        ):
+            train(folder, algorithm, answers=answers_file, steps=8, report=stop_at(step), log=lines.append)
+        written = json.loads((folder / "record.json").read_text())["history"]
+        assert (written["steps"], written["interrupted"]) == (step, True)
+    found = train(folder, algorithm, answers=answers_file, steps=8, log=lines.append)
+    assert [line for line in lines if line.startswith("continuing")] == [
+        f"continuing after {step} of 8 steps" for step in (3, 4, 8)
+    ]
+    assert not found["history"]["interrupted"]
+    for name in ("losses", "measured"):
+        assert found["history"][name] == whole["history"][name]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        path.name for path in (tmp_path / "whole").iterdir()
+    )
+    for path in folder.glob("*.safetensors"):
+        expected = load_file(tmp_path / "whole" / path.name)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(path).items())
+
+
+def test_state_of_another_training_is_refused(train, answers_file, tmp_path):
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
         train(tmp_path, "eagle3", answers=answers_file, report=stop)
-    written = json.loads((tmp_path / "record.json").read_text())
-    assert written["history"]["interrupted"]
-    assert written["history"]["steps"] == 4
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "record.json"]
+    with pytest.raises(
+        SpecbatchError, match=rf"training.pt': is of a training with another lr \({LR} there, 0.5 now\)"
+    ):
+        train(tmp_path, "eagle3", answers=answers_file, lr=0.5)
+    (tmp_path / "training.pt").write_bytes(b"PK torn")
+    with pytest.raises(SpecbatchError, match=r"training.pt': is not the state of a training \(\w+\); remove"):
+        train(tmp_path, "eagle3", answers=answers_file)
 
 
 @pytest.mark.parametrize(("steps", "bad"), [(1, 0), (8, 3), (8, 7)])
