@@ -50,6 +50,8 @@ class Speculation:
                    whatever it is (`specbatch.acceptance_profile`); the generated text is not the model's. The mean is
                    that of the most drafts, at most draft_steps + 1: fewer drafts, as "auto" and n-gram lookup make
                    them, are accepted as often position by position. Positions of a tree are its depths
+    verify_budget  of a batch of B requests, B times as many rows are computed (rounded up): see
+                   `specbatch.engine.verify_budget`
     verification   see `specbatch.engine.acceptance`; greedy requests are verified alike by both rules
     """
 
@@ -124,6 +126,12 @@ class Speculation:
         "accepts at least as many on average. For chains of models and heads.",
         choices=("token", "block"),
     )
+    verify_budget: float | None = setting(
+        None,
+        "Rows that the target verifies per request and step on average, newest token included. All requests draft "
+        "--draft-tokens, and the drafts that are most likely to be accepted are verified. Default: all drafts.",
+        Rule(is_number, "use a number above 1"),
+    )
     simulate_accept_length: float | None = setting(
         None,
         "Benchmarks only: accept drafts at random instead of comparing them with the target, with one probability for "
@@ -154,6 +162,7 @@ class Speculation:
         self._check_corpus()
         self._check_simulation()
         self._check_verification()
+        self._check_budget()
 
     def __str__(self) -> str:
         if self.algorithm == NO_SPECULATION:
@@ -162,6 +171,7 @@ class Speculation:
         simulated = self.simulated
         note = "" if simulated is None else f", simulated acceptance ({simulated})"
         note += "" if self.corpus is None else f", corpus {self.corpus}"
+        note += "" if self.verify_budget is None else f", {self.verify_budget:g} rows verified per request"
         note += "" if self.verification == "token" else f", {self.verification} verification"
         most = "up to " if self.is_auto else ""
         return f"{self.algorithm}{draft}, {most}{self.shape}, schedule {self.schedule}{note}"
@@ -276,6 +286,27 @@ class Speculation:
         else:
             return
         raise refuse("verification", self.verification, works)
+
+    def _check_budget(self) -> None:
+        budget = self.verify_budget
+        if budget is None:
+            return
+        most = self.drafted + 1
+        if self.algorithm == NO_SPECULATION:
+            works = "algorithm 'none' drafts nothing; leave it out"
+        elif self.is_auto:
+            works = "draft_tokens='auto' chooses one length for all requests; use a number, or leave the budget out"
+        elif self.shape.topk > 1:
+            works = "the drafts of a tree are verified together; use draft_topk=1, or leave the budget out"
+        elif self.verification != "token":
+            works = f"verification={self.verification!r} decides on whole chains; use 'token', or leave the budget out"
+        elif self.simulated is not None:
+            works = "simulated acceptance does not depend on confidence; leave the simulation or the budget out"
+        elif not 1 < budget <= most:
+            works = f"the newest token of a request takes one row; use more than 1 and up to {most} (draft_tokens + 1)"
+        else:
+            return
+        raise refuse("verify_budget", budget, works)
 
 
 @dataclass(frozen=True)
@@ -413,6 +444,9 @@ class EngineConfig:
         check_fields(self)
         if self.deterministic:
             self._check_deterministic()
+        if self.speculation.verify_budget is not None and self.tensor_parallel > 1:
+            works = f"verify_budget={self.speculation.verify_budget:g} is for models on one device; use 1"
+            raise refuse("tensor_parallel", self.tensor_parallel, works)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

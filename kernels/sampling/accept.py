@@ -17,6 +17,9 @@ class Proposal(NamedTuple):
     ancestors      int64 [B, N], for a tree: node 0 is the root and draft i is node i + 1; bit j of a node's word is set
                    if it sees node j, itself included. Parents come before their children. None for a chain
     of_corpus      int64 [B], 1 where the drafts come from other answers; None without a corpus
+    confidence     float32 [B, N-1]: the predicted probability that each draft is accepted, given that those before it
+                   are. It may depend on the drafts before, never on the draft itself (`engine.verify_budget`). None
+                   where nothing asks for it or the drafter has none
     """
 
     tokens: torch.Tensor
@@ -24,6 +27,7 @@ class Proposal(NamedTuple):
     probabilities: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
     of_corpus: torch.Tensor | None = None
+    confidence: torch.Tensor | None = None
 
 
 class BatchRows(NamedTuple):

@@ -24,6 +24,7 @@ class StepInput:
     lengths     int64 [B]: KV lengths before the step
     num_drafts  tokens to draft after each root (of a tree: its nodes), at most those that the drafter was built for
     bound       no KV is longer than this after the step
+    needs_confidence  whether the proposal shall have one, if the drafter can
     """
 
     batch: DeviceBatch
@@ -33,6 +34,7 @@ class StepInput:
     page_size: int
     bound: int
     sampling: Sampling
+    needs_confidence: bool = False
 
     def verified(self, accepted: torch.Tensor) -> VerifiedRows:
         """The requests after a verify that accepted so many drafts [B] of each."""

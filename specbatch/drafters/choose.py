@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from specbatch.core.step_input import StepInput
+from specbatch.core.attention_metadata import positions_from
+from specbatch.core.step_input import Proposal, StepInput
 from specbatch.kernels.dispatch import is_deterministic
-from specbatch.kernels.sampling.argmax_topk import Scores, argmax_embedding
+from specbatch.kernels.sampling.argmax_topk import Scores, argmax, argmax_embedding
 from specbatch.kernels.sampling.rng import DRAFT, TARGET, verify_keys
+
+
+class Choice(NamedTuple):
+    """What is known of one draft of each request.
+
+    distribution  float32 [B, 1, V]: that it was sampled from; None for argmax
+    confidence    float32 [B]: see `Proposal.confidence`
+    """
+
+    distribution: torch.Tensor | None
+    confidence: torch.Tensor | None
+
+
+def proposal_of(step: StepInput, drafts: torch.Tensor, choices: Sequence[Choice]) -> Proposal:
+    """Drafts int64 [B, n] that were chosen one after the other."""
+    distributions = [item.distribution for item in choices if item.distribution is not None]
+    confidence = [item.confidence for item in choices if item.confidence is not None]
+    return Proposal(
+        drafts,
+        step.batch.filled(step.num_drafts, step.slots),
+        torch.cat(distributions, 1) if distributions else None,
+        confidence=torch.stack(confidence, 1) if confidence else None,
+    )
+
+
+def confidence_of(scores: Scores, step: StepInput) -> torch.Tensor | None:
+    """The largest probability of each row of scores [..., V], as the predicted probability that its draft is accepted:
+    float32 [...]; None if the step needs none. It is that of the most likely token, whichever is drafted."""
+    if not step.needs_confidence:
+        return None
+    assert isinstance(scores, torch.Tensor), "a model that is divided over ranks has no budget"
+    wide = scores.float()
+    return (wide.amax(-1) - wide.logsumexp(-1)).exp()
 
 
 def choose_next(
@@ -22,17 +57,20 @@ def choose_next(
     *,
     ids: torch.Tensor | None,
     vocabulary: int,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    confidence: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Choice]:
     """Choose one token per request from scores [B, Vd] and write it to `out` int64 [B].
 
-    positions int64 [B]: of the token; embedding [vocabulary, H]; ids, vocabulary: see `sample_drafts`. Returns its
-    embedding [B, H] and the distribution float32 [B, 1, vocabulary] that it was sampled from, None for argmax.
+    positions int64 [B]: of the token; embedding [vocabulary, H]; ids, vocabulary: see `sample_drafts`; confidence
+    float32 [B]: of a drafter that predicts it, None for `confidence_of` the scores. Returns its embedding [B, H], too.
     """
+    if confidence is None:
+        confidence = confidence_of(scores, step)
     if not step.sampling.flags.sampled:
-        return argmax_embedding(scores, embedding, ids, out), None
+        return argmax_embedding(scores, embedding, ids, out), Choice(None, confidence)
     assert isinstance(scores, torch.Tensor)
     tokens, distribution = sample_drafts(scores[:, None], step, positions[:, None], ids=ids, vocabulary=vocabulary)
-    return F.embedding(out.copy_(tokens[:, 0]), embedding), distribution
+    return F.embedding(out.copy_(tokens[:, 0]), embedding), Choice(distribution, confidence)
 
 
 def sample_drafts(
@@ -60,6 +98,17 @@ def sample_drafts(
     return ids[tokens], padded.index_copy_(2, ids, distributions)
 
 
+def choose_at_once(scores: Scores, step: StepInput, *, ids: torch.Tensor | None, vocabulary: int) -> Proposal:
+    """Choose drafts that do not depend on each other from scores [B, n, Vd]. ids, vocabulary: see `sample_drafts`."""
+    drafted, confidence = step.batch.filled(step.num_drafts, step.slots), confidence_of(scores, step)
+    if not step.sampling.flags.sampled:
+        return Proposal(argmax(scores, ids), drafted, confidence=confidence)
+    assert isinstance(scores, torch.Tensor)
+    positions = positions_from(step.lengths + 1, step.num_drafts)
+    drafts, distributions = sample_drafts(scores, step, positions, ids=ids, vocabulary=vocabulary)
+    return Proposal(drafts, drafted, distributions, confidence=confidence)
+
+
 def choose_in_turn(
     scores: Callable[[int, torch.Tensor], Scores],
     step: StepInput,
@@ -68,17 +117,18 @@ def choose_in_turn(
     *,
     ids: torch.Tensor | None,
     vocabulary: int,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Choose the drafts int64 [B, n] after roots int64 [B] one after the other. Returns the distributions float32 [B,
-    n, V] that they were sampled from, None for argmax.
+    confidence: Callable[[int, torch.Tensor], torch.Tensor | None] = lambda place, embedded: None,
+) -> Proposal:
+    """Choose the drafts int64 [B, n] after roots int64 [B] one after the other.
 
-    scores: of a place, given the embedding [B, width] of the token before it; the others are as for `choose_next`
+    scores, confidence: of a place, given the embedding [B, width] of the token before it; the others are as for
+    `choose_next`
     """
     drafts = roots.new_empty(len(roots), step.num_drafts)
     embedded = F.embedding(roots, embedding)
-    distributions: list[torch.Tensor] = []
+    choices: list[Choice] = []
     for place in range(step.num_drafts):
-        embedded, distribution = choose_next(
+        embedded, choice = choose_next(
             scores(place, embedded),
             step,
             step.lengths + 1 + place,
@@ -86,6 +136,7 @@ def choose_in_turn(
             drafts[:, place],
             ids=ids,
             vocabulary=vocabulary,
+            confidence=confidence(place, embedded),
         )
-        distributions += [] if distribution is None else [distribution]
-    return drafts, torch.cat(distributions, 1) if distributions else None
+        choices.append(choice)
+    return proposal_of(step, drafts, choices)

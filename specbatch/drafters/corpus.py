@@ -120,7 +120,7 @@ class CorpusDrafter:
         self._drafter.prefill(batch, metadata, features)
 
     def propose(self, step: StepInput) -> Proposal:
-        greedy = replace(step, sampling=replace(step.sampling, flags=SamplingFlags()))
+        greedy = replace(step, sampling=replace(step.sampling, flags=SamplingFlags()), needs_confidence=False)
         own = self._drafter.propose(greedy)
         if not step.num_drafts:
             return own

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from specbatch import weights
-from specbatch.core.attention_metadata import PrefillMetadata, positions_from
+from specbatch.core.attention_metadata import PrefillMetadata
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
-from specbatch.drafters.choose import sample_drafts
+from specbatch.drafters.choose import choose_at_once
 from specbatch.drafters.tree import expand_block
 from specbatch.errors import of_draft, refuse
 from specbatch.kernels.attention.context_kv import write_context_kv, write_verified_kv
-from specbatch.kernels.sampling.argmax_topk import Scores, argmax, topk_logprobs
+from specbatch.kernels.sampling.argmax_topk import Scores, topk_logprobs
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
@@ -51,8 +51,7 @@ class DFlashDrafter(NoDraft):
         if not step.num_drafts:
             return no_drafts(step)
         hidden, roots = self._fill(step)
-        drafts, distributions = self._choose(step, hidden, roots)
-        return Proposal(drafts, step.batch.filled(step.num_drafts, step.slots), distributions)
+        return self._choose(step, hidden, roots)
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         write_verified_kv(self._context(features), self._model.heads, *self._stores, step.verified(accepted))
@@ -66,21 +65,14 @@ class DFlashDrafter(NoDraft):
         hidden = model.block.forward(tokens, positions, metadata.bind(self._cache)).last
         return hidden.unflatten(0, (-1, rows)), tokens.view(-1, rows)[:, 0]
 
-    def _choose(
-        self, step: StepInput, hidden: torch.Tensor, roots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Choose drafts int64 [B, n] from the hidden states of a block [B, rows, H] after roots int64 [B]. Returns the
-        distributions float32 [B, n, V] that they were sampled from, None for argmax.
+    def _choose(self, step: StepInput, hidden: torch.Tensor, roots: torch.Tensor) -> Proposal:
+        """Choose drafts from the hidden states of a block [B, rows, H] after roots int64 [B].
 
         Each has a row of its own; given the context they are independent.
         """
         model, is_greedy = self._model, not step.sampling.flags.sampled
         scores = self._scores(hidden, step.num_drafts, greedy=is_greedy)
-        if is_greedy:
-            return argmax(scores, model.ids), None
-        assert isinstance(scores, torch.Tensor)
-        positions = positions_from(step.lengths + 1, step.num_drafts)
-        return sample_drafts(scores, step, positions, ids=model.ids, vocabulary=model.config.vocab_size)
+        return choose_at_once(scores, step, ids=model.ids, vocabulary=model.config.vocab_size)
 
     def _scores(self, hidden: torch.Tensor, count: int, *, greedy: bool) -> Scores:
         """[B, rows, H] -> `Decoder.scores` [B, count, V] of the rows that draft. For all drafts a row of the root that

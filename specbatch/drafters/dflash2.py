@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from specbatch.core.step_input import StepInput
+from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.choose import choose_in_turn
 from specbatch.drafters.dflash import Block, DFlashDrafter, DFlashTree, block_plan
@@ -29,9 +29,7 @@ class DFlash2Drafter(DFlashDrafter):
         super().__init__(model, cache, count)
         self._selector = model
 
-    def _choose(
-        self, step: StepInput, hidden: torch.Tensor, roots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _choose(self, step: StepInput, hidden: torch.Tensor, roots: torch.Tensor) -> Proposal:
         model, candidates = self._selector, self._candidates(hidden, step.num_drafts)
 
         def scores(place: int, embedded: torch.Tensor) -> torch.Tensor:

@@ -13,11 +13,11 @@ from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
-from specbatch.drafters.choose import sample_drafts
+from specbatch.drafters.choose import Choice, confidence_of, proposal_of, sample_drafts
 from specbatch.drafters.head_checks import check_algorithm
 from specbatch.drafters.tree import Beams, expand
 from specbatch.errors import of_draft, refuse
-from specbatch.kernels.sampling.argmax_topk import argmax
+from specbatch.kernels.sampling.argmax_topk import Scores, argmax
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates
 from specbatch.models.config import ModelConfig
@@ -60,25 +60,28 @@ class DraftModelChain(NoDraft):
         if not step.num_drafts:
             return no_drafts(step)
         drafts = step.slots.new_empty(len(step.slots), step.num_drafts)
-        distributions = []
+        choices: list[Choice] = []
         newest, place = self._newest(step), step.lengths
         for index in range(step.num_drafts):
             place = place + 1
-            if step.sampling.flags.sampled:
-                logits = self._fit(self._model.logits(newest))
-                drawn, distribution = sample_drafts(
-                    logits[:, None], step, place[:, None], ids=None, vocabulary=self._vocabulary
-                )
-                drafts[:, index].copy_(drawn[:, 0])
-                distributions += [] if distribution is None else [distribution]
-            else:
-                is_larger = self._model.config.vocab_size > self._vocabulary
-                best = self._fit(self._model.logits(newest)) if is_larger else self._model.scores(newest, greedy=True)
-                argmax(best, out=drafts[:, index])
+            choices.append(self._choose(step, newest, place, drafts[:, index]))
             if index + 1 < step.num_drafts:
                 newest = self._after(step, drafts[:, : index + 1])
-        drafted = step.batch.filled(step.num_drafts, step.slots)
-        return Proposal(drafts, drafted, torch.cat(distributions, 1) if distributions else None)
+        return proposal_of(step, drafts, choices)
+
+    def _choose(self, step: StepInput, hidden: torch.Tensor, place: torch.Tensor, out: torch.Tensor) -> Choice:
+        """Choose the tokens after hidden [B, H], at positions `place` int64 [B], and write them to `out` int64 [B]."""
+        if step.sampling.flags.sampled:
+            logits = self._fit(self._model.logits(hidden))
+            drawn, distribution = sample_drafts(
+                logits[:, None], step, place[:, None], ids=None, vocabulary=self._vocabulary
+            )
+            out.copy_(drawn[:, 0])
+            return Choice(distribution, confidence_of(logits, step))
+        is_larger = self._model.config.vocab_size > self._vocabulary
+        best: Scores = self._fit(self._model.logits(hidden)) if is_larger else self._model.scores(hidden, greedy=True)
+        argmax(best, out=out)
+        return Choice(None, confidence_of(best, step))
 
     def _newest(self, step: StepInput) -> torch.Tensor:
         """Run the first pass. Returns the hidden states [B, H] of the roots."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from specbatch.core.step_input import StepInput
+from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.choose import choose_in_turn
 from specbatch.drafters.dflash import Block, DFlashDrafter, DFlashTree, block_plan
@@ -29,9 +29,7 @@ class DSparkDrafter(DFlashDrafter):
         super().__init__(model, cache, count)
         self._heads = model
 
-    def _choose(
-        self, step: StepInput, hidden: torch.Tensor, roots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _choose(self, step: StepInput, hidden: torch.Tensor, roots: torch.Tensor) -> Proposal:
         model, markov, count = self._heads, self._heads.markov, step.num_drafts
         is_greedy = not step.sampling.flags.sampled
         rows, base = self._base(hidden, count)
@@ -42,8 +40,18 @@ class DSparkDrafter(DFlashDrafter):
             own, state = markov.own_logits(base[place], embedded, rows[place], state)
             return model.joined(own, greedy=is_greedy)
 
-        vocabulary = model.config.vocab_size
-        return choose_in_turn(scores, step, roots, markov.embedding, ids=model.ids, vocabulary=vocabulary)
+        def confidence(place: int, embedded: torch.Tensor) -> torch.Tensor | None:
+            return model.confidence(rows[place], embedded) if step.needs_confidence else None
+
+        return choose_in_turn(
+            scores,
+            step,
+            roots,
+            markov.embedding,
+            ids=model.ids,
+            vocabulary=model.config.vocab_size,
+            confidence=confidence,
+        )
 
     def _base(self, hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the rows that draft, by place: hidden states [count, B, H], and logits without bias [count, B, Vd] of this

@@ -24,7 +24,7 @@ from specbatch.core.request import Completion
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import Diagnosis, DraftPlan, NoDraft, no_drafts
-from specbatch.drafters.choose import choose_next
+from specbatch.drafters.choose import Choice, choose_next, proposal_of
 from specbatch.drafters.tree import Beams, expand
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.kernels.common.kv_slots import kv_slots
@@ -201,15 +201,14 @@ class FeatureChain(NoDraft):
             return no_drafts(step)
         hidden, places = self._newest(step)
         drafts = step.slots.new_empty(len(step.slots), step.num_drafts)
-        distributions: list[torch.Tensor] = []
+        choices: list[Choice] = []
         for index in range(step.num_drafts):
-            embedded, distribution = self.choose(hidden, step, places[index], drafts[:, index])
-            distributions += [] if distribution is None else [distribution]
+            embedded, choice = self.choose(hidden, step, places[index], drafts[:, index])
+            choices.append(choice)
             if index + 1 < step.num_drafts:
                 place = places[index + 1]
                 hidden = self._run(step.decode_metadata(place, 1), embedded, hidden, place)
-        drafted = step.batch.filled(step.num_drafts, step.slots)
-        return Proposal(drafts, drafted, torch.cat(distributions, 1) if distributions else None)
+        return proposal_of(step, drafts, choices)
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         hidden = self._head.project(self._head.take(features))
@@ -223,10 +222,9 @@ class FeatureChain(NoDraft):
 
     def choose(
         self, hidden: torch.Tensor, step: StepInput, places: torch.Tensor, out: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, Choice]:
         """Choose one token for each hidden [B, hidden_size] of the pairs at positions `places` int64 [B] and write it
-        to `out` int64 [B]. Returns its embedding [B, hidden_size] and the distribution float32 [B, 1, V] that it was
-        sampled from, None for argmax."""
+        to `out` int64 [B]. Returns its embedding [B, hidden_size], too."""
         head = self._head
         return choose_next(
             head.scores(hidden, greedy=not step.sampling.flags.sampled),

@@ -19,11 +19,11 @@ from specbatch.core.attention_metadata import positions_from
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import MOST
 from specbatch.drafters.base import DraftPlan, no_drafts
-from specbatch.drafters.choose import sample_drafts
+from specbatch.drafters.choose import choose_at_once
 from specbatch.drafters.eagle3 import eagle3_plan
 from specbatch.drafters.feature_head import FeatureChain
 from specbatch.errors import refuse
-from specbatch.kernels.sampling.argmax_topk import Scores, argmax
+from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.models.draft_head import DraftHead
 from specbatch.weights.draft_heads import DraftFiles
 
@@ -50,14 +50,7 @@ class ParallelChain(FeatureChain):
         hidden = self._filled(step).flatten(0, 1)
         is_greedy = not step.sampling.flags.sampled
         scores: Scores = self._head.scores(hidden, greedy=is_greedy).unflatten(0, (-1, count))
-        drafted = step.batch.filled(count, step.slots)
-        if is_greedy:
-            return Proposal(argmax(scores, self._head.vocabulary), drafted)
-        assert isinstance(scores, torch.Tensor)
-        positions = positions_from(step.lengths + 1, count)
-        ids = self._head.vocabulary
-        drafts, distributions = sample_drafts(scores, step, positions, ids=ids, vocabulary=self._vocabulary)
-        return Proposal(drafts, drafted, distributions)
+        return choose_at_once(scores, step, ids=self._head.vocabulary, vocabulary=self._vocabulary)
 
     def _filled(self, step: StepInput) -> torch.Tensor:
         """Run the buffered pairs and the masked places after them. Returns hidden states [B, num_drafts, hidden_size]

@@ -26,6 +26,7 @@ from specbatch.engine.score_step import ScoreStep
 from specbatch.engine.step import DecodeStep
 from specbatch.engine.step_times import measure_step_times
 from specbatch.engine.token_check import TokenCheck
+from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.kernels.attention.prefill_backends import PrefillAttention, prefill_backend
 from specbatch.kernels.collectives.communicator import Communicator
@@ -330,6 +331,7 @@ def _load(
             config.speculation.verification,
             fp8=fp8,
             history=None if token_check is None else token_check.history,
+            budget=_budget(config, device),
         ),
         ScoreStep(batch, model, forward, workspace=plan.workspace, **passes),
         caches=loader.caches,
@@ -364,6 +366,8 @@ def _load(
         "cached_states": plan.cached_states,
         "prefix_cache": "on" if config.prefix_cache else "off",
     }
+    if config.speculation.verify_budget is not None:
+        caps["verify_budget"] = config.speculation.verify_budget
     if asked_corpus is not None:
         caps |= {"corpus_tokens": asked_corpus.size, "corpus_bytes": asked_corpus.bytes(batch.tokens.numel())}
     return EngineParts(
@@ -379,6 +383,14 @@ def _load(
         diagnose=use_fp8_activations(fp8)(drafter.diagnose),
         caps=caps,
     )
+
+
+def _budget(config: EngineConfig, device: torch.device) -> VerifyBudget | None:
+    asked = config.speculation
+    if asked.verify_budget is None:
+        return None
+    by_rejection = asked.entry.samples_drafts and asked.corpus is None and not config.deterministic
+    return VerifyBudget.of(asked.verify_budget, config.max_running, device, mixes_seeds=by_rejection)
 
 
 def _scheduler(config: EngineConfig, plan: MemoryPlan, draft: DraftPlan, *, has_states: bool) -> Scheduler:

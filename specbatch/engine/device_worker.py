@@ -184,6 +184,8 @@ class DeviceWorker:
         """Write tokens, pages and sampling parameters of requests that were given a slot."""
         self._clear([page for item in admissions for page in item.pages[item.shared :]])
         self.batch.admit(admissions)
+        if self.decode_step.budget is not None:
+            self.decode_step.budget.admit([item.slot for item in admissions])
 
     @launches
     def add_pages(self, pages: list[tuple[int, int, int]]) -> None:

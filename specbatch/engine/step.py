@@ -11,11 +11,13 @@ from typing import NamedTuple
 
 import torch
 
+from specbatch.core.packed_rows import PackedContext, PackedRows
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import Drafter
 from specbatch.engine.acceptance import Accepted, accept, logprobs_of, top_logprobs_of
+from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
-from specbatch.kernels.sampling.argmax_topk import Scores
+from specbatch.kernels.sampling.argmax_topk import Maxima, Scores, argmax_keys
 from specbatch.kernels.sampling.token_digest import token_digest
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder, Features
@@ -41,7 +43,7 @@ class DecodeStep:
 
     simulate: thresholds int64 [D] of simulated acceptance, for benchmarks; verification: the rule for sampled drafts
     (for both see `accept_ref`); fp8: see `use_fp8_activations`; history: of `token_digest`, for a model that is divided
-    over ranks.
+    over ranks; budget: of rows per verify, None to verify all drafts.
     """
 
     model: Decoder
@@ -51,14 +53,22 @@ class DecodeStep:
     verification: str = "token"
     fp8: bool = False
     history: torch.Tensor | None = None
+    budget: VerifyBudget | None = None
 
     def __call__(self, step: StepInput) -> Result:
         """Returns `Accepted.packed` and what `step.sampling.flags` ask for."""
         with use_fp8_activations(self.fp8):
+            budget, packed = self.budget, None
+            if budget is not None:
+                step = budget.begin(step)
             proposal = self.propose(step)
-            verified = self.verify(step, proposal)
+            if budget is not None:
+                proposal, packed = budget.spend(step, proposal)
+            verified = self.verify(step, proposal, packed)
             accepted = self.accept(step, proposal, verified)
             self.commit(step, verified, accepted)
+            if budget is not None:
+                budget.learn(step, proposal, accepted.accepted)
             if self.history is not None:
                 token_digest(self.history, proposal.tokens, accepted.packed, step.slots, step.lengths)
             return self._result(step, verified, accepted)
@@ -67,13 +77,20 @@ class DecodeStep:
         """Draft tokens after the root of each request."""
         return self.drafter.propose(step)
 
-    def verify(self, step: StepInput, proposal: Proposal) -> Verified:
-        """Run the target over the roots and their drafts, in one pass."""
+    def verify(self, step: StepInput, proposal: Proposal, packed: PackedRows | None = None) -> Verified:
+        """Run the target over the roots and their drafts, in one pass. packed: rows that are computed; None: all."""
         num_queries = proposal.tokens.shape[1] + 1
         tokens, positions = step.batch.stage(step.slots, proposal.tokens, proposal.ancestors)
-        metadata = step.decode_metadata(step.lengths, num_queries, proposal.ancestors)
-        features = self.model.forward(tokens, positions, metadata.bind(self.cache))
-        scores = self.model.scores(features.last, greedy=not step.sampling.flags.needs_logits)
+        context = step.decode_metadata(step.lengths, num_queries, proposal.ancestors).bind(self.cache)
+        is_greedy = not step.sampling.flags.needs_logits
+        if packed is None:
+            features = self.model.forward(tokens, positions, context)
+            scores = self.model.scores(features.last, greedy=is_greedy)
+        else:
+            context = PackedContext(context, packed, positions)
+            features = self.model.forward(packed.pack(tokens), packed.pack(positions), context)
+            scores = _spread_scores(self.model.scores(features.last, greedy=is_greedy), packed, greedy=is_greedy)
+            features = Features(*(None if part is None else packed.spread(part) for part in features))
         return Verified(scores.unflatten(0, (-1, num_queries)), positions.view(-1, num_queries), features)
 
     def accept(self, step: StepInput, proposal: Proposal, verified: Verified) -> Accepted:
@@ -100,3 +117,9 @@ class DecodeStep:
             logits = logits.gather(1, path[:, :, None].expand_as(logits))
         logprobs = logprobs_of(logits, accepted.tokens)
         return Result(accepted.packed, logprobs, *(top_logprobs_of(logits) if flags.top_logprobs else ()))
+
+
+def _spread_scores(scores: Scores, packed: PackedRows, *, greedy: bool) -> Scores:
+    """Scores [R, V] of packed rows -> [B * N, V]; if `greedy`, no logits are copied."""
+    assert isinstance(scores, torch.Tensor), "a model that is divided over ranks has no budget"
+    return Maxima(packed.spread(argmax_keys(scores, 0, scores.shape[1]))) if greedy else packed.spread(scores)

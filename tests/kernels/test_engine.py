@@ -43,11 +43,13 @@ SPECULATIONS = {
     "ngram-corpus": Speculation("ngram", draft_tokens=3, corpus="run", corpus_tokens=1024, corpus_min=1),
     "self": Speculation("standalone", draft="self:skip=1", draft_tokens=2),
     "self by block": Speculation("standalone", draft="self:skip=1", draft_tokens=2, verification="block"),
+    "self by budget": Speculation("standalone", draft="self:skip=1", draft_tokens=3, verify_budget=2.5),
     "eagle3": Speculation("eagle3", draft="dummy"),
     "mtp-tree": Speculation("mtp", draft_steps=2, draft_topk=2, draft_tokens=3),
     "block": Speculation("dflash", draft="toy-block", draft_tokens=3),
     "dflash2": Speculation("dflash2", draft="dummy", draft_tokens=3),
     "dspark": Speculation("dspark", draft="dummy", draft_tokens=3),
+    "dspark by budget": Speculation("dspark", draft="dummy", draft_tokens=3, verify_budget=3),
     "dflash2-tree": Speculation("dflash2", draft="toy-block-selector", draft_steps=3, draft_topk=2, draft_tokens=4),
     "dspark-tree": Speculation("dspark", draft="toy-block-rnn", draft_steps=3, draft_topk=2, draft_tokens=4),
     "ngram-tree": Speculation("ngram", draft_steps=2, draft_topk=2, ngram_min=1),
@@ -72,7 +74,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None])
     for module, names in {
         accept_triton: ["verify_inputs"],
         accept_and_commit_triton: ["partials_of", "commit", "commit_tree", "sample", "rejection_sample"],
-        argmax_topk_triton: ["argmax", "argmax_embedding", "topk_logprobs"],
+        argmax_topk_triton: ["argmax", "argmax_embedding", "argmax_keys", "topk_logprobs"],
         sample_triton: ["sample"],
         context_kv_triton: ["write_context_kv", "write_verified_kv"],
         elementwise_triton: ["rms_norm", "silu_and_mul"],
@@ -127,11 +129,13 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
         "ngram-corpus": {"ngram_match", "corpus_drafts", "corpus_extend", "corpus_insert"},
         "self": {"argmax"},
         "self by block": {"argmax"},
+        "self by budget": {"argmax", "argmax_keys"},
         "eagle3": {"argmax_embedding"} | pairs,
         "mtp-tree": {"beam_inputs"} | levels | pairs,
         "block": {"argmax"} | context,
         "dflash2": {"argmax_embedding", "topk_logprobs"} | context,
         "dspark": {"argmax_embedding"} | context,
+        "dspark by budget": {"argmax_embedding", "argmax_keys"} | context,
         "dflash2-tree": levels | context,
         "dspark-tree": levels | context,
         "ngram-tree": {"ngram_match"},
@@ -201,7 +205,10 @@ def test_zero_drafts_before_and_after_some(
     assert numbers[0] == numbers[1]
 
 
-@pytest.mark.parametrize("name", slow_but(["none"], ["none", "ngram", "eagle3", "block", "self by block", "self-tree"]))
+@pytest.mark.parametrize(
+    "name",
+    slow_but(["none"], ["none", "ngram", "eagle3", "block", "self by block", "self by budget", "self-tree"]),
+)
 def test_sampled_tokens_with_a_seed(
     toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str
 ) -> None:
