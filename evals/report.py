@@ -32,6 +32,7 @@ from specbatch.records.store import EARLIER
 # The metrics of the speed table, of tasks that generate answers and of tasks that score given texts.
 GENERATING = ("accept_length", "accept_rate", "mean_ttft_s", "mean_queue_s", "mean_tpot_s", "output_throughput")
 CORPUS = ("corpus_share", "corpus_accept_length")
+BUDGET = ("rows_per_verify",)
 SCORING = ("scored_tokens", "input_throughput")
 
 
@@ -111,8 +112,10 @@ class EvalReport(EvalAnswers):
             texts = {"questions": str(len(self.questions)), "texts": f"{self.record.metrics['requests']:.0f}"}
             return texts | cells_of(self.record, SCORING)
         shares = {"answers": str(len(self.questions)), "truncated": f"{self.truncated:.1%}"}
-        of_corpus = CORPUS if self.record.config["speculation"].get("corpus") else ()
-        return shares | cells_of(self.record, (*GENERATING, *of_corpus))
+        asked = self.record.config["speculation"]
+        of_corpus = CORPUS if asked.get("corpus") else ()
+        of_budget = BUDGET if asked.get("verify_budget") else ()
+        return shares | cells_of(self.record, (*GENERATING, *of_budget, *of_corpus))
 
     def _notes(self) -> Iterator[str]:
         """Lines below the tables: model, data and settings."""

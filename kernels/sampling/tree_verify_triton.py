@@ -86,7 +86,7 @@ def commit_tree(
 
     Returns packed int64 [B, N + 3] and path int64 [B, N].
     """
-    (drafts, drafted, _, ancestors, _), (tokens, lengths, slots) = proposal, rows
+    (drafts, drafted, _, ancestors, *_), (tokens, lengths, slots) = proposal, rows
     assert ancestors is not None, "the drafts are not a tree"
     batch, n = ancestors.shape
     packed = torch.empty(batch, n + 3, dtype=torch.int64, device=slots.device)

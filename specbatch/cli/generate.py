@@ -172,6 +172,8 @@ def summary(metrics: Mapping[str, Any], *, drafts: bool) -> str:
         line += f": {metrics['output_throughput']:.0f} tok/s"
     if drafts and metrics["accept_length"] is not None:
         line += f", accept length {metrics['accept_length']:.2f}"
+        if metrics.get("rows_per_verify") is not None:
+            line += f" with {metrics['rows_per_verify']:.2f} rows per verify"
         if metrics.get("corpus_share") is not None:
             share, length = metrics["corpus_share"], metrics["corpus_accept_length"]
             line += f" ({share:.0%} of the drafts from the corpus, {length:.2f} with these)"

@@ -36,6 +36,7 @@ class RequestMetrics:
     emitted: int = 0
     drafted: int = 0
     accepted: int = 0
+    budget_rows: int = 0
     corpus_verifies: int = 0
     corpus_emitted: int = 0
     corpus_drafted: int = 0
@@ -198,9 +199,12 @@ class Request:
             self.last_token = now
         return kept
 
-    def count_verify(self, kept: int, drafted: int, accepted: int, depth: int, *, of_corpus: bool = False) -> None:
+    def count_verify(
+        self, kept: int, drafted: int, accepted: int, depth: int, *, of_corpus: bool = False, has_budget: bool = False
+    ) -> None:
         """Count a verify that emitted `kept` tokens and can accept at most `depth` drafts; ignored if it emitted none.
-        of_corpus: whether the drafts came from the corpus."""
+        of_corpus: whether the drafts came from the corpus; has_budget: whether `drafted` follows from a verify
+        budget."""
         if not kept:
             return
         metrics = self.metrics
@@ -215,6 +219,8 @@ class Request:
         known, right = metrics.acceptance.count(context=before, room=room, kept=kept, drafted=deep, accepted=accepted)
         metrics.drafted += drafted - (deep - known)
         metrics.accepted += right
+        if has_budget:
+            metrics.budget_rows += drafted + 1
         if of_corpus:
             metrics.corpus_verifies += 1
             metrics.corpus_emitted += kept

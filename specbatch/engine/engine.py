@@ -84,6 +84,7 @@ class Engine(InferenceEngine):
             parts.draft_length,
             idle_at_zero=parts.draft.idle_at_zero,
             depth=parts.config.speculation.depth,
+            has_budget=parts.config.speculation.verify_budget is not None,
             chunk=config.prefill_chunk,
             seed=config.seed,
             on_tokens=self._on_tokens,

@@ -58,18 +58,21 @@ class Runner:
         *,
         idle_at_zero: bool,
         depth: int,
+        has_budget: bool,
         chunk: int,
         seed: int,
         on_tokens: OnTokens,
     ) -> None:
-        """idle_at_zero: see `DraftPlan`; depth: the most drafts that a verify can accept; chunk: most tokens of a
-        prefill pass; seed: of the engine; on_tokens: called with the new tokens of a request."""
+        """idle_at_zero: see `DraftPlan`; depth: the most drafts that a verify can accept; has_budget: whether verifies
+        have a budget of rows; chunk: most tokens of a prefill pass; seed: of the engine; on_tokens: called with the new
+        tokens of a request."""
         self.scheduler = scheduler
         self.counters = Counters()
         self._worker = worker
         self._draft_length = draft_length
         self._idle_at_zero = idle_at_zero
         self._depth = depth
+        self._has_budget = has_budget
         self._chunk = chunk
         self._seed = seed
         self._on_tokens = on_tokens
@@ -227,7 +230,7 @@ class Runner:
             return
         kept = request.append(tokens[: accepted + 1], now, logprobs if request.params.logprobs else None)
         if not first:
-            request.count_verify(kept, drafted, accepted, self._depth, of_corpus=of_corpus)
+            request.count_verify(kept, drafted, accepted, self._depth, of_corpus=of_corpus, has_budget=self._has_budget)
         if request.finished:
             self.scheduler.release(request)
         self._on_tokens(request, request.tokens[len(request.tokens) - kept :])

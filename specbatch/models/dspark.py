@@ -79,7 +79,7 @@ class DSparkConfig(DFlashConfig):
         return shapes
 
     def lines(self) -> list[str]:
-        confidence = "a confidence head, which is not used" if self.confidence_inputs else "no confidence head"
+        confidence = "a confidence head" if self.confidence_inputs else "no confidence head"
         return [*super().lines(), f"  {self.markov_head} Markov head of rank {self.markov_rank}; {confidence}"]
 
 

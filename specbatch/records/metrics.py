@@ -318,6 +318,17 @@ _ALL = (
         is_time=False,
     ),
     Metric(
+        "rows_per_verify",
+        "rows per verify",
+        "",
+        "Rows that a verify of a request had on average with --verify-budget: its newest token, and the drafts that "
+        "were verified. Only these drafts count in the accept rate.",
+        "rows of verifies / verifies",
+        decimals=3,
+        per_request=("budget_rows", "verify_steps"),
+        is_time=False,
+    ),
+    Metric(
         "corpus_share",
         "drafts of the corpus",
         "%",

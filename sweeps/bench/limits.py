@@ -10,7 +10,7 @@ import torch
 
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Point
-from specbatch.sweeps.bench.traffic import step_bytes, without_gemms
+from specbatch.sweeps.bench.traffic import step_bytes, verify_rows, without_gemms
 from specbatch.sweeps.machine.limits import data_sheet_bandwidth, gemm_seconds
 from specbatch.sweeps.run.loading import noted
 
@@ -31,7 +31,7 @@ class Limits:
         alone, concurrency = work["sequential"], point.concurrency
         if work["section"] == "closed" or (engine.config.speculation.entry.loads_draft and not alone):
             return
-        rows = work["input_len"] if alone else concurrency * engine.caps["verify_rows"]
+        rows = work["input_len"] if alone else verify_rows(engine.caps, concurrency)
         head_rows = 1 if alone else rows
         time = metrics["median_ttft_s"] if alone else metrics["step_s"]
         if not alone:

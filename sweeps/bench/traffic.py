@@ -27,8 +27,13 @@ def step_bytes(engine: Engine, concurrency: int, workload: Mapping[str, Any]) ->
     states = 0
     if model.state_shapes:
         states = moved_states(model, rows, state_types(dtype, engine.config.state_dtype))
-    weights = used_bytes(model, concurrency * rows, dtype, engine.device)
+    weights = used_bytes(model, verify_rows(caps, concurrency), dtype, engine.device)
     return weights + concurrency * (context * kv_token + states)
+
+
+def verify_rows(caps: Mapping[str, Any], concurrency: int) -> int:
+    """Rows of a verify of so many requests."""
+    return math.ceil(round(concurrency * caps.get("verify_budget", caps["verify_rows"]), 6))
 
 
 def used_bytes(model: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -64,6 +64,7 @@ REQUEST = {
     "drafted": "drafts that count in the accept rate",
     "accepted": "drafts that were accepted",
     "accept_length": "emitted / verifies; null without a verify",
+    "budget_rows": "rows of them with a verify budget: newest token and drafts that were verified",
     "corpus_verifies": "verifies whose drafts came from the corpus",
     "corpus_emitted": "tokens emitted by them",
     "corpus_drafted": "their drafts that count in the accept rate",

@@ -54,7 +54,8 @@ _SHOWN = (
     *("output_throughput", "input_throughput", "goodput", "slo_share"),
     *("mean_ttft_s", "median_ttft_s", "p99_ttft_s", "mean_queue_s"),
     *("mean_tpot_s", "median_tpot_s", "p99_tpot_s", "accept_length", "accept_rate", "per_user_throughput"),
-    *("untrimmed_accept_length", "untrimmed_accept_rate", "corpus_share", "corpus_accept_length"),
+    *("untrimmed_accept_length", "untrimmed_accept_rate", "rows_per_verify", "corpus_share"),
+    "corpus_accept_length",
     *("launch_lead_s", "host_waits_per_step", "device_idle_share", "graph_coverage"),
 )
 _OF_ARRIVALS = "mean_queue_s"  # in a closed loop it is part of the load that was chosen

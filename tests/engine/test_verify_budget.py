@@ -7,19 +7,27 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from crossed import first_quick
-from exact_acceptance import Text, Toy, lattice_of
+from exact_acceptance import Text, Toy, lattice_of, sampling_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbatch.core.step_input import Proposal
+from specbatch import Engine, SamplingParams, Speculation
+from specbatch.core.packed_rows import PackedRows
+from specbatch.core.step_input import Proposal, StepInput
 from specbatch.engine.acceptance import accept_ref
+from specbatch.engine.step import DecodeStep, Verified
 from specbatch.engine.verify_budget import VerifyBudget, verified_drafts
 from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL
+from specbatch.models.decoder import Decoder
+
+BUDGET = Speculation("standalone", draft="self:skip=1", draft_tokens=4, verify_budget=2.5)
 
 Confidence = Callable[[int, Text], float]  # of a request's last draft, given all of its drafts up to that one
 
@@ -164,3 +172,67 @@ def test_enumeration_catches_the_same_random_numbers_in_two_requests() -> None:
     for (_, text), chance in found.items():
         own[text] += chance
     assert toy.error(own, 3) > 1e-3
+
+
+# -- engines ----------------------------------------------------------------------------------------------------------
+
+
+def test_target_computes_the_rows_of_the_budget(
+    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    verify = DecodeStep.verify
+
+    def counted(self: DecodeStep, step: StepInput, proposal: Proposal, packed: PackedRows | None = None) -> Verified:
+        with pytest.MonkeyPatch.context() as patch:
+            enter = Decoder.enter
+
+            def entered(model: Decoder, tokens: torch.Tensor, *rest: Any, **more: Any) -> Any:
+                rows.append(len(tokens))
+                return enter(model, tokens, *rest, **more)
+
+            patch.setattr(Decoder, "enter", entered)
+            return verify(self, step, proposal, packed)
+
+    monkeypatch.setattr(DecodeStep, "verify", counted)
+    prompts, params = [list(prompt) for prompt in toy.prompts()[4:7]], SamplingParams(max_new_tokens=9, ignore_eos=True)
+    engine = toy_engine(speculation=BUDGET, max_running=4)
+    done = engine.generate(prompts, params)
+    assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:9] for prompt in prompts]
+    assert set(rows) <= {math.ceil(2.5 * batch) for batch in (1, 2, 3)}
+    assert max(rows) == 8
+
+    record = engine.record()
+    metrics, counts = record.metrics, [item.metrics for item in done]
+    assert record.caps["verify_budget"] == 2.5
+    mean = sum(item.budget_rows for item in counts) / sum(item.verify_steps for item in counts)
+    assert metrics["rows_per_verify"] == pytest.approx(mean)
+    assert 2 < mean <= 3
+    assert metrics["drafted_tokens"] <= sum(item.budget_rows - item.verify_steps for item in counts)
+    assert metrics["accept_rate"] == metrics["accepted_tokens"] / metrics["drafted_tokens"]
+    assert toy_engine(speculation=replace(BUDGET, verify_budget=None)).record().metrics["rows_per_verify"] is None
+
+
+def _step(slots: list[int], sampled: bool = True) -> Any:
+    sampling = sampling_of(len(slots), temperature=float(sampled), seeds=torch.full((len(slots),), 7))
+    return StepInput(None, torch.tensor(slots), torch.ones(len(slots)), 2, 4, 9, sampling)  # type: ignore[arg-type]
+
+
+def test_rows_go_to_the_request_whose_drafts_were_accepted() -> None:
+    budget = VerifyBudget.of(2, 2, torch.device("cpu"), mixes_seeds=False)
+    step, drafts = _step([1, 2, 0]), Proposal(torch.ones(3, 4, dtype=torch.int64), torch.tensor([4, 4, 4]))
+    assert budget.spend(step, drafts)[0].drafted.tolist() == [2, 1, 0]  # the padding request comes last
+    for _ in range(4):
+        given = budget.spend(step, drafts)[0]
+        budget.learn(step, given, torch.tensor([0, int(given.drafted[1]), 0]))
+    assert budget.spend(step, drafts)[0].drafted.tolist() == [0, 3, 0]
+    budget.admit([1, 2])
+    assert budget.spend(step, drafts)[0].drafted.tolist() == [2, 1, 0]
+
+
+def test_requests_with_the_same_seed_sample_independent_drafts() -> None:
+    by_rejection = VerifyBudget.of(2, 4, torch.device("cpu"), mixes_seeds=True)
+    assert len(set(by_rejection.begin(_step([1, 2, 3])).sampling.seeds.tolist())) == 3
+    assert set(by_rejection.begin(_step([1, 2, 3], sampled=False)).sampling.seeds.tolist()) == {7}
+    by_comparison = VerifyBudget.of(2, 4, torch.device("cpu"), mixes_seeds=False)
+    assert set(by_comparison.begin(_step([1, 2, 3])).sampling.seeds.tolist()) == {7}

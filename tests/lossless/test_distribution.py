@@ -16,6 +16,7 @@ REQUESTS, TOKENS, TOP_K, TEMPERATURE = 800, 3, 3, 1.5
 CASES = [
     ("llama", "model"),
     ("llama", "model-block"),
+    ("llama", "model-budget"),
     ("qwen3.5", "mtp"),
     ("lfm2", "model-tree"),
     ("nemotron-h", "eagle"),
@@ -23,6 +24,8 @@ CASES = [
     ("llama", "dflash"),
     ("llama", "dflash2"),
     ("llama", "dspark"),
+    ("llama", "dspark-budget"),
+    ("qwen3.5", "mtp-budget"),
     ("llama", "dspark-block-auto"),
     ("qwen3-next", "eagle-tree"),
     ("llama", "ngram"),
@@ -32,7 +35,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("target", "drafter"), first_quick(2, CASES))
+@pytest.mark.parametrize(("target", "drafter"), first_quick(3, CASES))
 def test_sampled_tokens_follow_the_target_distribution(targets: Targets, target: str, drafter: str) -> None:
     engine = targets.engine(target, drafter, max_running=400, **settings_of(target, drafter))
     prompt = targets.prompts(target)[4]
