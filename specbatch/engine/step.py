@@ -90,7 +90,8 @@ class DecodeStep:
             context = PackedContext(context, packed, positions)
             features = self.model.forward(packed.pack(tokens), packed.pack(positions), context)
             scores = _spread_scores(self.model.scores(features.last, greedy=is_greedy), packed, greedy=is_greedy)
-            features = Features(*(None if part is None else packed.spread(part) for part in features))
+            last, aux = features
+            features = Features(packed.spread(last), None if aux is None else packed.spread(aux))
         return Verified(scores.unflatten(0, (-1, num_queries)), positions.view(-1, num_queries), features)
 
     def accept(self, step: StepInput, proposal: Proposal, verified: Verified) -> Accepted:

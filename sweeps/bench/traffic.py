@@ -33,7 +33,8 @@ def step_bytes(engine: Engine, concurrency: int, workload: Mapping[str, Any]) ->
 
 def verify_rows(caps: Mapping[str, Any], concurrency: int) -> int:
     """Rows of a verify of so many requests."""
-    return math.ceil(round(concurrency * caps.get("verify_budget", caps["verify_rows"]), 6))
+    each: float = caps.get("verify_budget", caps["verify_rows"])
+    return math.ceil(round(concurrency * each, 6))
 
 
 def used_bytes(model: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> float:
