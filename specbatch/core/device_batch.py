@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from specbatch.core.logit_adjustments import Adjustments
 from specbatch.core.sampling import Sampling, SamplingFlags
+from specbatch.core.sampling_params import MOST_BIASES
 from specbatch.kernels.common.upload import upload
 from specbatch.kernels.elementwise.gather_rows import gather_rows
 from specbatch.kernels.sampling.accept import BatchRows
@@ -23,6 +25,9 @@ class Admission:
     shared      how many of the pages come from the prefix cache, the first ones
     seed        a signed 64-bit number
     end_tokens  tokens that may not be sampled before position `end_from`, at most `MOST_END_TOKENS`
+    prompt      tokens of the prompt, the first of `tokens`
+    penalties   presence, frequency and repetition penalty
+    bias        biases of tokens, at most `MOST_BIASES`
     """
 
     slot: int
@@ -36,6 +41,9 @@ class Admission:
     seed: int
     end_tokens: tuple[int, ...] = ()
     end_from: int = 0
+    prompt: int = 0
+    penalties: tuple[float, float, float] = (0.0, 0.0, 1.0)
+    bias: tuple[tuple[int, float], ...] = ()
 
 
 class DeviceBatch:
@@ -54,7 +62,13 @@ class DeviceBatch:
         self.lengths = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.lengths[0] = 1
         self.page_table = torch.zeros(slots + 1, pages, dtype=torch.int64, device=device)
-        self._parameters = torch.zeros(slots + 1, 4, dtype=torch.float64, device=device)  # temperature, k, p, min p
+        # temperature, k, p, min p; presence, frequency and repetition penalty
+        self._parameters = torch.zeros(slots + 1, 7, dtype=torch.float64, device=device)
+        self._parameters[:, 6] = 1
+        self._prompts = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self._bias_tokens = torch.zeros(slots + 1, MOST_BIASES, dtype=torch.int64, device=device)
+        self._biases = torch.zeros(slots + 1, MOST_BIASES, dtype=torch.float32, device=device)
+        self._biased: set[int] = set()  # slots whose row of biases is not 0
         self._seeds = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._end_tokens = torch.zeros(slots + 1, MOST_END_TOKENS, dtype=torch.int64, device=device)
         self._end_from = torch.zeros(slots + 1, dtype=torch.int64, device=device)
@@ -62,8 +76,10 @@ class DeviceBatch:
 
     def admit(self, admissions: list[Admission]) -> None:
         """Write the rows of requests that were given a slot."""
-        values = np.array([(item.temperature, item.top_k, item.top_p, item.min_p) for item in admissions], np.float64)
-        whole = np.array([(item.slot, item.seed, item.end_from) for item in admissions], np.int64)
+        values = np.array(
+            [(item.temperature, item.top_k, item.top_p, item.min_p, *item.penalties) for item in admissions], np.float64
+        )
+        whole = np.array([(item.slot, item.seed, item.end_from, item.prompt) for item in admissions], np.int64)
         # In one upload, as each delays the first token: floats travel as their bits.
         table = upload(np.column_stack([whole, values.view(np.int64)]), self.device)
         self.page_table.index_fill_(0, table[:, 0], 0)  # the last owner's pages, which may hold NaN
@@ -77,7 +93,21 @@ class DeviceBatch:
                 self._end_tokens[item.slot] = row[tokens + pages :]
         self._seeds[table[:, 0]] = table[:, 1]
         self._end_from[table[:, 0]] = table[:, 2]
-        self._parameters[table[:, 0]] = table[:, 3:].view(torch.float64)
+        self._prompts[table[:, 0]] = table[:, 3]
+        self._parameters[table[:, 0]] = table[:, 4:].view(torch.float64)
+        for item in admissions:
+            if item.bias or item.slot in self._biased:
+                self._set_bias(item.slot, item.bias)
+
+    def _set_bias(self, slot: int, bias: tuple[tuple[int, float], ...]) -> None:
+        self._bias_tokens[slot] = 0
+        self._biases[slot] = 0
+        self._biased.discard(slot)
+        if bias:
+            tokens, values = zip(*bias, strict=True)
+            self._bias_tokens[slot, : len(bias)] = upload(tokens, self.device)
+            self._biases[slot, : len(bias)] = upload(values, self.device, torch.float32)
+            self._biased.add(slot)
 
     def filled(self, number: int, slots: torch.Tensor) -> torch.Tensor:
         """int64 [B]: the same number for each of slots [B]. Made once and shared: only read it."""
@@ -112,6 +142,15 @@ class DeviceBatch:
             flags=flags,
             end_tokens=self._end_tokens[slots] if flags.min_tokens else None,
             end_from=self._end_from[slots] if flags.min_tokens else None,
+            adjustments=self._adjustments(slots, flags) if flags.penalized or flags.biased else None,
+        )
+
+    def _adjustments(self, slots: torch.Tensor, flags: SamplingFlags) -> Adjustments:
+        return Adjustments(
+            self._bias_tokens[slots] if flags.biased else None,
+            self._biases[slots] if flags.biased else None,
+            self._parameters[slots, 4:].float() if flags.penalized else None,
+            self._prompts[slots],
         )
 
     def stage(

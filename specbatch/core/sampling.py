@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from specbatch.core.logit_adjustments import Adjustments
 from specbatch.core.request import Request
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.sampling.argmax_topk import Scores
@@ -25,6 +26,8 @@ class SamplingFlags(NamedTuple):
     logprobs      some request asks for log-probabilities
     top_logprobs  some request asks for the most likely tokens
     min_tokens    some request may be within its `min_tokens`
+    penalized     some request has a penalty
+    biased        some request has a logit bias
     """
 
     sampled: bool = False
@@ -32,6 +35,8 @@ class SamplingFlags(NamedTuple):
     logprobs: bool = False
     top_logprobs: bool = False
     min_tokens: bool = False
+    penalized: bool = False
+    biased: bool = False
 
     @property
     def needs_logits(self) -> bool:
@@ -49,6 +54,8 @@ class SamplingFlags(NamedTuple):
             top_logprobs=any(p.top_logprobs for p in params),
             # The host lags behind the device, which compares positions: masking too long has no effect.
             min_tokens=any(item.generated < item.params.min_tokens and item.end_tokens for item in requests),
+            penalized=any(p.is_penalized for p in params),
+            biased=any(p.logit_bias for p in params),
         )
 
 
@@ -58,6 +65,7 @@ class Sampling:
 
     end_tokens  int64 [B, K]: tokens that end a request, with repetitions; None without `flags.min_tokens`
     end_from    int64 [B]: the first position where they may be sampled
+    adjustments penalties and biases; None without `flags.penalized` and `flags.biased`
     """
 
     temperature: torch.Tensor
@@ -68,6 +76,7 @@ class Sampling:
     flags: SamplingFlags
     end_tokens: torch.Tensor | None = field(default=None, kw_only=True)
     end_from: torch.Tensor | None = field(default=None, kw_only=True)
+    adjustments: Adjustments | None = field(default=None, kw_only=True)
 
     @contextmanager
     def end_tokens_masked(self, logits: Scores, positions: torch.Tensor) -> Iterator[None]:

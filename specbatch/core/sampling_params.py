@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from specbatch.errors import MOST, MOST_SEED, refuse
-from specbatch.settings import FLAG, Rule, check_fields, foreign_names, is_whole, number, setting, whole
+from specbatch.settings import FLAG, Rule, check_fields, foreign_names, is_number, is_whole, number, setting, whole
 
 MOST_TOP_LOGPROBS = 20
+MOST_BIASES, MOST_BIAS = 300, 100  # of `logit_bias`, as in OpenAI's API
 _UNSUPPORTED = "it is not supported; leave it out"
 # Parameters of vLLM, OpenAI's API and transformers that users try, and what works here.
 FOREIGN_NAMES = {
@@ -26,12 +27,8 @@ FOREIGN_NAMES = {
     "num_logprobs": "use logprobs, or top_logprobs for the most likely tokens",
     "prompt_logprobs": "use Engine.score",
     "do_sample": "use temperature; 0 is greedy",
-    "frequency_penalty": _UNSUPPORTED,
-    "presence_penalty": _UNSUPPORTED,
-    "repetition_penalty": _UNSUPPORTED,
     "length_penalty": _UNSUPPORTED,
-    "logit_bias": _UNSUPPORTED,
-    "bad_words": _UNSUPPORTED,
+    "bad_words": "use logit_bias with -100 for each token",
     "use_beam_search": _UNSUPPORTED,
     "guided_decoding": _UNSUPPORTED,
     "structured_outputs": _UNSUPPORTED,
@@ -46,6 +43,17 @@ _STOP_TOKENS = Rule(
     "use a list of token ids",
 )
 _SEED = Rule(lambda x: is_whole(x) and abs(x) <= MOST_SEED, f"use a whole number up to {MOST_SEED}, or leave it out")
+_BIAS = Rule(
+    lambda pairs: isinstance(pairs, tuple)
+    and len(pairs) <= MOST_BIASES
+    and all(
+        isinstance(pair, tuple) and len(pair) == 2 and is_whole(pair[0]) and 0 <= pair[0] <= MOST
+        and is_number(pair[1]) and abs(pair[1]) <= MOST_BIAS
+        for pair in pairs
+    ),
+    f"use a mapping of at most {MOST_BIASES} token ids to numbers from -{MOST_BIAS} to {MOST_BIAS}",
+)  # fmt: skip
+_PENALTY = number(lambda x: abs(x) <= 2, "use a number from -2 to 2; 0 is off")
 _LOGPROBS = Rule(FLAG.fits, "use a boolean; top_logprobs=K adds the K most likely tokens")
 
 
@@ -59,8 +67,13 @@ class SamplingParams:
     model's own end tokens, which `ignore_eos` switches off. Within the first `min_tokens` tokens end tokens are not
     sampled and stop strings are ignored. `seed` None derives one from the engine's seed and the request's index; each
     of `n` samples has its own, derived from it. `logprobs` asks for the log-probability of each emitted token under
-    the model's own distribution (before temperature, truncation and `min_tokens`); `top_logprobs` also for the most
-    likely tokens in its place.
+    the model's own distribution (before temperature, truncation, penalties, biases and `min_tokens`); `top_logprobs`
+    also for the most likely tokens in its place.
+
+    `logit_bias` maps token ids to what is added to their logits; it is kept as pairs. Penalties apply after it, also to
+    greedy answers. `presence_penalty` is subtracted once from the logits of tokens that the answer has,
+    `frequency_penalty` as often as it has them. `repetition_penalty` divides positive and multiplies negative logits of
+    tokens that the prompt or the answer has.
     """
 
     temperature: float = setting(
@@ -96,7 +109,21 @@ class SamplingParams:
         0, "Write the log-probabilities of the K most likely tokens in each place.", whole(0, MOST_TOP_LOGPROBS)
     )
 
+    presence_penalty: float = setting(
+        0.0, "Lowers the logits of tokens that the answer has; -2 to 2, 0 is off.", _PENALTY
+    )
+    frequency_penalty: float = setting(
+        0.0, "Lowers the logits of tokens for each time that the answer has them; -2 to 2, 0 is off.", _PENALTY
+    )
+    repetition_penalty: float = setting(
+        1.0,
+        "Makes tokens of the prompt and the answer less likely if above 1; 1 is off.",
+        number(lambda x: 0 < x <= 100, "use a positive number, such as 1.1; 1 is off"),
+    )
+    logit_bias: Any = setting((), "", _BIAS)
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "logit_bias", _pairs_of(self.logit_bias))
         object.__setattr__(self, "stop", _tuple_of([self.stop] if isinstance(self.stop, str) else self.stop))
         object.__setattr__(self, "stop_token_ids", _tuple_of(self.stop_token_ids))
         check_fields(self)
@@ -106,6 +133,15 @@ class SamplingParams:
             raise refuse("min_tokens", self.min_tokens, f"use at most max_new_tokens={self.max_new_tokens}")
         if self.top_logprobs:
             object.__setattr__(self, "logprobs", True)
+
+    @property
+    def penalties(self) -> tuple[float, float, float]:
+        """Presence, frequency and repetition."""
+        return float(self.presence_penalty), float(self.frequency_penalty), float(self.repetition_penalty)
+
+    @property
+    def is_penalized(self) -> bool:
+        return self.penalties != (0.0, 0.0, 1.0)
 
     def with_seed(self, seed: int) -> SamplingParams:
         """The same parameters with a valid seed. Unlike `replace` it checks nothing again, because jobs call it for
@@ -137,6 +173,19 @@ def sampling_text(sampling: Mapping[str, Any] | None) -> str:
     usual = SamplingParams()
     given = (name for name in SAMPLED if sampling.get(name, getattr(usual, name)) != getattr(usual, name))
     return ", ".join(f"{name.replace('_', '-')} {sampling[name]:g}" for name in given)
+
+
+def _pairs_of(bias: Any) -> Any:
+    """A mapping as sorted pairs, whose keys may be digits, as in JSON; anything else stays as it is."""
+    if not isinstance(bias, Mapping):
+        return (
+            tuple(tuple(pair) if isinstance(pair, list) else pair for pair in bias) if isinstance(bias, list) else bias
+        )
+    ids = {int(key) if isinstance(key, str) and key.isdecimal() else key: value for key, value in bias.items()}
+    try:
+        return tuple(sorted(ids.items()))
+    except TypeError:  # keys that are no token ids
+        return bias
 
 
 def _tuple_of(values: Any) -> Any:

@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 import torch
 
+from specbatch.core.logit_adjustments import History, adjusted_logits
 from specbatch.core.sampling import Sampling
 from specbatch.core.sampling_params import MOST_TOP_LOGPROBS
 from specbatch.core.step_input import Proposal, StepInput
@@ -78,6 +79,11 @@ def accept(
     """Apply the acceptance rule to logits [B, N, V] of nodes at `positions` [B, N], or their `Maxima` if the step is
     greedy, and commit tokens and lengths to the batch; on a CUDA device one kernel does both. simulate,
     verification: see `accept_ref`."""
+    if step.sampling.adjustments is not None:
+        assert isinstance(logits, torch.Tensor), "single logits are adjusted"
+        tokens = step.batch.tokens[step.slots, : step.bound + 1]
+        history = History(tokens, step.lengths + 1, proposal.tokens, proposal.ancestors)
+        logits = adjusted_logits(logits, step.sampling.adjustments, history)
     with step.sampling.end_tokens_masked(logits, positions + 1):
         rows = step.batch.rows(step.slots)
         packed, path = _accept_and_commit(logits, proposal, rows, positions, step.sampling, simulate, verification)

@@ -9,6 +9,7 @@ import torch
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk, split_into_passes
 from specbatch.core.device_batch import DeviceBatch
+from specbatch.core.logit_adjustments import History, adjusted_logits
 from specbatch.core.sampling import SamplingFlags
 from specbatch.drafters.base import Drafter
 from specbatch.engine.acceptance import are_finite, logprobs_of, top_logprobs_of
@@ -100,9 +101,13 @@ class PrefillStep:
         logits = self.model.logits(features.last[last] if self.needs_all_hidden else features.last)[:, None]
         if self.on_logits is not None:
             self.on_logits(logits[:, 0])
-        with sampling.end_tokens_masked(logits, lengths[:, None]):
-            first = sampling.sample(logits, lengths[:, None], TARGET)
-            finite = are_finite(logits, first, sampling)
+        chosen_from = logits
+        if sampling.adjustments is not None:
+            known = batch.tokens[slots, : max(chunks[index].end for index in ending)]
+            chosen_from = adjusted_logits(logits, sampling.adjustments, History(known, lengths))
+        with sampling.end_tokens_masked(chosen_from, lengths[:, None]):
+            first = sampling.sample(chosen_from, lengths[:, None], TARGET)
+            finite = are_finite(chosen_from, first, sampling)
         batch.tokens[slots, lengths] = first[:, 0]
         batch.lengths[slots] = lengths
         logprobs = logprobs_of(logits, first) if flags.logprobs else None

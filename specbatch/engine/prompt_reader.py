@@ -70,6 +70,9 @@ class PromptReader:
             raise refuse(f"prompt {index}", [wrong[0]], f"token ids go from 0 to {self._vocabulary - 1}")
         if params.min_tokens:
             self._check_end_tokens(params)
+        highest = max((token for token, _ in params.logit_bias), default=0)
+        if highest >= self._vocabulary:
+            raise refuse("logit_bias", highest, f"token ids go from 0 to {self._vocabulary - 1}")
 
     def _check_end_tokens(self, params: SamplingParams) -> None:
         """Refuse end tokens that cannot be masked."""

@@ -262,6 +262,9 @@ class Runner:
             seed=(seed + (1 << 63)) % (1 << 64) - (1 << 63),
             end_tokens=tuple(sorted(request.end_tokens)) if p.min_tokens else (),
             end_from=request.prompt_len + p.min_tokens if p.min_tokens and request.end_tokens else 0,
+            prompt=request.prompt_len,
+            penalties=p.penalties,
+            bias=p.logit_bias,
         )
 
 

@@ -24,15 +24,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "stream": (False,),
@@ -44,7 +40,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _MOST_SAMPLES = 128
 _SAMPLING = (
     *("temperature", "top_p", "min_p", "n", "stop", "seed", "min_tokens", "ignore_eos"),
-    *("stop_token_ids", "skip_special_tokens"),
+    *("stop_token_ids", "skip_special_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    "logit_bias",
 )  # fields that mean the same in `SamplingParams`
 _Prompt = str | list[int] | list[str] | list[list[int]]
 
@@ -151,6 +148,10 @@ class _Body(_Strict):
     ignore_eos: bool = False
     stop_token_ids: list[int] = []
     skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] = {}
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Self:

@@ -154,7 +154,7 @@ def mixed(count: int, bad: int, seed: int) -> list[Any]:
         body |= {"n": 2} if chance.random() < 0.1 else {}
         body |= {"prompt": [f"p{n}", f"q{n}"]} if url == TEXT and chance.random() < 0.2 else {}
         rows.append(request(f"row-{n}", url, **body))
-    wrong = ("{", request("dup-0", n=0), request("t", tools=[1]), request("p", CHAT, presence_penalty=1), "[]")
+    wrong = ("{", request("dup-0", n=0), request("t", tools=[1]), request("p", CHAT, presence_penalty=3), "[]")
     rows += [wrong[n % len(wrong)] for n in range(bad)]
     chance.shuffle(rows)
     return rows

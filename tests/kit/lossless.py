@@ -134,7 +134,7 @@ def check(case: Case, targets: Targets, patch: pytest.MonkeyPatch, device: str) 
     _check_record(case, engine)
 
     sampled = engine.generate(prompts, SAMPLED)
-    for done, logits in zip(sampled, _logits(case, targets, sampled), strict=True):
+    for done, logits in zip(sampled, target_logits(case, targets, sampled), strict=True):
         logprobs = logits.log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
         assert done.logprobs == pytest.approx(logprobs.tolist(), abs=1e-3)
     # After a retraction or another draft length, verifies start at other positions with other random numbers.
@@ -180,7 +180,8 @@ def _check_record(case: Case, engine: Engine) -> None:
         assert metrics["host_waits_per_step"] == 1.0 if case.schedule == "v1" else record.counters["overlapped"] > 0
 
 
-def _logits(case: Case, targets: Targets, done: list[Completion]) -> list[torch.Tensor]:
+def target_logits(case: Case, targets: Targets, done: list[Completion]) -> list[torch.Tensor]:
+    """The target's own logits of the tokens of each answer, from a naive pass over its text."""
     texts = [item.prompt_token_ids + item.token_ids for item in done]
     return [
         logits[len(item.prompt_token_ids) - 1 : -1]

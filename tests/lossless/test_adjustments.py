@@ -1,0 +1,98 @@
+"""Penalties and logit bias with every drafter: tokens are those that the target chooses one at a time."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from lossless import LONGER, Case, target_logits
+from stand_ins import fake_graphs, late_results, random_draft_lengths
+from targets import SPECULATIONS, Targets
+
+from specbatch import Completion, SamplingParams
+
+_HOW: tuple[dict[str, Any], ...] = (
+    {"frequency_penalty": 1.5},
+    {"repetition_penalty": 1.8, "presence_penalty": -0.6},
+    {},
+    {"logit_bias": {5: 4.0, 7: -100, 20: 2.5}, "presence_penalty": 2},
+    {"repetition_penalty": 0.7, "logit_bias": {30: 1}},
+    {"frequency_penalty": -0.4, "min_tokens": 4, "stop_token_ids": (9, 11)},
+)
+GREEDY = [SamplingParams(max_new_tokens=LONGER, ignore_eos=True, logprobs=True, **how) for how in _HOW]
+SAMPLED = [
+    SamplingParams(max_new_tokens=LONGER, ignore_eos=True, temperature=0.9, seed=seed, **how)
+    for seed, how in enumerate(_HOW)
+]
+_SCHEDULES, _MEMORY = ("v1", "v2", "v2-late"), ("roomy", "tight", "no-cache")
+
+
+def _cases() -> list[Any]:
+    pairs = [(drafter, target) for target in ("llama", "qwen3.5") for drafter in SPECULATIONS]
+    chosen = [
+        Case(drafter, _SCHEDULES[place % 3], ("eager", "both")[place % 2], _MEMORY[place // 3 % 3], target)
+        for place, (drafter, target) in enumerate(pairs)
+    ]
+    quick = len(SPECULATIONS)
+    return [
+        pytest.param(case, id=str(case), marks=() if place < quick and place % 2 == 0 else pytest.mark.slow)
+        for place, case in enumerate(chosen)
+    ]
+
+
+@pytest.mark.parametrize("case", _cases())
+def test_tokens_are_those_of_one_at_a_time(targets: Targets, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    fake_graphs(monkeypatch)
+    if case.schedule == "v2-late":
+        late_results(monkeypatch)
+    if case.is_auto:
+        random_draft_lengths(monkeypatch)
+    engine = targets.engine(case.target, case.drafter, case.schedule[:2], dtype="float32", **case.settings())
+    prompts = targets.prompts(case.target)
+    done = engine.generate(prompts, GREEDY)
+    for one, params, logits in zip(done, GREEDY, target_logits(case, targets, done), strict=True):
+        history = list(one.prompt_token_ids)
+        for token, row in zip(one.token_ids, logits, strict=True):
+            ends = params.stop_token_ids if len(history) - len(one.prompt_token_ids) < params.min_tokens else ()
+            assert token == _chosen(row, history, len(one.prompt_token_ids), params, ends)
+            history.append(token)
+    changed = [one.token_ids != plain for one, plain in zip(done, _plain(targets, case.target), strict=True)]
+    assert sum(changed) >= 3
+    assert not changed[2]
+    if case.keeps_seeds:
+        assert [one.token_ids for one in engine.generate(prompts, SAMPLED)] == _sampled(targets, case.target)
+
+
+def _chosen(row: torch.Tensor, history: list[int], prompt: int, params: SamplingParams, ends: tuple[int, ...]) -> int:
+    """The most likely token after `history`, by the rules as OpenAI and vLLM describe them."""
+    values = row.double().tolist()
+    for token, bias in params.logit_bias:
+        values[token] += bias
+    for token in set(history):
+        rule = params.repetition_penalty
+        values[token] = values[token] / rule if values[token] > 0 else values[token] * rule
+    for token in set(history[prompt:]):
+        values[token] -= params.frequency_penalty * history[prompt:].count(token) + params.presence_penalty
+    for token in ends:
+        values[token] = float("-inf")
+    return max(range(len(values)), key=values.__getitem__)
+
+
+@cache
+def _plain(targets: Targets, name: str) -> list[list[int]]:
+    engine = targets.engine(name, "none", "v1", dtype="float32")
+    params = SamplingParams(max_new_tokens=LONGER, ignore_eos=True)
+    return _tokens(engine.generate(targets.prompts(name), params))
+
+
+@cache
+def _sampled(targets: Targets, name: str) -> list[list[int]]:
+    engine = targets.engine(name, "none", "v1", dtype="float32", max_running=1, prefix_cache=False)
+    pairs = zip(targets.prompts(name), SAMPLED, strict=True)
+    return [tokens for prompt, params in pairs for tokens in _tokens(engine.generate([prompt], [params]))]
+
+
+def _tokens(done: list[Completion]) -> list[list[int]]:
+    return [item.token_ids for item in done]
