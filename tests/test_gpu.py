@@ -195,6 +195,31 @@ def test_bfloat16_tokens_are_the_same_from_graphs(toy: Any, toy_engine: Callable
 @pytest.mark.parametrize(
     ("name", "schedule", "graphs"), crossed(["none", "eagle3", "ngram-tree", "self", "self-tree"], ["v1", "v2"], GRAPHS)
 )
+def test_penalties_and_biases(toy: Any, toy_engine: Callable[..., Any], name: str, schedule: str, graphs: str) -> None:
+    """Greedy tokens are those that a CPU chooses without drafts."""
+    prompts = [list(prompt) for prompt in toy.prompts()[:8]]
+    params = [
+        SamplingParams(
+            max_new_tokens=20, ignore_eos=True, frequency_penalty=index % 3 * 0.6, presence_penalty=index % 2 * -0.4,
+            repetition_penalty=1 + index % 4 * 0.3, logit_bias={5 + index: 3.0} if index % 3 else {},
+        )
+        for index in range(8)
+    ]  # fmt: skip
+    expected = [item.token_ids for item in toy_engine(device="cpu", dtype="float32").generate(prompts, params)]
+    speculation = with_schedule(SPECULATIONS[name], schedule)
+    engine = toy_engine(device="cuda", dtype="float32", speculation=speculation, graphs=GRAPHS[graphs])
+    engine.generate(prompts, params)  # compiles kernels and records graphs
+    torch.cuda.set_sync_debug_mode("error" if schedule == "v2" else "default")
+    try:
+        done = engine.generate(prompts, params)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [item.token_ids for item in done] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "graphs"), crossed(["none", "eagle3", "ngram-tree", "self", "self-tree"], ["v1", "v2"], GRAPHS)
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_samples_min_tokens_and_top_logprobs(
     toy: Any, toy_engine: Callable[..., Any], name: str, schedule: str, graphs: str, temperature: float
