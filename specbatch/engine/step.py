@@ -58,17 +58,17 @@ class DecodeStep:
     def __call__(self, step: StepInput) -> Result:
         """Returns `Accepted.packed` and what `step.sampling.flags` ask for."""
         with use_fp8_activations(self.fp8):
-            budget, packed = self.budget, None
+            budget, spending, packed = self.budget, None, None
             if budget is not None:
                 step = budget.begin(step)
             proposal = self.propose(step)
             if budget is not None:
-                proposal, packed = budget.spend(step, proposal)
+                proposal, packed, _ = spending = budget.spend(step, proposal)
             verified = self.verify(step, proposal, packed)
             accepted = self.accept(step, proposal, verified)
             self.commit(step, verified, accepted)
-            if budget is not None:
-                budget.learn(step, proposal, accepted.accepted)
+            if budget is not None and spending is not None:
+                budget.learn(step, spending, accepted.accepted)
             if self.history is not None:
                 token_digest(self.history, proposal.tokens, accepted.packed, step.slots, step.lengths)
             return self._result(step, verified, accepted)

@@ -6,8 +6,11 @@ reached and accepted, c_1 c_2 .. c_k, where c_j is the predicted probability tha
 are. The drafts with the largest values are verified. Values fall along a chain, so that these are the first ones of
 each request, and no other choice of as many has a larger expected number of accepted drafts.
 
-c_j is the drafter's `Proposal.confidence`, or without one the share of the request's recent drafts that was accepted.
-Everything happens on the device, and shapes depend on B only. The scheduler of "DSpark: Confidence-Scheduled
+c_j follows from the drafter's `Proposal.confidence`, or without one from the share of the request's recent drafts that
+was accepted. Neither is a probability of acceptance: the most likely token of a draft model is accepted more often than
+its probability says, and a sampled one may be accepted whatever it says. c_j is therefore the share of the run's drafts
+of about this confidence that was accepted, counted for greedy and for sampled requests. Everything happens on the
+device, and shapes depend on B only. The scheduler of "DSpark: Confidence-Scheduled
 Speculative Decoding" (github.com/deepseek-ai/DeepSpec, section 5.2) ranks drafts by the same product, and also chooses
 the number of rows.
 
@@ -23,13 +26,14 @@ token would emit the likely ones too often.
   are earlier drafts of its chain and drafts of other requests. Given these, it still has the distribution that it is
   verified with, if requests draw independent random numbers. Two requests may have the same seed; with a budget the
   random numbers for sampled drafts therefore depend on the slot of a request, too.
-* The acceptance of earlier steps is the past of all this.
+* What was counted in earlier steps is the past of all this.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -37,9 +41,22 @@ from specbatch.core.packed_rows import PackedRows, pack_rows
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.kernels.common.upload import upload
 
-GUESS, WEIGHT = 0.7, 2.0  # acceptance of a new request, and how many drafts it counts as
-MEMORY = 0.9  # weight of a draft after another verify. A request that has no drafts verified returns to the guess
+LEVELS = 16  # of confidence, whose drafts are counted together
+WEIGHT = 8.0  # drafts that the confidence itself counts as
+MOST = 1 << 12  # counted drafts of a level; then both counts are halved, so that newer drafts weigh more
+# Of a drafter without confidence: the acceptance of a new request, how many drafts it counts as, and the weight of a
+# draft after another verify. A request that has no drafts verified returns to the guess.
+GUESS, GUESSED, MEMORY = 0.7, 2.0, 0.9
 _SLOT_SEED = 0x2545F4914F6CDD1D  # odd: seeds of different slots differ
+
+
+class Spending(NamedTuple):
+    """proposal: with as many drafts as are verified; packed: the rows of the verify; levels int64 [B, n]: of the
+    confidence in each draft, for `VerifyBudget.learn`."""
+
+    proposal: Proposal
+    packed: PackedRows
+    levels: torch.Tensor
 
 
 def verified_drafts(conditional: torch.Tensor, drafted: torch.Tensor, total: int) -> torch.Tensor:
@@ -50,7 +67,7 @@ def verified_drafts(conditional: torch.Tensor, drafted: torch.Tensor, total: int
     the rows that nothing else takes.
     """
     batch, most = conditional.shape
-    values = conditional.nan_to_num(0.0).clamp(0.0, 1.0).cumprod(1)
+    values = conditional.cumprod(1)
     place = torch.arange(most, device=drafted.device)
     values = values.masked_fill(place >= drafted[:, None], -1.0)
     # By position first, so that the stable sort keeps this order among equals.
@@ -63,21 +80,22 @@ class VerifyBudget:
     """Spends the rows of verifies.
 
     mean         rows per request, at least 1
-    tried        float32 [slots + 1]: drafts that were compared lately, and
-    right        float32 [slots + 1]: of which were accepted. Of a drafter without confidence
     mixes_seeds  whether drafts are verified by rejection sampling
+    counts       int64 [2, 2 * LEVELS + 1]: drafts that were compared, and accepted, by confidence; of greedy requests,
+                 of sampled ones, and of padding
+    recent       float32 [2, slots + 1]: the same of each request lately
     """
 
     mean: float
-    tried: torch.Tensor
-    right: torch.Tensor
     mixes_seeds: bool
+    counts: torch.Tensor
+    recent: torch.Tensor
 
     @classmethod
     def of(cls, mean: float, slots: int, device: torch.device, *, mixes_seeds: bool) -> VerifyBudget:
         """slots: without the padding slot."""
-        tried, right = torch.zeros(2, slots + 1, device=device)
-        return cls(mean, tried, right, mixes_seeds)
+        counts = torch.zeros(2, 2 * LEVELS + 1, dtype=torch.int64, device=device)
+        return cls(mean, mixes_seeds, counts, torch.zeros(2, slots + 1, device=device))
 
     def rows(self, batch: int) -> int:
         """Rows of a verify of so many requests."""
@@ -85,9 +103,7 @@ class VerifyBudget:
 
     def admit(self, slots: list[int]) -> None:
         """Forget what is known of slots that other requests get."""
-        index = upload(slots, self.tried.device)
-        self.tried.index_fill_(0, index, 0.0)
-        self.right.index_fill_(0, index, 0.0)
+        self.recent.index_fill_(1, upload(slots, self.recent.device), 0.0)
 
     def begin(self, step: StepInput) -> StepInput:
         """The step as the drafter sees it."""
@@ -96,23 +112,35 @@ class VerifyBudget:
             sampling = replace(sampling, seeds=sampling.seeds + step.slots * _SLOT_SEED)
         return replace(step, sampling=sampling, needs_confidence=True)
 
-    def spend(self, step: StepInput, proposal: Proposal) -> tuple[Proposal, PackedRows]:
-        """The proposal with as many drafts as are verified, and the rows of the verify."""
+    def spend(self, step: StepInput, proposal: Proposal) -> Spending:
+        """Choose the drafts that are verified."""
         batch, most = proposal.tokens.shape
-        conditional, drafted = proposal.confidence, proposal.drafted
-        if conditional is None:
-            tried, right = self.tried[step.slots], self.right[step.slots]
-            conditional = ((right + GUESS * WEIGHT) / (tried + WEIGHT))[:, None].expand(-1, most)
+        confidence = proposal.confidence
+        if confidence is None:
+            compared, accepted = self.recent[:, step.slots]
+            confidence = ((accepted + GUESS * GUESSED) / (compared + GUESSED))[:, None].expand(-1, most)
+        confidence = confidence.nan_to_num(0.0).clamp(0.0, 1.0)
+        levels = self._levels(step, confidence)
+        compared, accepted = self.counts[:, levels]
+        conditional = (accepted + WEIGHT * confidence) / (compared + WEIGHT)
         total = self.rows(batch)
         # Padding requests have slot 0.
-        count = verified_drafts(conditional, torch.where(step.slots > 0, drafted, 0), total - batch)
+        count = verified_drafts(conditional, torch.where(step.slots > 0, proposal.drafted, 0), total - batch)
         packed = pack_rows(count + 1, most + 1, total)
-        return proposal._replace(drafted=torch.minimum(count, drafted)), packed
+        return Spending(proposal._replace(drafted=torch.minimum(count, proposal.drafted)), packed, levels)
 
-    def learn(self, step: StepInput, proposal: Proposal, accepted: torch.Tensor) -> None:
-        """Observe a verify of this proposal that accepted so many drafts [B]."""
-        if proposal.confidence is not None:
-            return
-        compared = torch.minimum(accepted + 1, proposal.drafted)
-        self.tried[step.slots] = self.tried[step.slots] * MEMORY + compared
-        self.right[step.slots] = self.right[step.slots] * MEMORY + accepted
+    def learn(self, step: StepInput, spending: Spending, accepted: torch.Tensor) -> None:
+        """Observe a verify that accepted so many drafts [B]."""
+        verified, place = spending.proposal.drafted, torch.arange(spending.levels.shape[1], device=accepted.device)
+        compared = torch.minimum(accepted + 1, verified)
+        for counts, recent, number in zip(self.counts, self.recent, (compared, accepted), strict=True):
+            counts.index_add_(0, spending.levels.flatten(), (place < number[:, None]).flatten().long())
+            recent[step.slots] = recent[step.slots] * MEMORY + number
+        self.counts.copy_(torch.where(self.counts[0] < MOST, self.counts, self.counts >> 1))
+
+    def _levels(self, step: StepInput, confidence: torch.Tensor) -> torch.Tensor:
+        """The columns of `counts` for confidence [B, n]."""
+        levels = (confidence * LEVELS).long().clamp(max=LEVELS - 1)
+        if step.sampling.flags.sampled:
+            levels = levels + LEVELS * (step.sampling.temperature > 0)[:, None]
+        return levels.masked_fill((step.slots == 0)[:, None], 2 * LEVELS)

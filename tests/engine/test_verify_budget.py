@@ -23,7 +23,7 @@ from specbatch.core.packed_rows import PackedRows
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.engine.acceptance import accept_ref
 from specbatch.engine.step import DecodeStep, Verified
-from specbatch.engine.verify_budget import VerifyBudget, verified_drafts
+from specbatch.engine.verify_budget import MOST, VerifyBudget, verified_drafts
 from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL
 from specbatch.models.decoder import Decoder
 
@@ -57,10 +57,10 @@ def test_no_other_division_of_the_rows_has_a_larger_expectation(data: st.DataObj
     assert expected(tuple(found.tolist())) == pytest.approx(best)
 
 
-def test_equal_values_go_to_earlier_drafts_and_nan_to_none() -> None:
+def test_equal_values_go_to_earlier_drafts() -> None:
     ones, three = torch.ones(3, 4), torch.tensor([4, 4, 4])
     assert verified_drafts(ones, three, 5).tolist() == [2, 2, 1]
-    assert verified_drafts(torch.full((3, 4), math.nan), three, 4).tolist() == [2, 1, 1]
+    assert verified_drafts(0 * ones, three, 4).tolist() == [2, 1, 1]
     assert verified_drafts(ones, torch.tensor([0, 4, 1]), 5).tolist() == [0, 4, 1]
     assert verified_drafts(ones, torch.tensor([0, 1, 1]), 5).tolist() == [2, 2, 1]  # nothing else takes the rows
 
@@ -218,16 +218,38 @@ def _step(slots: list[int], sampled: bool = True) -> Any:
     return StepInput(None, torch.tensor(slots), torch.ones(len(slots)), 2, 4, 9, sampling)  # type: ignore[arg-type]
 
 
+def _chosen(budget: VerifyBudget, step: StepInput, proposal: Proposal) -> list[int]:
+    return budget.spend(step, proposal).proposal.drafted.tolist()
+
+
 def test_rows_go_to_the_request_whose_drafts_were_accepted() -> None:
     budget = VerifyBudget.of(2, 2, torch.device("cpu"), mixes_seeds=False)
     step, drafts = _step([1, 2, 0]), Proposal(torch.ones(3, 4, dtype=torch.int64), torch.tensor([4, 4, 4]))
-    assert budget.spend(step, drafts)[0].drafted.tolist() == [2, 1, 0]  # the padding request comes last
+    assert _chosen(budget, step, drafts) == [2, 1, 0]  # the padding request comes last
     for _ in range(4):
-        given = budget.spend(step, drafts)[0]
-        budget.learn(step, given, torch.tensor([0, int(given.drafted[1]), 0]))
-    assert budget.spend(step, drafts)[0].drafted.tolist() == [0, 3, 0]
+        spending = budget.spend(step, drafts)
+        budget.learn(step, spending, torch.tensor([0, int(spending.proposal.drafted[1]), 0]))
+    assert _chosen(budget, step, drafts) == [0, 3, 0]
     budget.admit([1, 2])
-    assert budget.spend(step, drafts)[0].drafted.tolist() == [2, 1, 0]
+    assert len(set(_chosen(budget, step, drafts)[:2])) == 2
+
+
+def test_confidence_counts_as_much_as_it_was_right() -> None:
+    """Of greedy and of sampled requests."""
+    budget = VerifyBudget.of(1.5, 2, torch.device("cpu"), mixes_seeds=False)
+    sure = torch.tensor([[0.95], [0.55]])
+    drafts = Proposal(torch.ones(2, 1, dtype=torch.int64), torch.ones(2, dtype=torch.int64), confidence=sure)
+    step, greedy = _step([1, 2]), _step([1, 2], sampled=False)
+    assert _chosen(budget, step, drafts) == [1, 0]
+    for _ in range(9):
+        budget.learn(step, budget.spend(step, drafts), torch.tensor([0, 0]))
+    assert _chosen(budget, step, drafts) == [0, 1]
+    assert _chosen(budget, greedy, drafts) == [1, 0]
+    budget.counts.fill_(MOST - 1)
+    budget.learn(greedy, budget.spend(greedy, drafts), torch.tensor([1, 0]))
+    assert budget.counts.unique().tolist() == [MOST // 2, MOST - 1]  # of the level that was full
+    nothing = drafts._replace(confidence=torch.full((2, 1), math.nan))
+    assert _chosen(budget, greedy, nothing) == [1, 0]
 
 
 def test_requests_with_the_same_seed_sample_independent_drafts() -> None:
