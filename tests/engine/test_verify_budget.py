@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from specbatch import Engine, SamplingParams, Speculation
 from specbatch.core.packed_rows import PackedRows
 from specbatch.core.step_input import Proposal, StepInput
+from specbatch.drafters.ngram import NGram
 from specbatch.engine.acceptance import accept_ref
 from specbatch.engine.step import DecodeStep, Verified
 from specbatch.engine.verify_budget import MOST, VerifyBudget, verified_drafts
@@ -258,3 +259,37 @@ def test_requests_with_the_same_seed_sample_independent_drafts() -> None:
     assert set(by_rejection.begin(_step([1, 2, 3], sampled=False)).sampling.seeds.tolist()) == {7}
     by_comparison = VerifyBudget.of(2, 4, torch.device("cpu"), mixes_seeds=False)
     assert set(by_comparison.begin(_step([1, 2, 3])).sampling.seeds.tolist()) == {7}
+
+
+def test_more_drafts_are_accepted_than_with_a_fixed_length_and_as_many_rows(
+    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for a head, whose drafts are right as often as it says."""
+    prompts, chance = [list(prompt) for prompt in toy.prompts()[:12]], random.Random(3)
+    answers = [prompt + list(toy.greedy(tuple(prompt))) for prompt in prompts]
+
+    def propose(self: NGram, step: StepInput) -> Proposal:
+        drafts, confidence = [], []
+        for slot, length in zip(step.slots.tolist(), step.lengths.tolist(), strict=True):
+            text = step.batch.tokens[slot, : length + 1].tolist()
+            answer = next(answer for answer in answers if answer[: length + 1] == text)
+            sure = [chance.choice([0.2, 0.9])] * step.num_drafts
+            right = (answer[length + 1 :] + [0] * step.num_drafts)[: step.num_drafts]
+            drafts.append([abs(token - (chance.random() > share)) for token, share in zip(right, sure, strict=True)])
+            confidence.append(sure)
+        drafted = torch.full((len(drafts),), step.num_drafts)
+        return Proposal(torch.tensor(drafts), drafted, confidence=torch.tensor(confidence))
+
+    monkeypatch.setattr(NGram, "propose", propose)
+
+    def accept_length(**drafting: Any) -> float:
+        engine = toy_engine(speculation=Speculation("ngram", **drafting), max_running=12)
+        done = engine.generate(prompts, SamplingParams(max_new_tokens=24, ignore_eos=True))
+        assert [prompt + item.token_ids for prompt, item in zip(prompts, done, strict=True)] == [
+            answer[: len(prompt) + 24] for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        metrics = engine.record().metrics
+        assert (metrics["rows_per_verify"] or 3.0) <= 3.0
+        return float(metrics["accept_length"] or 0.0)
+
+    assert accept_length(draft_tokens=6, verify_budget=3) > accept_length(draft_tokens=2) + 0.2
