@@ -202,6 +202,7 @@ def test_penalties_and_biases(toy: Any, toy_engine: Callable[..., Any], name: st
         SamplingParams(
             max_new_tokens=20, ignore_eos=True, frequency_penalty=index % 3 * 0.6, presence_penalty=index % 2 * -0.4,
             repetition_penalty=1 + index % 4 * 0.3, logit_bias={5 + index: 3.0} if index % 3 else {},
+            bad_words=["ab", "c"] if index % 2 else [],
         )
         for index in range(8)
     ]  # fmt: skip

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from specbatch.core.logit_adjustments import Adjustments
+from specbatch.core.logit_adjustments import ANY, Adjustments
 from specbatch.core.sampling import Sampling, SamplingFlags
-from specbatch.core.sampling_params import MOST_BIASES
+from specbatch.core.sampling_params import MOST_BAD_WORDS, MOST_BIASES, MOST_WORD_TOKENS
 from specbatch.kernels.common.upload import upload
 from specbatch.kernels.elementwise.gather_rows import gather_rows
 from specbatch.kernels.sampling.accept import BatchRows
@@ -28,6 +28,7 @@ class Admission:
     prompt      tokens of the prompt, the first of `tokens`
     penalties   presence, frequency and repetition penalty
     bias        biases of tokens, at most `MOST_BIASES`
+    banned      spellings of bad words, at most `MOST_BAD_WORDS` of at most `MOST_WORD_TOKENS` tokens
     """
 
     slot: int
@@ -44,6 +45,7 @@ class Admission:
     prompt: int = 0
     penalties: tuple[float, float, float] = (0.0, 0.0, 1.0)
     bias: tuple[tuple[int, float], ...] = ()
+    banned: tuple[tuple[int, ...], ...] = ()
 
 
 class DeviceBatch:
@@ -68,7 +70,9 @@ class DeviceBatch:
         self._prompts = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._bias_tokens = torch.zeros(slots + 1, MOST_BIASES, dtype=torch.int64, device=device)
         self._biases = torch.zeros(slots + 1, MOST_BIASES, dtype=torch.float32, device=device)
-        self._biased: set[int] = set()  # slots whose row of biases is not 0
+        shape = slots + 1, MOST_BAD_WORDS, MOST_WORD_TOKENS
+        self._banned = torch.full(shape, ANY, dtype=torch.int64, device=device)
+        self._restricted: set[int] = set()  # slots with biases or bad words
         self._seeds = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._end_tokens = torch.zeros(slots + 1, MOST_END_TOKENS, dtype=torch.int64, device=device)
         self._end_from = torch.zeros(slots + 1, dtype=torch.int64, device=device)
@@ -96,18 +100,24 @@ class DeviceBatch:
         self._prompts[table[:, 0]] = table[:, 3]
         self._parameters[table[:, 0]] = table[:, 4:].view(torch.float64)
         for item in admissions:
-            if item.bias or item.slot in self._biased:
-                self._set_bias(item.slot, item.bias)
+            if item.bias or item.banned or item.slot in self._restricted:
+                self._restrict(item)
 
-    def _set_bias(self, slot: int, bias: tuple[tuple[int, float], ...]) -> None:
-        self._bias_tokens[slot] = 0
-        self._biases[slot] = 0
-        self._biased.discard(slot)
-        if bias:
-            tokens, values = zip(*bias, strict=True)
-            self._bias_tokens[slot, : len(bias)] = upload(tokens, self.device)
-            self._biases[slot, : len(bias)] = upload(values, self.device, torch.float32)
-            self._biased.add(slot)
+    def _restrict(self, item: Admission) -> None:
+        """Write biases and bad words of a slot, over those of its last owner."""
+        self._bias_tokens[item.slot] = 0
+        self._biases[item.slot] = 0
+        self._banned[item.slot] = ANY
+        self._restricted.discard(item.slot)
+        if item.bias:
+            tokens, values = zip(*item.bias, strict=True)
+            self._bias_tokens[item.slot, : len(item.bias)] = upload(tokens, self.device)
+            self._biases[item.slot, : len(item.bias)] = upload(values, self.device, torch.float32)
+        if item.banned:
+            rows = [[*[ANY] * (MOST_WORD_TOKENS - len(word)), *word] for word in item.banned]
+            self._banned[item.slot, : len(rows)] = upload(rows, self.device)
+        if item.bias or item.banned:
+            self._restricted.add(item.slot)
 
     def filled(self, number: int, slots: torch.Tensor) -> torch.Tensor:
         """int64 [B]: the same number for each of slots [B]. Made once and shared: only read it."""
@@ -142,7 +152,7 @@ class DeviceBatch:
             flags=flags,
             end_tokens=self._end_tokens[slots] if flags.min_tokens else None,
             end_from=self._end_from[slots] if flags.min_tokens else None,
-            adjustments=self._adjustments(slots, flags) if flags.penalized or flags.biased else None,
+            adjustments=self._adjustments(slots, flags) if any((flags.penalized, flags.biased, flags.banned)) else None,
         )
 
     def _adjustments(self, slots: torch.Tensor, flags: SamplingFlags) -> Adjustments:
@@ -151,6 +161,7 @@ class DeviceBatch:
             self._biases[slots] if flags.biased else None,
             self._parameters[slots, 4:].float() if flags.penalized else None,
             self._prompts[slots],
+            self._banned[slots] if flags.banned else None,
         )
 
     def stage(

@@ -1,5 +1,5 @@
-"""Penalties and logit bias, for all rows of a verify: each row sees the drafted tokens before it as if they had been
-generated, so that speculation changes neither greedy tokens nor distributions.
+"""Penalties, logit bias and bad words, for all rows of a verify. Each row sees the drafted tokens before it as if they
+had been generated, so that speculation changes neither greedy tokens nor distributions.
 
 The rules are those of OpenAI's API (bias, presence, frequency) and of CTRL (Keskar et al. 2019, repetition). A bias is
 added first, and penalties change the sum, as in vLLM.
@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+ANY, NONE = -1, -2  # in place of tokens: before the first token of a word; one that no word has
+
 
 class Adjustments(NamedTuple):
     """Of B requests. What none of them asks for is None.
@@ -19,12 +21,15 @@ class Adjustments(NamedTuple):
     biases       float32 [B, K]
     penalties    float32 [B, 3]: presence, frequency (0 is off) and repetition (1 is off)
     prompts      int64 [B]: tokens of the prompt
+    banned       int64 [B, W, L]: words whose last token is not chosen after the others; ANY before the first token of a
+                 word, and throughout where there is none
     """
 
     bias_tokens: torch.Tensor | None
     biases: torch.Tensor | None
     penalties: torch.Tensor | None
     prompts: torch.Tensor
+    banned: torch.Tensor | None = None
 
 
 class History(NamedTuple):
@@ -43,37 +48,67 @@ class History(NamedTuple):
 
 
 def adjusted_logits(logits: torch.Tensor, adjustments: Adjustments, history: History) -> torch.Tensor:
-    """Logits [B, n, V] with biases and penalties, as float32: a small penalty would be lost in BF16."""
+    """Logits [B, n, V] with biases, penalties and without bad words, as float32: a small penalty would be lost in
+    BF16."""
     adjusted = logits.to(torch.float32, copy=True)
-    tokens, values, penalties, prompts = adjustments
+    tokens, values, penalties, prompts, banned = adjustments
     if tokens is not None and values is not None:
         shape = (*logits.shape[:2], tokens.shape[1])
         adjusted.scatter_add_(-1, tokens[:, None].expand(shape), values[:, None].expand(shape))
-    if penalties is None:
-        return adjusted
+    if penalties is not None:
+        _penalize(adjusted, penalties, prompts, history)
+    if banned is not None:
+        _ban(adjusted, banned, prompts, history)
+    return adjusted
+
+
+def _penalize(adjusted: torch.Tensor, penalties: torch.Tensor, prompts: torch.Tensor, history: History) -> None:
     presence, frequency, repetition = penalties[:, :, None].unbind(1)
-    place = torch.arange(history.tokens.shape[1], device=logits.device)
+    place = torch.arange(history.tokens.shape[1], device=adjusted.device)
     known = place < history.lengths[:, None]
     zeros = torch.zeros_like(adjusted[:, 0])
     everywhere = zeros.scatter_add(1, history.tokens, known.float())
     generated = zeros.scatter_add(1, history.tokens, (known & (place >= prompts[:, None])).float())
-    for row in range(logits.shape[1]):
+    for row in range(adjusted.shape[1]):
         seen, made = everywhere, generated
         if row and history.drafts is not None:
-            drafted = _before(row, history)
-            seen = everywhere.scatter_add(1, history.drafts, drafted)
-            made = generated.scatter_add(1, history.drafts, drafted)
+            before = _before(row, history).float()
+            seen = everywhere.scatter_add(1, history.drafts, before)
+            made = generated.scatter_add(1, history.drafts, before)
         values = adjusted[:, row]
         repeated = torch.where(values > 0, values / repetition, values * repetition)
         values = torch.where(seen > 0, repeated, values)
         adjusted[:, row] = values - frequency * made - presence * (made > 0)
-    return adjusted
+
+
+def _ban(adjusted: torch.Tensor, banned: torch.Tensor, prompts: torch.Tensor, history: History) -> None:
+    beginnings, last = banned[:, :, :-1], banned[:, :, -1]
+    for row in range(adjusted.shape[1]):
+        recent = _recent(row, beginnings.shape[2], prompts, history)
+        completes = ((beginnings == ANY) | (beginnings == recent[:, None])).all(-1) & (last != ANY)
+        adjusted[:, row].scatter_add_(1, last.clamp(min=0), torch.where(completes, -torch.inf, 0.0))
+
+
+def _recent(row: int, count: int, prompts: torch.Tensor, history: History) -> torch.Tensor:
+    """The last `count` tokens of the answer before what a row predicts: int64 [B, count], NONE where it is shorter."""
+    lengths = history.lengths[:, None]
+    place = lengths - torch.arange(count, 0, -1, device=lengths.device)
+    drafts = history.drafts
+    if row and drafts is not None:
+        before = _before(row, history)
+        place = place + before.sum(1, keepdim=True)
+        # The drafts before the row come first, in their order.
+        path = drafts.gather(1, (~before).long().sort(dim=1, stable=True).indices)
+        drafted = path.gather(1, (place - lengths).clamp(0, drafts.shape[1] - 1))
+    known = history.tokens.gather(1, place.clamp(0, history.tokens.shape[1] - 1))
+    recent = torch.where(place >= lengths, drafted, known) if row and drafts is not None else known
+    return torch.where(place >= prompts[:, None], recent, NONE)
 
 
 def _before(row: int, history: History) -> torch.Tensor:
-    """Which drafts are before what a row predicts: float32 [B, n - 1]."""
+    """Which drafts are before what a row predicts: bool [B, n - 1]."""
     assert history.drafts is not None
     node = torch.arange(1, history.drafts.shape[1] + 1, device=history.drafts.device)
     if history.ancestors is None:
-        return (node <= row).float().expand_as(history.drafts)
-    return (history.ancestors[:, row, None] >> node & 1).float()
+        return (node <= row).expand_as(history.drafts)
+    return history.ancestors[:, row, None] >> node & 1 == 1

@@ -111,12 +111,15 @@ class Request:
         sample: int = 0,
         request_id: str | None = None,
         streams_text: bool = False,
+        banned: tuple[tuple[int, ...], ...] = (),
     ) -> None:
-        """embeddings: see `EmbeddedPrompt`; streams_text: whether `new_text` will be called."""
+        """embeddings: see `EmbeddedPrompt`; streams_text: whether `new_text` will be called; banned: the tokens of each
+        spelling of `params.bad_words`."""
         self.index = index
         self.sample = sample
         self.request_id = request_id
         self.params = params
+        self.banned = banned
         self.tokens = list(prompt)  # prompt and output
         self.prompt_len = len(prompt)
         self.finish_reason: str | None = None

@@ -28,6 +28,7 @@ class SamplingFlags(NamedTuple):
     min_tokens    some request may be within its `min_tokens`
     penalized     some request has a penalty
     biased        some request has a logit bias
+    banned        some request has bad words
     """
 
     sampled: bool = False
@@ -37,6 +38,7 @@ class SamplingFlags(NamedTuple):
     min_tokens: bool = False
     penalized: bool = False
     biased: bool = False
+    banned: bool = False
 
     @property
     def needs_logits(self) -> bool:
@@ -56,6 +58,7 @@ class SamplingFlags(NamedTuple):
             min_tokens=any(item.generated < item.params.min_tokens and item.end_tokens for item in requests),
             penalized=any(p.is_penalized for p in params),
             biased=any(p.logit_bias for p in params),
+            banned=any(item.banned for item in requests),
         )
 
 
@@ -65,7 +68,7 @@ class Sampling:
 
     end_tokens  int64 [B, K]: tokens that end a request, with repetitions; None without `flags.min_tokens`
     end_from    int64 [B]: the first position where they may be sampled
-    adjustments penalties and biases; None without `flags.penalized` and `flags.biased`
+    adjustments penalties and biases; None without the flags for them
     """
 
     temperature: torch.Tensor

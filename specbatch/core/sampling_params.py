@@ -12,6 +12,7 @@ from specbatch.settings import FLAG, Rule, check_fields, foreign_names, is_numbe
 
 MOST_TOP_LOGPROBS = 20
 MOST_BIASES, MOST_BIAS = 300, 100  # of `logit_bias`, as in OpenAI's API
+MOST_BAD_WORDS, MOST_WORD_TOKENS = 64, 16  # of a request, in all their spellings as tokens; of one of these
 _UNSUPPORTED = "it is not supported; leave it out"
 # Parameters of vLLM, OpenAI's API and transformers that users try, and what works here.
 FOREIGN_NAMES = {
@@ -28,7 +29,6 @@ FOREIGN_NAMES = {
     "prompt_logprobs": "use Engine.score",
     "do_sample": "use temperature; 0 is greedy",
     "length_penalty": _UNSUPPORTED,
-    "bad_words": "use logit_bias with -100 for each token",
     "use_beam_search": _UNSUPPORTED,
     "guided_decoding": _UNSUPPORTED,
     "structured_outputs": _UNSUPPORTED,
@@ -73,7 +73,8 @@ class SamplingParams:
     `logit_bias` maps token ids to what is added to their logits; it is kept as pairs. Penalties apply after it, also to
     greedy answers. `presence_penalty` is subtracted once from the logits of tokens that the answer has,
     `frequency_penalty` as often as it has them. `repetition_penalty` divides positive and multiplies negative logits of
-    tokens that the prompt or the answer has.
+    tokens that the prompt or the answer has. `bad_words` are not completed: the last token of a word, as the tokenizer
+    encodes it alone and after a space, is not chosen after the others of the word.
     """
 
     temperature: float = setting(
@@ -121,14 +122,19 @@ class SamplingParams:
         number(lambda x: 0 < x <= 100, "use a positive number, such as 1.1; 1 is off"),
     )
     logit_bias: Any = setting((), "", _BIAS)
+    bad_words: Sequence[str] = setting((), "", _STOP)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logit_bias", _pairs_of(self.logit_bias))
+        words = [self.bad_words] if isinstance(self.bad_words, str) else self.bad_words
+        object.__setattr__(self, "bad_words", _tuple_of(words))
         object.__setattr__(self, "stop", _tuple_of([self.stop] if isinstance(self.stop, str) else self.stop))
         object.__setattr__(self, "stop_token_ids", _tuple_of(self.stop_token_ids))
         check_fields(self)
         if not all(self.stop):
             raise refuse("stop", self.stop, "a stop string must not be empty")
+        if not all(word.strip() for word in self.bad_words):
+            raise refuse("bad_words", self.bad_words, "a word must not be empty")
         if self.min_tokens > self.max_new_tokens:
             raise refuse("min_tokens", self.min_tokens, f"use at most max_new_tokens={self.max_new_tokens}")
         if self.top_logprobs:

@@ -104,7 +104,7 @@ class Engine(InferenceEngine):
         diagnose = parts.diagnose if self._ranks is None else lambda completions: None
         self._watch = LowAcceptanceWarning(causes, log, diagnose) if judged else None
         self._prompts = PromptReader(self.tokenizer, self.model_config, parts.caps)
-        self._requests = OpenRequests(parts.scheduler, self.tokenizer, self._prompts.end_tokens, self._on_finish)
+        self._requests = OpenRequests(parts.scheduler, self.tokenizer, self._prompts, self._on_finish)
         self.reset_record()
 
     # -- work -------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from specbatch.core.request import Completion, Request
+from specbatch.engine.prompt_reader import PromptReader
 from specbatch.engine.scheduler import Scheduler
 from specbatch.engine.submissions import Submission
 from specbatch.tokenizer import Tokenizer
@@ -39,13 +40,13 @@ class OpenRequests:
         self,
         scheduler: Scheduler,
         tokenizer: Tokenizer,
-        end_tokens: frozenset[int],
+        prompts: PromptReader,
         on_finish: Callable[[Completion, float], None],
     ) -> None:
-        """end_tokens: of the model; on_finish: called with each completion and the time."""
+        """on_finish: called with each completion and the time."""
         self._scheduler = scheduler
         self._tokenizer = tokenizer
-        self._end_tokens = end_tokens
+        self._prompts = prompts
         self._on_finish = on_finish
         self._active: dict[tuple[int, int], Request] = {}  # by prompt and sample
         self._aborts: deque[int | str] = deque()  # asked for, perhaps by another thread, and not handled yet
@@ -76,13 +77,14 @@ class OpenRequests:
             item.index,
             list(item.prompt.token_ids),
             item.params,
-            end_tokens=self._end_tokens,
+            end_tokens=self._prompts.end_tokens,
             decode=partial(self._tokenizer.decode, skip_special_tokens=item.params.skip_special_tokens),
             submitted=arrived,
             embeddings=item.prompt.embeddings,
             sample=item.sample,
             request_id=item.request_id,
             streams_text=self._streams_text,
+            banned=self._prompts.banned(item.params.bad_words),
         )
         self._active[item.index, item.sample] = request
         self._scheduler.add(request)

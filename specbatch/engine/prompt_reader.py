@@ -7,7 +7,7 @@ from typing import Any
 
 from specbatch.core.device_batch import MOST_END_TOKENS
 from specbatch.core.embedded_prompt import EmbeddedPrompt
-from specbatch.core.sampling_params import SamplingParams
+from specbatch.core.sampling_params import MOST_BAD_WORDS, MOST_WORD_TOKENS, SamplingParams
 from specbatch.errors import refuse
 from specbatch.memory.page_pool import pages_for, reach_of
 from specbatch.models.config import ModelConfig
@@ -29,6 +29,7 @@ class PromptReader:
         self._vocabulary = config.vocab_size
         self._hidden = config.hidden_size
         self._caps = caps
+        self._spellings: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
         self.end_tokens = frozenset(token for token in tokenizer.eos_ids if token < self._vocabulary)
 
     def read(self, prompt: Prompt, params: SamplingParams, index: int) -> EmbeddedPrompt:
@@ -73,6 +74,25 @@ class PromptReader:
         highest = max((token for token, _ in params.logit_bias), default=0)
         if highest >= self._vocabulary:
             raise refuse("logit_bias", highest, f"token ids go from 0 to {self._vocabulary - 1}")
+        self.banned(params.bad_words)
+
+    def banned(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each spelling of bad words: alone, and after a space. Refuses what is too much."""
+        if not words:
+            return ()
+        key = tuple(words)
+        if key not in self._spellings:
+            texts = [text for word in key for text in (word, " " + word.lstrip())]
+            found = dict.fromkeys(tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+            longest = max(map(len, found))
+            if len(found) > MOST_BAD_WORDS:
+                works = f"they have {len(found)} spellings as tokens; use words with at most {MOST_BAD_WORDS}"
+                raise refuse("bad_words", list(words), works)
+            if longest > MOST_WORD_TOKENS:
+                works = f"one has {longest} tokens; use words of at most {MOST_WORD_TOKENS}"
+                raise refuse("bad_words", list(words), works)
+            self._spellings[key] = tuple(word for word in found if word)
+        return self._spellings[key]
 
     def _check_end_tokens(self, params: SamplingParams) -> None:
         """Refuse end tokens that cannot be masked."""

@@ -265,6 +265,7 @@ class Runner:
             prompt=request.prompt_len,
             penalties=p.penalties,
             bias=p.logit_bias,
+            banned=request.banned,
         )
 
 

@@ -8,22 +8,29 @@ import pytest
 import torch
 from trees import ancestor_masks, path_of, random_parents
 
-from specbatch.core.logit_adjustments import Adjustments, History, adjusted_logits
+from specbatch.core.logit_adjustments import ANY, Adjustments, History, adjusted_logits
 
 BATCH, VOCABULARY, WIDTH = 3, 11, 9
 
 
 def by_hand(
-    logits: list[float], history: list[int], prompt: int, bias: dict[int, float], how: list[float]
+    logits: list[float],
+    history: list[int],
+    prompt: int,
+    bias: dict[int, float],
+    how: list[float],
+    words: list[list[int]],
 ) -> list[float]:
     presence, frequency, repetition = how
-    found = []
+    answer, found = history[prompt:], []
     for token, logit in enumerate(logits):
         value = logit + bias.get(token, 0.0)
         if token in history:
             value = value / repetition if value > 0 else value * repetition
-        made = history[prompt:].count(token)
-        found.append(value - frequency * made - presence * (made > 0))
+        made = answer.count(token)
+        value -= frequency * made + presence * (made > 0)
+        ends = (answer[len(answer) - len(word) + 1 :] == word[:-1] for word in words if word[-1] == token)
+        found.append(float("-inf") if any(ends) else value)
     return found
 
 
@@ -38,22 +45,31 @@ def test_every_row_is_adjusted_by_its_own_history(is_tree: bool, dtype: torch.dt
     penalties = [[0.5, 0.0, 1.0], [-0.3, 0.7, 1.4], [0.0, 0.0, 0.6]]
     biases = [{3: 5.0, 10: -100.0}, {}, {0: 1.5}]
     parents = [random_parents(rng, nodes, is_tree) for _ in range(BATCH)]
-    words = torch.tensor([ancestor_masks(tree) for tree in parents]) if is_tree else None
+    masks = torch.tensor([ancestor_masks(tree) for tree in parents]) if is_tree else None
     table = [[*one.items(), (0, 0.0), (0, 0.0)][:2] for one in biases]
+    words = [[[1], [4, 5]], [[token, 2] for token in range(VOCABULARY)], []]
+    words[1] += [[one, other, 7] for one in range(VOCABULARY) for other in range(0, VOCABULARY, 2)]
+    most, longest = max(map(len, words)), 4
+    banned = [
+        [*([ANY] * (longest - len(word)) + word for word in of), *[[ANY] * longest] * (most - len(of))] for of in words
+    ]
     adjustments = Adjustments(
         torch.tensor([[token for token, _ in row] for row in table]),
         torch.tensor([[value for _, value in row] for row in table]),
         torch.tensor(penalties),
         torch.tensor(prompts),
+        torch.tensor(banned),
     )
     before = logits.clone()
-    found = adjusted_logits(logits, adjustments, History(tokens, torch.tensor(lengths), drafts, words))
+    found = adjusted_logits(logits, adjustments, History(tokens, torch.tensor(lengths), drafts, masks))
     assert torch.equal(logits, before)
     for one in range(BATCH):
         known = tokens[one, : lengths[one]].tolist()
         for node in range(nodes):
             path = [int(drafts[one, step - 1]) for step in path_of(parents[one], node)[1:]]
-            wanted = by_hand(logits[one, node].tolist(), known + path, prompts[one], biases[one], penalties[one])
+            wanted = by_hand(
+                logits[one, node].tolist(), known + path, prompts[one], biases[one], penalties[one], words[one]
+            )
             assert found[one, node].tolist() == pytest.approx(wanted, abs=1e-5)
 
 

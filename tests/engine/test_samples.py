@@ -203,7 +203,12 @@ def test_stop_strings_are_ignored_within_min_tokens(toy_engine: Callable[..., En
         ({"logit_bias": {"x": 1}}, "logit_bias=.*use a mapping of at most 300 token ids to numbers from -100 to 100"),
         ({"logit_bias": {3: 101}}, "logit_bias=.*use a mapping"),
         ({"logit_bias": dict.fromkeys(range(301), 1)}, "logit_bias=.*at most 300"),
-        ({"bad_words": ["x"]}, "bad_words=.*use logit_bias"),
+        ({"bad_words": ["x", " "]}, "bad_words=.*a word must not be empty"),
+        ({"bad_words": "x" * 17}, "bad_words=.*one has 1[78] tokens; use words of at most 16"),
+        (
+            {"bad_words": [a + b for a in "abcdef" for b in "abcdef"]},
+            "bad_words=.*spellings as tokens; use words with at most 64",
+        ),
         ({"best_of": 2}, "best_of=2: .*use n"),
     ],
 )

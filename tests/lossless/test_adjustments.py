@@ -9,16 +9,17 @@ import pytest
 import torch
 from lossless import LONGER, Case, target_logits
 from stand_ins import fake_graphs, late_results, random_draft_lengths
-from targets import SPECULATIONS, Targets
+from targets import SPECULATIONS, Letters, Targets
 
 from specbatch import Completion, SamplingParams
 
+_WORDS = ("AB", "BC", "CD", "DA", "EF", "FG", "GH", "HE", "I", "J", "RST", "STQ")
 _HOW: tuple[dict[str, Any], ...] = (
     {"frequency_penalty": 1.5},
     {"repetition_penalty": 1.8, "presence_penalty": -0.6},
     {},
     {"logit_bias": {5: 4.0, 7: -100, 20: 2.5}, "presence_penalty": 2},
-    {"repetition_penalty": 0.7, "logit_bias": {30: 1}},
+    {"repetition_penalty": 0.7, "logit_bias": {30: 1}, "bad_words": _WORDS},
     {"frequency_penalty": -0.4, "min_tokens": 4, "stop_token_ids": (9, 11)},
 )
 GREEDY = [SamplingParams(max_new_tokens=LONGER, ignore_eos=True, logprobs=True, **how) for how in _HOW]
@@ -75,9 +76,15 @@ def _chosen(row: torch.Tensor, history: list[int], prompt: int, params: Sampling
         values[token] = values[token] / rule if values[token] > 0 else values[token] * rule
     for token in set(history[prompt:]):
         values[token] -= params.frequency_penalty * history[prompt:].count(token) + params.presence_penalty
-    for token in ends:
+    for token in (*ends, *_completing(history[prompt:], params)):
         values[token] = float("-inf")
     return max(range(len(values)), key=values.__getitem__)
+
+
+def _completing(answer: list[int], params: SamplingParams) -> list[int]:
+    """Tokens that complete a bad word."""
+    words = [Letters().encode(text) for text in params.bad_words]
+    return [word[-1] for word in words if answer[len(answer) - len(word) + 1 :] == word[:-1]]
 
 
 @cache
