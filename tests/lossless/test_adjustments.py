@@ -13,7 +13,7 @@ from targets import SPECULATIONS, Letters, Targets
 
 from specbatch import Completion, SamplingParams
 
-_WORDS = ("AB", "BC", "CD", "DA", "EF", "FG", "GH", "HE", "I", "J", "RST", "STQ")
+_WORDS = ("TU", "UV", "c`", "`a", "WTW", "I")
 _HOW: tuple[dict[str, Any], ...] = (
     {"frequency_penalty": 1.5},
     {"repetition_penalty": 1.8, "presence_penalty": -0.6},
