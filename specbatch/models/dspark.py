@@ -147,8 +147,8 @@ class DSpark(DFlash):
         without a confidence head. hidden [..., hidden_size]: of its row; embedded [..., rank]: the Markov head's
         embedding of the token before it.
 
-        It divides the rows of a verify budget (`engine.verify_budget`). DeepSpec drafts fewer tokens where it is below a
-        threshold, which is 0 by default, so that nothing is left out.
+        It divides the rows of a verify budget (`engine.verify_budget`). DeepSpec drafts fewer tokens where it is below
+        a threshold, which is 0 by default, so that nothing is left out.
         """
         if self._confidence is None:
             return None
