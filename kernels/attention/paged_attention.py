@@ -32,16 +32,35 @@ def attention_mask(
     lengths [B] is the KV length before the verify; row i is key lengths + first + i. `ancestors` int64 [rows] or
     [B, rows] holds one 64-bit word per node with the bits of its ancestors and itself; None is a chain, or with
     `causal` false a block whose rows all see each other. Bit j is the key lengths + j: the first `first` of them are
-    nodes that earlier passes left in the cache. With `window` a row sees only keys after lengths + i - window.
+    nodes that earlier passes left in the cache. With `window` a row sees the last so many of these keys, itself
+    included; a node's position is its depth, not its number.
     """
-    row = torch.arange(rows, device=lengths.device)[:, None]
+    position = first + torch.arange(rows, device=lengths.device)[:, None]  # after lengths, as `node`
     node = (torch.arange(keys, device=lengths.device) - lengths[:, None])[:, None]  # negative: before the verify
-    if ancestors is not None:
-        words = ancestors.expand(lengths.shape[0], rows)[:, :, None]
-        seen = (node < 0) | ((words >> node.clamp(0, 63)) & 1 == 1) & (node < first + rows)
-    else:
-        seen = node <= first + (row if causal else torch.full_like(row, rows - 1))
-    return seen if window is None else seen & (node > row - window)
+    if ancestors is None:
+        seen = node <= (position if causal else torch.full_like(position, first + rows - 1))
+        return seen if window is None else seen & (node > position - window)
+    words = ancestors.expand(lengths.shape[0], rows)
+    old = node < 0
+    if window is not None:
+        depth = bits(words).sum(-1, keepdim=True) - 1
+        old, words = old & (node > depth - window), last_ancestors(words, window)
+    return old | (node >= 0) & ((words[:, :, None] >> node.clamp(0, 63)) & 1 == 1) & (node < first + rows)
+
+
+def last_ancestors(words: torch.Tensor, window: int) -> torch.Tensor:
+    """Ancestor words int64 [..., rows] of which only the `window` last nodes are left: parents have lower numbers than
+    their children, so these are the highest bits."""
+    if window >= 64:
+        return words
+    found = bits(words)
+    kept = found * (found.flip(-1).cumsum(-1).flip(-1) <= window)
+    return (kept << torch.arange(64, device=words.device)).sum(-1)
+
+
+def bits(words: torch.Tensor) -> torch.Tensor:
+    """int64 [...] -> its bits int64 [..., 64], the lowest first."""
+    return (words[..., None] >> torch.arange(64, device=words.device)) & 1
 
 
 def attention_bias(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:

@@ -17,7 +17,7 @@ class QKVLayout:
     """How a row of qkv splits: `count` query heads, `kv` key heads and `kv` value heads of `dim` each.
 
     q_norm, k_norm: RMSNorm weights [dim] with `eps`, or both None; cos, sin: tables [positions, dim] of `rope_table`,
-    in the model's type.
+    in the model's type. window: a query sees that many keys, itself included; None is all.
     """
 
     count: int
@@ -28,6 +28,7 @@ class QKVLayout:
     eps: float
     cos: torch.Tensor
     sin: torch.Tensor
+    window: int | None = None
 
 
 def split_qkv_rope_ref(

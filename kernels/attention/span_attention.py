@@ -11,7 +11,7 @@ The merge is that of Milakov and Gimelshein, "Online normalizer calculation for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +95,7 @@ def _gemm(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 class SpanDecodeAttention:
     """`DecodeAttentionRef`, deterministic. What is the same for all layers is computed once."""
 
-    def __init__(self, queries: DecodeQueries, masks: Iterable[Mask]) -> None:
+    def __init__(self, queries: DecodeQueries) -> None:
         size, count, lengths, first = queries.page_size, queries.num_queries, queries.lengths, queries.first_node
         pages = queries.page_table.shape[1] if queries.bound is None else -(-queries.bound // size)
         table = queries.page_table[queries.slots, :pages]
@@ -106,7 +106,7 @@ class SpanDecodeAttention:
         keys = torch.arange(pages * size, device=lengths.device).expand(len(lengths), -1)
         if queries.ancestors is None:
             self._slots = kv_slots(table, sequence, keys, size)
-            self._bounds = {mask: _chain_bounds(lengths, row, first, mask) for mask in set(masks)}
+            self._bounds = cache(lambda mask: _chain_bounds(lengths, row, first, mask))
             return
         # A node is a sequence of its own: the keys before the verify, then its ancestors.
         node = torch.arange(first + count, device=lengths.device)
@@ -118,7 +118,7 @@ class SpanDecodeAttention:
         keys = torch.where(keys < lengths, keys, lengths + lineage.gather(1, depth))
         self._slots = kv_slots(table, sequence.repeat_interleave(count, 0), keys.clamp(max=pages * size - 1), size)
         end = lengths + sees.sum(1, keepdim=True)
-        self._bounds = dict.fromkeys(masks, (torch.zeros_like(end), end))
+        self._bounds = cache(lambda mask: (_begin(end, mask.window), end))
 
     def __call__(
         self,
@@ -133,7 +133,7 @@ class SpanDecodeAttention:
         q, k, v = split_qkv_rope_ref(qkv, heads, positions)
         write_kv_ref(k, v, k_cache, v_cache, self._new)
         q = q.unflatten(0, (len(self._slots), -1))
-        return span_attention(q, k_cache, v_cache, self._slots, *self._bounds[mask]).flatten(0, 1).flatten(1)
+        return span_attention(q, k_cache, v_cache, self._slots, *self._bounds(mask)).flatten(0, 1).flatten(1)
 
 
 def _chain_bounds(
@@ -141,8 +141,12 @@ def _chain_bounds(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which keys the rows of a chain see, as `attention_mask` has it."""
     last = lengths[:, None] + first + (row if mask.causal else torch.full_like(row, len(row) - 1))
-    begin = torch.zeros_like(last) if mask.window is None else lengths[:, None] + row - mask.window + 1
-    return begin.clamp(min=0), last + 1
+    return _begin(lengths[:, None] + first + row + 1, mask.window).expand_as(last), last + 1
+
+
+def _begin(end: torch.Tensor, window: int | None) -> torch.Tensor:
+    """The first key that a query sees; `end`: one after its own."""
+    return torch.zeros_like(end) if window is None else (end - window).clamp(min=0)
 
 
 def span_prefill_attention(
@@ -156,7 +160,6 @@ def span_prefill_attention(
             end = torch.arange(start + 1, start + len(part) + 1, device=q.device)[None]
             keys = torch.arange(start + len(part), device=q.device)[None]
             slots = kv_slots(spans.page_table, torch.full_like(keys, row), keys, spans.page_size)
-            begin = (end - window).clamp(min=0) if window else torch.zeros_like(end)
-            parts.append(span_attention(part[None], k_cache, v_cache, slots, begin, end)[0])
+            parts.append(span_attention(part[None], k_cache, v_cache, slots, _begin(end, window or None), end)[0])
             start += len(part)
     return torch.cat(parts)

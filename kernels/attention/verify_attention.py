@@ -6,9 +6,9 @@ to the input of the output projection.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,8 @@ from specbatch.kernels.dispatch import is_deterministic, runs_kernels
 
 class Mask(NamedTuple):
     """Which keys the queries of a decode pass see in one layer: all keys from before the pass, and of the pass itself
-    those up to their own, or all if not `causal`. With a `window`, only keys less than that many positions back."""
+    those up to their own, or all if not `causal`. With a `window`, only keys less than that many positions back; in a
+    tree a node's position is its depth."""
 
     causal: bool = True
     window: int | None = None
@@ -80,14 +81,14 @@ def decode_attention(
     if is_deterministic():
         from specbatch.kernels.attention.span_attention import SpanDecodeAttention
 
-        return SpanDecodeAttention(queries, masks)
-    return DecodeAttentionRef(queries, masks, group, dtype)
+        return SpanDecodeAttention(queries)
+    return DecodeAttentionRef(queries, group, dtype)
 
 
 class DecodeAttentionRef:
-    """The torch reference. The masks and the slots are the same for all layers and are computed once."""
+    """The torch reference. The slots are computed once for all layers, as is each mask."""
 
-    def __init__(self, queries: DecodeQueries, masks: Iterable[Mask], group: int, dtype: torch.dtype) -> None:
+    def __init__(self, queries: DecodeQueries, group: int, dtype: torch.dtype) -> None:
         size, count, lengths, first = queries.page_size, queries.num_queries, queries.lengths, queries.first_node
         pages = queries.page_table.shape[1] if queries.bound is None else -(-queries.bound // size)
         self._table = queries.page_table[queries.slots, :pages]
@@ -95,11 +96,12 @@ class DecodeAttentionRef:
         sequence = torch.arange(len(lengths), device=lengths.device)[:, None]
         self._slots = kv_slots(self._table, sequence, keys, size).flatten()
 
+        @cache
         def bias(mask: Mask) -> torch.Tensor:
             seen = attention_mask(lengths, count, pages * size, queries.ancestors, first, mask.causal, mask.window)
             return attention_bias(seen, group, dtype)
 
-        self._biases = {mask: bias(mask) for mask in set(masks)}
+        self._bias = bias
         self._count = count
 
     def __call__(
@@ -113,7 +115,7 @@ class DecodeAttentionRef:
     ) -> torch.Tensor:
         """qkv [T, (count + 2 kv) * dim] for T = B * num_queries, in the model's type, at `positions` int64 [T]; one
         layer's caches [pages, page_size, kv, dim], in the model's type or float8_e4m3fn (a plain cast) -> [T, count *
-        dim]. A tree ignores the mask."""
+        dim]. A tree is causal whatever the mask says."""
         q, k, v = split_qkv_rope_ref(qkv, heads, positions)
         if k_cache.dtype == qkv.dtype:
             write_kv_ref(k, v, k_cache, v_cache, self._slots)
@@ -122,4 +124,4 @@ class DecodeAttentionRef:
             write_kv_ref(k, v, keys, values, self._slots)
             k_cache, v_cache = k_cache.to(qkv.dtype), v_cache.to(qkv.dtype)
         rows = q.unflatten(0, (-1, self._count))
-        return paged_attention_ref(rows, k_cache, v_cache, self._table, self._biases[mask]).flatten(0, 1).flatten(1)
+        return paged_attention_ref(rows, k_cache, v_cache, self._table, self._bias(mask)).flatten(0, 1).flatten(1)

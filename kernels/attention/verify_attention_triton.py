@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.attention.paged_attention import last_ancestors
 from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.attention.verify_attention_configs import Tile, splits_for, tile_for
@@ -128,7 +129,7 @@ def _verify_attention(
     pages = page_table + tl.load(rows + sequence, cache_modifier=".cg") * width
     oldest = length * 0
     if window is not None:
-        oldest = tl.maximum(length + 1 - window, 0)
+        oldest = tl.maximum(length - first_node + 1 - window, 0)
     share = tl.maximum(tl.cdiv(tl.cdiv(length - oldest, splits), _GRAIN) * _GRAIN, _LEAST)
     begin = oldest + split * share
     end = tl.minimum(begin + share, length)
@@ -201,7 +202,7 @@ def _verify_attention(
                         visible &= ((word[:, None] >> (first_node + new)[None, :]) & 1) == 1
                     elif CAUSAL:
                         visible &= new[None, :] <= node[:, None]
-                    if window is not None:
+                    if window is not None and ancestors is None:
                         visible &= new[None, :] > (node - window)[:, None]
                     one, two, peak, new_weights = _attend(
                         q_one, q_two, a, b, c, d, visible, one, two, peak, new_weights, scale
@@ -211,9 +212,12 @@ def _verify_attention(
         if GROWN:
             at = key - (length - first_node)  # the node of the tree; negative: before it
             bit = (word[:, None] >> tl.minimum(tl.maximum(at, 0), 63)[None, :]) & 1
-            seen = seen & ((at < 0)[None, :] | (bit == 1))
-        if window is not None:
-            seen &= key[None, :] > (length + node - window)[:, None]
+            near = (at < 0)[None, :]
+            if window is not None:
+                near = near & (key[None, :] > (position - window)[:, None])
+            seen = seen & (near | ((at >= 0)[None, :] & (bit == 1)))
+        elif window is not None:
+            seen &= key[None, :] > (position - window)[:, None]
         one, two, peak, weights = _attend(
             q_one, q_two, k_one, k_two, v_one, v_two, seen, one, two, peak, weights, scale
         )
@@ -309,10 +313,13 @@ def verify_attention(
     partials, arrivals = reserve(qkv.device, cells if splits > 1 else 1, batch * tiles)
     out = torch.empty(qkv.shape[0], heads.count * heads.dim, dtype=qkv.dtype, device=qkv.device)
     is_tree = queries.ancestors is not None
-    causal, window = (True, None) if is_tree else mask
+    causal, window = mask
+    ancestors = queries.ancestors
+    if ancestors is not None and window is not None:
+        ancestors = last_ancestors(ancestors, window)
     _verify_attention[(tiles, splits, batch)](
         qkv, out, k_cache, v_cache, queries.page_table, queries.slots, queries.lengths,
-        positions if is_tree else None, queries.ancestors,
+        positions if is_tree else None, ancestors,
         heads.q_norm, heads.k_norm, heads.cos, heads.sin, partials, arrivals,
         n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
         KV=heads.kv, GROUP=group, DIM=heads.dim, HALF=half, PAGE=page_size,

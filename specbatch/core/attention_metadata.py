@@ -54,7 +54,8 @@ def positions_from(start: torch.Tensor, count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DecodeMetadata(DecodeQueries):
-    """A decode or verify pass. masks: one per layer, where a chain is not plainly causal.
+    """A decode or verify pass. masks: one per layer, where a chain is not causal
+    with the window of the layer.
 
     Rejected tokens are computed too; later passes overwrite their keys and values before anything reads them.
     """
@@ -74,7 +75,7 @@ class _BoundDecode:
 
     def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
         cache, masks = self.cache, self.metadata.masks
-        mask = Mask() if masks is None else masks[layer]
+        mask = Mask(window=heads.window) if masks is None else masks[layer]
         return self.attention(qkv, heads, positions, cache.k[layer], cache.v[layer], mask)
 
     def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:
@@ -163,7 +164,8 @@ class _PrefillContext:
         # All keys first: a sequence may read a page that another one of this very pass fills.
         cache, kv_slots = self.cache, self.metadata.kv_slots
         q, k, v = split_qkv_rope(qkv, heads, positions, kv_slots, cache.k[layer], cache.v[layer])
-        return cache.attention(q, k, v, cache.k[layer], cache.v[layer], self.metadata.spans).flatten(1)
+        k_cache, v_cache, spans = cache.k[layer], cache.v[layer], self.metadata.spans
+        return cache.attention(q, k, v, k_cache, v_cache, spans, heads.window or 0).flatten(1)
 
     def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:
         assert self.cache.states is not None

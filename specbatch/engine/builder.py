@@ -111,6 +111,9 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     if config.deterministic and device.type == "cuda":
         _check_deterministic_on_cuda(config, device, target.config, dtype)
     draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, log)
+    if config.deterministic and device.type == "cuda" and draft.config.windows:
+        works = "a CUDA device has no such kernels for a draft model with sliding windows; use device='cpu'"
+        raise refuse("deterministic", True, works)
     if draft.drafted is not None:
         asked = config.speculation
         if asked.is_auto:  # an upper limit
@@ -468,6 +471,8 @@ def _check_deterministic_on_cuda(
         raise refuse("fp8_activations", False, f"{why} multiplies FP8 weights by FP8 activations only; use True")
     if target.attention_layers < target.num_layers:
         raise refuse("deterministic", True, "a CUDA device has no such kernels for recurrent layers; use device='cpu'")
+    if target.windows:
+        raise refuse("deterministic", True, "a CUDA device has no such kernels for sliding windows; use device='cpu'")
     if target.fp8 is not None and target.chosen:
         raise refuse("deterministic", True, "a CUDA device has no such kernels for FP8 experts; use device='cpu'")
     for size in (target.hidden_size, target.intermediate_size, target.num_heads * target.head_dim):

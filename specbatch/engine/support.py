@@ -25,6 +25,7 @@ from specbatch.weights.shapes import SHAPES
 # Families: a shape of each. The shape of the draft models has the target's vocabulary.
 FAMILIES: Final = {
     "Llama": "llama-3.1-8b",
+    "Mistral": "mistral-7b-v0.1",
     "Qwen2": "qwen2.5-1.5b",
     "Qwen3": "qwen3-8b",
     "Qwen3, FP8 weights": "qwen3-8b-fp8",

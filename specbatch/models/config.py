@@ -1,4 +1,4 @@
-"""`ModelConfig`: sizes and options of a model from config.json (Llama, Qwen2, Qwen3; dispatches to other families).
+"""`ModelConfig`: sizes and options of a model from config.json (Llama, Mistral, Qwen2, Qwen3; dispatches to others).
 
 Published configs use two spellings of the same settings (transformers 4 and 5). `ModelConfig.from_dict` reads both and
 also dispatches to the configs of the other families. It refuses values it does not know instead of using a default.
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from specbatch.memory.recurrent_state import StateShape
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+FAMILIES |= {"MistralForCausalLM": "mistral", "MinistralForCausalLM": "ministral"}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 # Families with a config class of their own: architecture -> (model_type, module, class).
 _OTHERS = {
     "Qwen3MoeForCausalLM": ("qwen3_moe", "qwen3_moe", "Qwen3MoeConfig"),
@@ -56,7 +58,8 @@ class ModelConfig:
     `eos_ids` and `bos_id` are those of the config; the tokenizer's list is the complete one. `dtype` is the dtype of
     the published checkpoint and `mtp_layers` the number of layers of its MTP draft head, None if the config does not
     state them. fp8: None, or for an FP8 checkpoint the modules that are not quantized (see `models.fp8`). ranks: the
-    number of ranks over which a model is divided, of which this is the config of one (see `models.partition`).
+    number of ranks over which a model is divided, of which this is the config of one (see `models.partition`). windows:
+    per layer, how many keys a query sees, itself included (None: all); empty if no layer has a window.
     """
 
     module: ClassVar[str] = "specbatch.models.llama"  # its functions `layer` and `final_norm` build the model
@@ -83,6 +86,7 @@ class ModelConfig:
     mtp_layers: int | None = None
     fp8: frozenset[str] | None = None
     ranks: int = 1
+    windows: tuple[int | None, ...] = ()
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> ModelConfig:
@@ -98,7 +102,6 @@ class ModelConfig:
         if config.get("hidden_act", "silu") != "silu":
             raise refuse("hidden_act", config["hidden_act"], f"the {family} layers here use 'silu'")
         layers, heads = count_of(config, "num_hidden_layers", most=_DEEPEST), count_of(config, "num_attention_heads")
-        _refuse_sliding_window(config, layers)
         hidden = count_of(config, "hidden_size")
         kv_heads = count_of(config, "num_key_value_heads", heads)
         if heads % kv_heads:
@@ -135,6 +138,7 @@ class ModelConfig:
             bos_id=next(iter(token_ids(config, "bos_token_id")), None),
             dtype=_dtype(config),
             mtp_layers=_mtp_layers(config),
+            windows=_windows(config, family, layers, max_position),
         )
 
     def divided(self, ranks: int) -> Self:
@@ -154,6 +158,10 @@ class ModelConfig:
     def sections(self, name: str) -> tuple[int, ...]:
         """Of a tensor that concatenates several along its outputs and is divided over ranks: their sizes on a rank."""
         return ()
+
+    def window(self, layer: int) -> int | None:
+        """How many keys a query of this layer sees, itself included; None: all."""
+        return self.windows[layer] if self.windows else None
 
     @property
     def names(self) -> Ends:
@@ -275,20 +283,39 @@ def _family(config: dict[str, Any]) -> str:
     return str(model_type)
 
 
-def _refuse_sliding_window(config: dict[str, Any], layers: int) -> None:
-    kinds = names_of(config, "layer_types")
-    if kinds is not None:
-        if len(kinds) != layers:
-            raise refuse("layer_types", f"{len(kinds)} entries", f"num_hidden_layers is {layers}")
-        for kind in kinds:
-            if kind != "full_attention":
-                raise refuse("layer_types", kind, "these families support 'full_attention' layers only")
-        return
-    window = config.get("sliding_window")
-    # Qwen configs state a window that is off unless use_sliding_window is true; Llama has no such switch.
-    active = flag_of(config, "use_sliding_window", _family(config) == "llama") and window is not None
-    if active and count_of(config, "max_window_layers", 0, least=0) < layers:
-        raise refuse("sliding_window", window, "only full attention is supported; set use_sliding_window to false")
+def _windows(config: dict[str, Any], family: str, layers: int, positions: int) -> tuple[int | None, ...]:
+    """The window of each layer. Empty if none has one, or if it is not shorter than the longest text."""
+    # Without the key the classes of Mistral have a window of 4096. Qwen configs state one that is off unless
+    # use_sliding_window is true. Llama has none; a config that states one is of another model.
+    mistral = family in ("mistral", "ministral")
+    stated = config.get("sliding_window", 4096 if mistral else None) is not None
+    window = count_of(config, "sliding_window", 4096) if stated else None
+    if not flag_of(config, "use_sliding_window", mistral or family == "llama"):
+        window = None
+    kinds = names_of(config, "layer_types") if family != "mistral" else None  # whose layers are all of one kind
+    if kinds is None:
+        first = count_of(config, "max_window_layers", 28, least=0) if family in ("qwen2", "qwen3") else 0
+        kinds = [_FULL if window is None else _SLIDING] * layers
+        kinds[:first] = [_FULL] * min(first, layers)
+    if len(kinds) != layers:
+        raise refuse("layer_types", f"{len(kinds)} entries", f"num_hidden_layers is {layers}")
+    for kind in kinds:
+        if kind not in (_FULL, _SLIDING):
+            raise refuse("layer_types", kind, f"these families have {_FULL!r} and {_SLIDING!r} layers")
+    if _SLIDING not in kinds:
+        return ()
+    if window is None:
+        raise refuse("sliding_window", None, "layer_types has sliding layers, so it must be a number of tokens in use")
+    if family == "llama":
+        raise refuse("sliding_window", window, "Llama layers have full attention; with a window it is a Mistral")
+    return tuple(window if kind == _SLIDING else None for kind in kinds) if window < positions else ()
+
+
+def without_windows(config: ModelConfig, layers: str) -> ModelConfig:
+    """This config. Refuses sliding windows; layers: of what they are, for the error message."""
+    for window in filter(None, config.windows):
+        raise refuse("sliding_window", window, f"{layers} have full attention only; set use_sliding_window to false")
+    return config
 
 
 def _mtp_layers(config: dict[str, Any]) -> int | None:

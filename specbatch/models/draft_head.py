@@ -23,7 +23,7 @@ from specbatch.kernels.gemm.fp8_linear import linear
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.weight import Weight, split_input_columns
 from specbatch.kernels.sampling.argmax_topk import Scores
-from specbatch.models.config import ModelConfig
+from specbatch.models.config import ModelConfig, without_windows
 from specbatch.models.decoder import Decoder, Features, rope_tables
 from specbatch.models.layers import Attention, Layer, Reader, ShapeRecorder
 from specbatch.models.llama import decoder_layer, dense
@@ -179,7 +179,7 @@ def layer_config(described: dict[str, Any], shapes: Shapes | None = None) -> Mod
     names = names_of(plain, "architectures")
     if names:
         plain["architectures"] = [re.sub("Eagle3?", "", name) for name in names]
-    config = ModelConfig.from_dict(plain)
+    config = without_windows(ModelConfig.from_dict(plain), "the layers of a draft head")
     if config.fp8 is not None:
         raise refuse("quantization_config", "fp8", "quantized draft heads are not supported")
     if shapes is None:

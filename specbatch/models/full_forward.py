@@ -28,7 +28,11 @@ class UncachedContext:
     def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
         parts = split_qkv_rope_ref(qkv, heads, positions)
         q, k, v = (part.unflatten(0, (self._rows, -1)).transpose(1, 2) for part in parts)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        mask = None
+        if heads.window is not None:
+            mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
+            mask = mask.tril().triu(1 - heads.window)
+        attended = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
         return attended.transpose(1, 2).flatten(0, 1).flatten(1)
 
     def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:

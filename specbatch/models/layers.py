@@ -256,8 +256,8 @@ class Reader:
             self.dequantized.add(name)
         return weight.dequantize(self._dtype)
 
-    def heads(self, stem: str, tables: Tables, norm: str = "norm") -> QKVLayout:
-        """norm: how the norms of q and k are named."""
+    def heads(self, stem: str, tables: Tables, norm: str = "norm", window: int | None = None) -> QKVLayout:
+        """norm: how the norms of q and k are named; window: of the layer."""
         config = self.config
         q_norm, k_norm = (
             self(f"{stem}.{part}_{norm}.weight", config.head_dim) if config.qk_norm else None for part in "qk"
@@ -271,6 +271,7 @@ class Reader:
             eps=config.rms_norm_eps,
             cos=tables[0],
             sin=tables[1],
+            window=window,
         )
 
 

@@ -1,4 +1,4 @@
-"""Llama, SmolLM2, Qwen2/2.5 and Qwen3 (dense): layers that differ in biases and q/k norms."""
+"""Llama, SmolLM2, Mistral, Ministral, Qwen2/2.5 and Qwen3 (dense): layers that differ in biases, q/k norms, windows."""
 
 from __future__ import annotations
 
@@ -9,24 +9,32 @@ from specbatch.models.layers import Attention, Layer, Reader, SwiGlu, Tables
 
 def layer(read: Reader, index: int, tables: Tables) -> Layer:
     """Layer `index`; tables: cos and sin."""
-    return decoder_layer(read, f"model.layers.{index}", tables)
+    return decoder_layer(read, f"model.layers.{index}", tables, read.config.window(index))
 
 
-def decoder_layer(read: Reader, stem: str, tables: Tables) -> Layer:
+def decoder_layer(read: Reader, stem: str, tables: Tables, window: int | None = None) -> Layer:
     """The layer whose tensors are named `stem`.*."""
-    return Layer(attention(read, f"{stem}.input_layernorm", f"{stem}.self_attn", tables), (dense(read, stem),))
+    mixer = attention(read, f"{stem}.input_layernorm", f"{stem}.self_attn", tables, window=window)
+    return Layer(mixer, (dense(read, stem),))
 
 
 def attention(
-    read: Reader, norm: str, stem: str, tables: Tables, *, out: str = "o_proj", head_norm: str = "norm"
+    read: Reader,
+    norm: str,
+    stem: str,
+    tables: Tables,
+    *,
+    out: str = "o_proj",
+    head_norm: str = "norm",
+    window: int | None = None,
 ) -> Attention:
     """norm: the name of the input norm; stem: prefix of the other names; out: the output projection; head_norm: suffix
-    of the norms of q and k."""
+    of the norms of q and k; window: see `QKVLayout`."""
     config = read.config
     return Attention(
         norm=read.norm(norm),
         qkv=read.linear(qkv_rows(config, stem), config.hidden_size, config.qkv_bias),
-        heads=read.heads(stem, tables, head_norm),
+        heads=read.heads(stem, tables, head_norm, window),
         out=read.linear({f"{stem}.{out}": config.hidden_size}, config.num_heads * config.head_dim, config.o_bias),
     )
 

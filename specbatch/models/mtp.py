@@ -8,6 +8,7 @@ the next h. All norms are centred on zero: they multiply by 1 + weight.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -71,7 +72,7 @@ def mtp_config(target: ModelConfig, found: Shapes | None = None) -> MtpConfig:
     mixture = target.mixture if isinstance(target, Qwen3NextConfig) else None
     if found is not None and f"{PREFIX}layers.0.mlp.gate.weight" not in found:
         mixture = None
-    own = {"num_layers": 1, "qk_norm": True}
+    own: dict[str, Any] = {"num_layers": 1, "qk_norm": True, "windows": ()}
     own |= dict.fromkeys(("tie_embeddings", "qkv_bias", "o_bias", "mlp_bias"), False)
     config = MtpConfig(
         **{field.name: getattr(target, field.name) for field in fields(ModelConfig)} | own,

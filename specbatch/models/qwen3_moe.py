@@ -10,7 +10,7 @@ import torch
 from specbatch.config_values import flag_of
 from specbatch.kernels.gemm.weight import SCALE_BLOCK
 from specbatch.models import llama
-from specbatch.models.config import ModelConfig
+from specbatch.models.config import ModelConfig, without_windows
 from specbatch.models.layers import Layer, Reader, Tables
 from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers
 
@@ -27,6 +27,7 @@ class Qwen3MoeConfig(ModelConfig):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Qwen3MoeConfig:
         plain = ModelConfig.from_dict(config | {"architectures": None, "model_type": "qwen3"})
+        without_windows(plain, "the layers of a Qwen3 MoE")
         mixture = mixture_of(config, normalise=flag_of(config, "norm_topk_prob"))
         return cls(**vars(plain), mixture=mixture, sparse=sparse_layers(config, plain.num_layers))
 

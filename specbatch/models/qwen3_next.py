@@ -20,7 +20,7 @@ from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight, concat_outputs
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, chunk_bytes
 from specbatch.memory.recurrent_state import StateShape
-from specbatch.models.config import Ends, ModelConfig, attending, shared_out
+from specbatch.models.config import Ends, ModelConfig, attending, shared_out, without_windows
 from specbatch.models.layers import Attention, Layer, Mixer, Mlp, Reader, SwiGlu, Tables
 from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers
 from specbatch.models.recurrent import GatedDelta, taps_of, window_shapes
@@ -76,7 +76,7 @@ class Qwen3NextConfig(ModelConfig):
             raise refuse("output_gate_type", inner["output_gate_type"], "the delta net's norm is gated by 'silu' here")
         if flag_of(inner, "attention_bias"):
             raise refuse("attention_bias", True, "layers with biases are not supported")
-        plain = ModelConfig.from_dict(_as_qwen3(inner))
+        plain = without_windows(ModelConfig.from_dict(_as_qwen3(inner)), "the attention layers of this family")
         partial = _partial(inner)
         turning = int(plain.head_dim * partial)
         if turning < 2 or turning % 2:

@@ -113,7 +113,9 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     for key in (".attention.value_length", ".rope.dimension_count"):
         if file.metadata(key, head_dim) != head_dim:
             raise refuse(file.full(key), file.metadata(key), f"it must equal the head size, {head_dim}")
-    window = file.metadata(".attention.sliding_window") or None
+    if window := file.metadata(".attention.sliding_window"):
+        works = "sliding windows are read from the config.json of safetensors only"
+        raise refuse(file.full(".attention.sliding_window"), window, works)
     return {
         "architectures": [architecture],
         "model_type": file.arch,
@@ -126,9 +128,6 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         "head_dim": head_dim,
         "max_position_embeddings": file.required(".context_length"),
         "rms_norm_eps": _short(file.number(".attention.layer_norm_rms_epsilon")),
-        "sliding_window": window,
-        "use_sliding_window": window is not None,
-        "max_window_layers": 0,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,

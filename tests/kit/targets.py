@@ -61,7 +61,15 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
 }
 
-TARGETS: dict[str, dict[str, Any]] = {"llama": {"architectures": ["LlamaForCausalLM"]}, **HYBRIDS}
+WINDOWED: dict[str, dict[str, Any]] = {
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 5},
+    "ministral": {
+        "architectures": ["MinistralForCausalLM"],
+        "sliding_window": 3,  # shorter than a path of a tree
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    },
+}
+TARGETS: dict[str, dict[str, Any]] = {"llama": {"architectures": ["LlamaForCausalLM"]}, **WINDOWED, **HYBRIDS}
 
 DRAFTS = {"drafts": TARGETS["llama"], "recurrent-drafts": TARGETS["qwen3.5"]}
 
@@ -86,7 +94,8 @@ class Letters:
 
 # Scale of the embedding relative to the layers, so that about every other token is the one it predicts.
 STRENGTHS = {
-    "llama": 1.2, "qwen3-moe": 1.0, "qwen3-next": 2.6, "qwen3.5": 2.8, "qwen3.5-moe": 2.8, "nemotron-h": 1.2,
+    "llama": 1.2, "mistral": 1.2, "ministral": 1.2,
+    "qwen3-moe": 1.0, "qwen3-next": 2.6, "qwen3.5": 2.8, "qwen3.5-moe": 2.8, "nemotron-h": 1.2,
     "nemotron-h-moe": 1.9, "lfm2": 1.3, "drafts": 2.0,
     "recurrent-drafts": 2.0,
 }  # fmt: skip

@@ -141,17 +141,15 @@ def _with_spans_of(size: int, function: Callable[..., torch.Tensor], *args: Any)
 
 
 def _spans_of_a_verify(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        span_attention, "SpanDecodeAttention", lambda queries, masks: DecodeAttentionRef(queries, masks, 2, BF16)
-    )
+    patch.setattr(span_attention, "SpanDecodeAttention", lambda queries: DecodeAttentionRef(queries, 2, BF16))
 
 
 def _keys_of_a_tree(patch: pytest.MonkeyPatch) -> None:
     """Its nodes are keys in the order in which they are stored."""
     spans = span_attention.SpanDecodeAttention
 
-    def attention(queries: DecodeQueries, masks: Any) -> Any:
-        return spans(queries, masks) if queries.ancestors is None else DecodeAttentionRef(queries, masks, 2, FP32)
+    def attention(queries: DecodeQueries) -> Any:
+        return spans(queries) if queries.ancestors is None else DecodeAttentionRef(queries, 2, FP32)
 
     patch.setattr(span_attention, "SpanDecodeAttention", attention)
 

@@ -154,7 +154,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: .* up to 10000"),
     ("qwen2", {"quantization_config": ["x"]}, "quantization_config="),
     ("eagle3", {"eagle_config": {"use_last_layernorm": "no"}}, "use_last_layernorm='no'"),
-    ("llama", {"architectures": ["MistralForCausalLM"]}, "architectures=.*MistralForCausalLM.*LlamaForCausalLM"),
+    (
+        "llama",
+        {"architectures": ["PhiForCausalLM"]},
+        "architectures=.*PhiForCausalLM.*LlamaForCausalLM.*MistralForCausalLM",
+    ),
     ("llama", {"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3"),
     ("llama", {"architectures": None, "model_type": "mamba"}, "model_type='mamba'"),
     ("llama", {"model_type": "mistral"}, "model_type='mistral'"),
@@ -167,8 +171,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_theta": "1e6"}, "rope_theta='1e6'"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ("llama", {"sliding_window": 4096}, "sliding_window=4096"),
-    ("qwen2", {"sliding_window": 64, "max_window_layers": 1, "use_sliding_window": True}, "sliding_window=64"),
-    ("qwen3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "layer_types='sliding_attention'"),
+    ("llama", {"sliding_window": 64, "layer_types": ["sliding_attention"] * 4}, "sliding_window=64"),
+    ("qwen2", {"sliding_window": 0, "use_sliding_window": True}, "sliding_window=0"),
+    ("qwen3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding_window=None"),
+    ("qwen3", {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, "layer_types='chunked_attention'"),
+    ("qwen3-moe", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0}, "sliding_window=9"),
+    ("eagle", {"architectures": ["MistralForCausalLMEagle"], "sliding_window": 9}, "sliding_window=9.*draft head"),
     ("qwen3", {"layer_types": ["full_attention"]}, "layer_types='1 entries'"),
     ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method=.awq.*128, 128"),
     ("llama", {"dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn'"),
@@ -226,6 +234,25 @@ def test_defaults_of_dense_families() -> None:
     assert read_dense(torch_dtype="bfloat16").dtype == "bfloat16"
     assert read_dense(dtype="float16").dtype == "float16"
     assert read_dense("qwen2", architectures=None).family == "qwen2"
+
+
+def test_windows_of_layers() -> None:
+    """As the configs of transformers have them, with the defaults of their classes."""
+
+    def read(family: str, **changes: Any) -> tuple[int | None, ...]:
+        described = {"architectures": None, "model_type": family, "max_position_embeddings": 8192}
+        return read_dense(**described | changes).windows
+
+    some = ["full_attention", "sliding_attention"] * 2
+    used = {"use_sliding_window": True, "sliding_window": 64}
+    assert read("mistral", sliding_window=64) == (64,) * 4
+    assert read("mistral") == (4096,) * 4
+    assert read("mistral", sliding_window=64, layer_types=some) == (64,) * 4  # its class has one kind of layer
+    assert read("ministral", sliding_window=64, layer_types=some) == (None, 64, None, 64)
+    assert read("qwen2", **used, max_window_layers=3) == (None, None, None, 64)
+    assert read("qwen3", **used, layer_types=some) == (None, 64, None, 64)
+    for off in ({"sliding_window": None}, {"sliding_window": 8192}, {"max_position_embeddings": 512}):
+        assert read("mistral", **off) == ()
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,15 @@ DENSE: dict[str, Callable[[], Any]] = {
     "llama-llama3": lambda: llama(head_dim=16, rope_parameters=LLAMA3),
     "qwen2": lambda: qwen2(),
     "qwen2-yarn": lambda: qwen2(rope_parameters=YARN),
+    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**DENSE_SIZES, sliding_window=6)),
+    "ministral": lambda: hf.MinistralForCausalLM(
+        hf.MinistralConfig(
+            **DENSE_SIZES | {"head_dim": 16},
+            sliding_window=2,
+            layer_types=["sliding_attention", "full_attention", "full_attention"],
+        )
+    ),
+    "qwen2-windows": lambda: qwen2(use_sliding_window=True, sliding_window=3, max_window_layers=1),
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**DENSE_SIZES, head_dim=24, tie_word_embeddings=False)),
 }
 FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
@@ -112,7 +121,7 @@ def nemotron(**sizes: Any) -> Any:
     return hf.NemotronHForCausalLM(hf.NemotronHConfig(**plain, **sizes))
 
 
-SLOW = ("llama-llama3", "qwen2-yarn")  # test_rope.py compares their frequencies
+SLOW = ("llama-llama3", "qwen2-yarn", "qwen2-windows")  # test_rope.py compares the frequencies
 
 
 @pytest.fixture(params=slow_but(FAMILIES.keys() - SLOW, FAMILIES), scope="module")

@@ -69,7 +69,7 @@ def test_a_decode_pass_matches_the_reference(dtype: torch.dtype, device: torch.d
     qkv = torch.randn(6, 8 * 16, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     caches = [(case.k.clone(), case.v.clone()) for _ in range(2)]
     out = span_attention_triton.decode_attention(queries)(qkv, layout, positions, *caches[0], Mask())
-    expected = DecodeAttentionRef(queries, [Mask()], 2, dtype)(qkv, layout, positions, *caches[1], Mask())
+    expected = DecodeAttentionRef(queries, 2, dtype)(qkv, layout, positions, *caches[1], Mask())
     torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE[dtype])
     for cache, other in zip(*caches, strict=True):
         torch.testing.assert_close(cache, other, rtol=0, atol=TOLERANCE[dtype])
@@ -98,11 +98,7 @@ def test_nodes_of_a_tree_are_computed_as_chains(
         queries = DecodeQueries(
             case.table, slots, lengths, end - first, PAGE, None, words[:, first:end].contiguous(), first
         )
-        attend = (
-            span_attention_triton.decode_attention(queries)
-            if kernel
-            else DecodeAttentionRef(queries, [Mask()], 2, dtype)
-        )
+        attend = span_attention_triton.decode_attention(queries) if kernel else DecodeAttentionRef(queries, 2, dtype)
         rows, positions = qkv[:, first:end].flatten(0, 1), (lengths[:, None] + depths[:, first:end]).flatten()
         return attend(rows, layout, positions, keys, values, Mask()).unflatten(0, (2, -1))
 

@@ -12,6 +12,7 @@ from crossed import first_quick, slow_but
 from dtypes import DTYPES
 from trees import ancestor_masks, path_of
 
+from specbatch.kernels.attention.paged_attention import attention_mask
 from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.attention.verify_attention import DecodeAttentionRef, DecodeQueries, Mask
 from specbatch.kernels.attention.verify_attention_configs import Tile
@@ -72,7 +73,7 @@ class Case:
         if positions is None:
             positions = (self.lengths[:, None] + torch.arange(self.n, device=self.qkv.device)).flatten()
         group = self.heads.count // self.heads.kv
-        reference = DecodeAttentionRef(queries, [mask], group, self.dtype)
+        reference = DecodeAttentionRef(queries, group, self.dtype)
         qkv = self.qkv.clone()  # last: the kernel in front of a verify must not write what it reads early
         out = verify_attention(queries, qkv, self.heads, positions, *caches, mask, splits=splits, tile=tile)
         wanted = [cache.to(self.dtype).nan_to_num(0).to(cache.dtype) for cache in self.caches]
@@ -151,6 +152,24 @@ def test_tree_in_several_passes(device: torch.device, first: int, n: int, splits
     seen = case.check(splits, **here)
     plain = case.check(splits, **here | {"ancestors": torch.full_like(here["ancestors"], -1)})
     assert not torch.equal(seen, plain)
+
+
+@pytest.mark.parametrize("window", first_quick(2, [3, 12, 1, 64, 100]))
+@pytest.mark.parametrize("first", [0, 6])
+def test_tree_with_a_window(device: torch.device, window: int, first: int) -> None:
+    """Windows count the positions of nodes, so that a node sees what it would see in a chain."""
+    n = 9
+    case = Case(device, torch.float32, [first + 90, first, first + 5], n)
+    words, depths = (item[:, first:].contiguous() for item in tree(3, first + n, device))
+    positions = (case.lengths[:, None] - first + depths).flatten()
+    out = case.check(3, Mask(window=window), ancestors=words, positions=positions, first=first)
+    mask = attention_mask(case.lengths - first, n, 120, words, first, window=window)
+    for row, length in enumerate((case.lengths - first).tolist()):
+        for node in range(n):
+            path = [*range(length), *(length + bit for bit in range(64) if int(words[row, node]) >> bit & 1)]
+            assert mask[row, node].nonzero()[:, 0].tolist() == path[-window:]
+    if window == 3:
+        assert not torch.equal(out, case.check(3, ancestors=words, positions=positions, first=first))
 
 
 @pytest.mark.parametrize("n", slow_but([5], [5, 16, 64]))
