@@ -1,11 +1,14 @@
-"""Activations of MLPs: SwiGLU (SiLU of the gate times up) and squared ReLU."""
+"""Activations of MLPs: SwiGLU (SiLU of the gate times up), GELU in its place, and squared ReLU."""
 
 from __future__ import annotations
 
-import torch
+import math
 
-from specbatch.kernels.common.rowwise import silu
-from specbatch.kernels.dispatch import op
+import torch
+import torch.nn.functional as F
+
+from specbatch.kernels.common.rowwise import sigmoid, silu
+from specbatch.kernels.dispatch import is_deterministic, op
 
 
 def silu_and_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
@@ -17,6 +20,16 @@ def silu_and_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
 def relu_squared_ref(x: torch.Tensor) -> torch.Tensor:
     """relu(x)^2 of a contiguous x, in place (So et al., "Primer", 2021)."""
     return x.relu_().square_()
+
+
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up for gate_up [T, 2 * I], gate first -> [T, I]. GELU by tanh: 0.5 (1 + tanh(z)) = sigmoid(2 z) for
+    z = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and Gimpel, 2016)."""
+    gate, up = gate_up.chunk(2, -1)
+    if not is_deterministic():
+        return F.gelu(gate, approximate="tanh") * up
+    x = gate.float()
+    return (x * sigmoid((x + x * x * x * 0.044715) * (2 * math.sqrt(2 / math.pi)))).to(gate.dtype) * up
 
 
 silu_and_mul = op(silu_and_mul_ref, "specbatch.kernels.elementwise.elementwise_triton:silu_and_mul")

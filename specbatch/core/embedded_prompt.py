@@ -62,9 +62,17 @@ class EmbeddingOverrides(NamedTuple):
     values: torch.Tensor
 
 
-def embed(tokens: torch.Tensor, embedding: torch.Tensor, overrides: EmbeddingOverrides | None = None) -> torch.Tensor:
-    """tokens int64 [T], embedding [V, hidden_size] -> [T, hidden_size]."""
+def embed(
+    tokens: torch.Tensor,
+    embedding: torch.Tensor,
+    overrides: EmbeddingOverrides | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """tokens int64 [T], embedding [V, hidden_size] -> [T, hidden_size]. scale: of the embedding, not of the overrides,
+    rounded to its dtype."""
     x = F.embedding(tokens, embedding)
+    if scale is not None:
+        x = x * torch.tensor(scale, dtype=x.dtype).item()
     return x if overrides is None else x.index_copy_(0, *overrides)
 
 

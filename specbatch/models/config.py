@@ -35,6 +35,7 @@ _OTHERS = {
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3_next", "Qwen3NextConfig"),
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "qwen3_next", "Qwen3NextConfig"),
     "NemotronHForCausalLM": ("nemotron_h", "nemotron_h", "NemotronHConfig"),
+    "Gemma3ForCausalLM": ("gemma3_text", "gemma3", "Gemma3Config"),
     "Lfm2ForCausalLM": ("lfm2", "lfm2", "Lfm2Config"),
 }
 DTYPES = ("float32", "bfloat16", "float16")
@@ -99,7 +100,7 @@ class ModelConfig:
         if other is not None:
             return other.from_dict(config)
         family = _family(config)
-        if config.get("hidden_act", "silu") != "silu":
+        if config.get("hidden_act") not in (None, "silu"):
             raise refuse("hidden_act", config["hidden_act"], f"the {family} layers here use 'silu'")
         layers, heads = count_of(config, "num_hidden_layers", most=_DEEPEST), count_of(config, "num_attention_heads")
         hidden = count_of(config, "hidden_size")
@@ -158,6 +159,14 @@ class ModelConfig:
     def sections(self, name: str) -> tuple[int, ...]:
         """Of a tensor that concatenates several along its outputs and is divided over ranks: their sizes on a rank."""
         return ()
+
+    def rope_of(self, layer: int) -> Rope:
+        return self.rope
+
+    @property
+    def embedding_scale(self) -> float | None:
+        """What embeddings are multiplied by, rounded to their dtype; None: nothing."""
+        return None
 
     def window(self, layer: int) -> int | None:
         """How many keys a query of this layer sees, itself included; None: all."""

@@ -19,8 +19,9 @@ from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.models.config import ModelConfig
-from specbatch.models.layers import Attention, Layer, Reader, ShapeRecorder
+from specbatch.models.layers import Attention, Layer, Reader, ShapeRecorder, Tables
 from specbatch.models.partition import scores
+from specbatch.models.rope import Rope
 from specbatch.progress import Report
 
 
@@ -40,9 +41,9 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of the tensors that a decoder of this config reads, from building one without weights."""
     read, family, names = ShapeRecorder(config), import_module(config.module), config.names
     read(names.embedding, config.vocab_size, config.hidden_size)
-    tables = rope_tables(config, 1, torch.float32, torch.device("cpu"))
+    tables = layer_tables(config, 1, torch.float32, torch.device("cpu"))
     for index in range(config.num_layers):
-        family.layer(read, index, tables)
+        family.layer(read, index, tables[index])
     family.final_norm(read, names.norm)
     if not config.tie_embeddings:
         read.output_matrix(names.head, config.vocab_size)
@@ -72,12 +73,12 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         names, fetch = config.names, Reader(config, read, dtype, device, of_draft=of_draft, ranks=ranks)
-        tables = rope_tables(config, max_positions, dtype, device)
+        tables = layer_tables(config, max_positions, dtype, device)
         family = import_module(config.module)
         self.embedding: torch.Tensor = fetch(names.embedding) if ends is None else ends.embedding
         with ThreadPoolExecutor(max_workers=8) as pool:  # reading and conversion overlap; no weight is held twice
             layers: list[Layer] = []
-            for layer in pool.map(lambda index: family.layer(fetch, index, tables), range(config.num_layers)):
+            for layer in pool.map(lambda index: family.layer(fetch, index, tables[index]), range(config.num_layers)):
                 layers.append(layer)
                 report(len(layers), config.num_layers)
         self.layers = tuple(layers)
@@ -108,15 +109,16 @@ class Decoder:
     def with_positions(self, count: int) -> Decoder:
         """This model with rope tables for positions 0..count-1; all weights are shared."""
         view = self._view()
-        cos, sin = rope_tables(self.config, count, self.dtype, self.device)
+        tables = layer_tables(self.config, count, self.dtype, self.device)
 
-        def moved(layer: Layer) -> Layer:
+        def moved(layer: Layer, table: Tables) -> Layer:
+            cos, sin = table
             mixer = layer.mixer
             if not isinstance(mixer, Attention):
                 return layer
             return replace(layer, mixer=replace(mixer, heads=replace(mixer.heads, cos=cos, sin=sin)))
 
-        view.layers = tuple(map(moved, self.layers))
+        view.layers = tuple(moved(*pair) for pair in zip(self.layers, tables, strict=True))
         return view
 
     def without(self, skipped: Iterable[int]) -> Decoder:
@@ -168,7 +170,7 @@ class Decoder:
         self, tokens: torch.Tensor, out: torch.Tensor | None = None, overrides: EmbeddingOverrides | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """tokens [T] -> residual stream [T, hidden_size] and the first layer's projected input (in `out`, if given)."""
-        x = embed(tokens, self.embedding, overrides)
+        x = embed(tokens, self.embedding, overrides, self.config.embedding_scale)
         return x, self.layers[0].mixer.project(x, out=out)
 
     def advance(
@@ -219,12 +221,19 @@ class Decoder:
         return scores(self.head, hidden, greedy=greedy)
 
 
+def layer_tables(config: ModelConfig, positions: int, dtype: torch.dtype, device: torch.device) -> list[Tables]:
+    """`rope_tables` of each layer; layers with the same rope share theirs."""
+    ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
+    shared = {rope: rope_tables(config, positions, dtype, device, rope) for rope in dict.fromkeys(ropes)}
+    return [shared[rope] for rope in ropes]
+
+
 def rope_tables(
-    config: ModelConfig, positions: int, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+    config: ModelConfig, positions: int, dtype: torch.dtype, device: torch.device, rope: Rope | None = None
+) -> Tables:
     """cos and sin [positions, head_dim] in the model's dtype. Channels beyond rotary_dim are neither rotated nor
     scaled."""
-    rope = config.rope
+    rope = rope or config.rope
     turning, still = rope.inverse_frequencies(), (config.head_dim - rope.rotary_dim) // 2
     scale = F.pad(torch.full_like(turning, rope.attention_factor), (0, still), value=1.0)
     cos, sin = rope_table(F.pad(turning, (0, still)), positions, scale)

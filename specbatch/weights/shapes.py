@@ -33,6 +33,26 @@ _QWEN = {
 _QWEN2 = {**_QWEN, "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
 _QWEN3 = {**_QWEN, "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 40960, "head_dim": 128}
 
+_GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "vocab_size": 262144,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "max_position_embeddings": 32768,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+
 _QWEN3_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -188,6 +208,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
         "torch_dtype": "bfloat16",
     },
+    "gemma-3-270m": {**_GEMMA3, "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18},
+    "gemma-3-1b": {**_GEMMA3, "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26},
     "qwen2.5-0.5b": {
         **_QWEN2,
         "hidden_size": 896,

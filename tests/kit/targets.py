@@ -69,6 +69,13 @@ WINDOWED: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
     },
 }
+WINDOWED["gemma3"] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "sliding_window": 4,
+    "sliding_window_pattern": 3,
+    "query_pre_attn_scalar": 24,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
 TARGETS: dict[str, dict[str, Any]] = {"llama": {"architectures": ["LlamaForCausalLM"]}, **WINDOWED, **HYBRIDS}
 
 DRAFTS = {"drafts": TARGETS["llama"], "recurrent-drafts": TARGETS["qwen3.5"]}
@@ -94,7 +101,7 @@ class Letters:
 
 # Scale of the embedding relative to the layers, so that about every other token is the one it predicts.
 STRENGTHS = {
-    "llama": 1.2, "mistral": 1.2, "ministral": 1.2,
+    "llama": 1.2, "mistral": 1.2, "ministral": 1.2, "gemma3": 0.45,
     "qwen3-moe": 1.0, "qwen3-next": 2.6, "qwen3.5": 2.8, "qwen3.5-moe": 2.8, "nemotron-h": 1.2,
     "nemotron-h-moe": 1.9, "lfm2": 1.3, "drafts": 2.0,
     "recurrent-drafts": 2.0,

@@ -12,7 +12,7 @@ from crossed import first_quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import limited
-from targets import HYBRIDS, SIZES, TARGETS
+from targets import HYBRIDS, SIZES, TARGETS, WINDOWED
 
 import specbatch.models
 from specbatch.errors import SpecbatchError
@@ -34,6 +34,7 @@ NESTED = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "q
 INNER = SIZES | {"model_type": "qwen3"}
 READERS: dict[str, tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]] = {
     **{name: (ModelConfig.from_dict, SIZES | described) for name, described in HYBRIDS.items()},
+    "gemma3": (ModelConfig.from_dict, SIZES | WINDOWED["gemma3"]),
     "llama": (ModelConfig.from_dict, SIZES | {"model_type": "llama", "rope_scaling": YARN}),
     "qwen2": (ModelConfig.from_dict, SIZES | {"model_type": "qwen2", "quantization_config": FP8}),
     "qwen3.5-vl": (ModelConfig.from_dict, NESTED | {"text_config": SIZES | HYBRIDS["qwen3.5"]}),
@@ -188,6 +189,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rms_norm_eps": None}, "rms_norm_eps=None"),
     ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
     ("llama", {"eos_token_id": "</s>"}, "eos_token_id='</s>'"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0.*Gemma 2"),
+    ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+    ("gemma3", {"sliding_window": None}, "sliding_window=None"),
     ("qwen3.5", {"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid'"),
 ]
 

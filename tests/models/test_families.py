@@ -86,6 +86,10 @@ DENSE: dict[str, Callable[[], Any]] = {
             layer_types=["sliding_attention", "full_attention", "full_attention"],
         )
     ),
+    "gemma3": lambda: gemma3(rope_scaling={"rope_type": "linear", "factor": 8.0}),
+    "gemma3-untied": lambda: gemma3(
+        tie_word_embeddings=False, layer_types=["full_attention", "sliding_attention", "sliding_attention"]
+    ),
     "qwen2-windows": lambda: qwen2(use_sliding_window=True, sliding_window=3, max_window_layers=1),
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**DENSE_SIZES, head_dim=24, tie_word_embeddings=False)),
 }
@@ -110,6 +114,12 @@ FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
 
 def llama(**changes: Any) -> Any:
     return hf.LlamaForCausalLM(hf.LlamaConfig(**DENSE_SIZES, **changes))
+
+
+def gemma3(**changes: Any) -> Any:
+    sizes = DENSE_SIZES | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 6}
+    kinds = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**sizes | kinds | changes))
 
 
 def qwen2(**changes: Any) -> Any:
