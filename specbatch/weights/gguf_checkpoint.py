@@ -98,12 +98,14 @@ def _write(folder: Path, tensors: dict[str, GgufTensor], config: dict[str, Any])
     """Write config, index and the dequantized tensors, in files of about SHARD_BYTES, with a few threads."""
     from safetensors.torch import save_file
 
-    permuted = {}
+    permuted, is_gemma = {}, config["model_type"] == "gemma3_text"
     if config["model_type"] == "llama":  # only these files store q and k for interleaved rope
         permuted = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
     def converted(name: str) -> torch.Tensor:
-        return dequantize_tensor(tensors[name], permuted.get(name.split(".")[-2]))
+        found = dequantize_tensor(tensors[name], permuted.get(name.split(".")[-2]))
+        # Files hold what a norm multiplies by, checkpoints of Gemma the difference from 1.
+        return found.float() - 1 if is_gemma and name.endswith("norm.weight") else found
 
     weight_map: dict[str, str] = {}
     with ThreadPoolExecutor(max_workers=4) as pool:

@@ -13,13 +13,18 @@ import numpy as np
 
 from specbatch.config_values import count_of, positive_of
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.models.config import FAMILIES
 from specbatch.text_files import UnreadableError
 
 if TYPE_CHECKING:
     from specbatch.weights.gguf_header import GgufTensor
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -32,6 +37,11 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+_GEMMA3_NAMES = _LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 _ROPE_KEYS = {
     ".rope.dimension_count",
@@ -101,9 +111,9 @@ class GgufFile:
 
 def read_config(file: GgufFile) -> dict[str, Any]:
     """A GGUF's metadata as a `config.json`."""
-    architecture = {family: name for name, family in FAMILIES.items()}.get(file.arch)
+    architecture = _ARCHITECTURES.get(file.arch)
     if architecture is None:
-        raise refuse("general.architecture", file.arch, f"supported are {', '.join(FAMILIES.values())}")
+        raise refuse("general.architecture", file.arch, f"supported are {', '.join(_ARCHITECTURES)}")
     if file.metadata(".expert_count", 0):
         raise refuse(file.full(".expert_count"), file.metadata(".expert_count"), "only dense models are supported")
     if "token_embd.weight" not in file.tensors:
@@ -113,12 +123,15 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     for key in (".attention.value_length", ".rope.dimension_count"):
         if file.metadata(key, head_dim) != head_dim:
             raise refuse(file.full(key), file.metadata(key), f"it must equal the head size, {head_dim}")
-    if window := file.metadata(".attention.sliding_window"):
-        works = "sliding windows are read from the config.json of safetensors only"
-        raise refuse(file.full(".attention.sliding_window"), window, works)
-    return {
+    if file.arch == "gemma3":
+        own = _gemma3(file, hidden, heads, head_dim)
+    else:
+        own = {"model_type": file.arch}
+        if window := file.metadata(".attention.sliding_window"):
+            works = "of GGUF files only those of Gemma 3 may have windows; use safetensors"
+            raise refuse(file.full(".attention.sliding_window"), window, works)
+    return own | {
         "architectures": [architecture],
-        "model_type": file.arch,
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
         "intermediate_size": _same_in_all_layers(file, ".feed_forward_length"),
@@ -134,6 +147,19 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         "rope_parameters": _rope(file),
         "bos_token_id": file.metadata("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata("tokenizer.ggml.eos_token_id"),
+    }
+
+
+def _gemma3(file: GgufFile, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
+    """Settings of Gemma 3. A file does not state the pattern of its layers, which is the default, nor the factor of
+    scores: llama.cpp takes that of the 27B, which differs, for models of 62 layers."""
+    for key in (".attn_logit_softcapping", ".final_logit_softcapping"):
+        if file.metadata(key):
+            raise refuse(file.full(key), file.metadata(key), "soft caps are not supported")
+    return {
+        "model_type": "gemma3_text",
+        "sliding_window": file.count(".attention.sliding_window"),
+        "query_pre_attn_scalar": hidden // heads if file.required(".block_count") == 62 else head_dim,
     }
 
 
@@ -181,13 +207,13 @@ def _short(value: float) -> float:
 
 def rename(file: GgufFile) -> dict[str, GgufTensor]:
     """Tensors by their checkpoint names. Unknown tensors are refused."""
-    renamed = {}
+    renamed, layer_names = {}, _GEMMA3_NAMES if file.arch == "gemma3" else _LAYER_NAMES
     for name, tensor in file.tensors.items():
         if name == "rope_freqs.weight":
             continue  # part of the rope parameters
         if in_layer := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(\w+)", name):
             layer, part, kind = in_layer.groups()
-            known, known_name = part in _LAYER_NAMES, f"model.layers.{layer}.{_LAYER_NAMES.get(part)}.{kind}"
+            known, known_name = part in layer_names, f"model.layers.{layer}.{layer_names.get(part)}.{kind}"
         else:
             stem, _, kind = name.rpartition(".")
             known, known_name = stem in _NAMES, f"{_NAMES.get(stem)}.{kind}"

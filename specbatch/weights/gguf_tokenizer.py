@@ -19,7 +19,7 @@ _ADD_BOS = "tokenizer.ggml.add_bos_token"
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
 
 # Control tokens that end a response. Files declare only one of them as the end token.
-END_MARKS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+END_MARKS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>")
 
 # GPT-2's rule with other groups of digits, and one leading punctuation mark or space joined to letters.
 _SPLIT = (
@@ -81,6 +81,8 @@ def _backend(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
     kind = file.required("tokenizer.ggml.model")
+    if kind == "llama" and file.arch == "gemma3":
+        return _sentencepiece(file, tokens, types)
     if kind != "gpt2":
         raise refuse("tokenizer.ggml.model", kind, "only 'gpt2' is supported; pass tokenizer=FOLDER of the original")
     pre = file.required("tokenizer.ggml.pre", str)
@@ -98,6 +100,39 @@ def _backend(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
         if type_ in (CONTROL, USER_DEFINED):
             added = AddedToken(token, special=type_ == CONTROL, normalized=False)
             backend.add_tokens([added])
+    return backend
+
+
+def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
+    """The tokenizer of Gemma: SentencePiece's BPE, which merges the two neighbours whose whole has the highest score,
+    with bytes for what has no token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    scores = _list(file, "scores", float)
+    if len(scores) != len(tokens):
+        raise file.refusal(f"its metadata has {len(tokens)} tokens and the scores of {len(scores)}")
+    if file.metadata("tokenizer.ggml.add_space_prefix"):
+        raise refuse("tokenizer.ggml.add_space_prefix", True, "Gemma's tokenizer adds no space; use false")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = []
+    for index in sorted(range(len(tokens)), key=lambda index: -scores[index]):
+        if types[index] == NORMAL:
+            token = tokens[index]
+            pairs = [(token[:place], token[place:]) for place in range(1, len(token))]
+            known = [(one, two) for one, two in pairs if one in vocabulary and two in vocabulary]
+            merges += sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+    unknown = tokens[file.required("tokenizer.ggml.unknown_token_id", int)]
+    try:
+        model = models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    except Exception as error:  # the library raises plain Exception, among others
+        raise file.refusal(f"its tokenizer cannot be read ({error})") from None
+    backend = Tokenizer(model)
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    for token, type_ in zip(tokens, types, strict=True):
+        if type_ in (CONTROL, USER_DEFINED):  # user-defined tokens may contain the mark of a space
+            is_control = type_ == CONTROL
+            backend.add_tokens([AddedToken(token, special=is_control, normalized=not is_control)])
     return backend
 
 

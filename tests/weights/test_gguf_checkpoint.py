@@ -191,8 +191,8 @@ def test_unsupported_features_are_refused_by_name(tiny_model: Make, write_gguf: 
     assert "q_proj.weight is [64, 64]; its config requires [128, 64]" in refusal_of(metadata=wider)
 
     other = tiny_model("llama")
-    other.config.model_type = "gemma3"
-    assert "general.architecture='gemma3'" in refusal_of(other)
+    other.config.model_type = "gemma2"
+    assert "general.architecture='gemma2'" in refusal_of(other)
     short = tiny_model("qwen2", num_hidden_layers=1)
     short.config.num_hidden_layers = 2
     assert "model.layers.1.input_layernorm.weight is missing" in refusal_of(short)
