@@ -111,7 +111,7 @@ class Company:
             tokens[row, path] = torch.tensor(text.tokens[text.done :][: len(path)])
         lengths = torch.tensor([text.done for text in texts])
         slots = torch.tensor([text.slot for text in texts])
-        masks = torch.tensor([ancestor_masks(tree) for tree in parents]) if is_tree else None
+        masks = torch.tensor([ancestor_masks(tree) for tree in parents], device=self._device) if is_tree else None
         bound = rng.choice((None, int(lengths.max()) + rows))
         tokens, depths, lengths, slots = (x.to(self._device) for x in (tokens, depths, lengths, slots))
         metadata = DecodeMetadata(self._table, slots, lengths, rows, PAGE, bound, masks)
