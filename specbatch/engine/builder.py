@@ -48,8 +48,6 @@ from specbatch.runtime.prefill_forward import static_bytes
 from specbatch.tokenizer import Tokenizer
 from specbatch.weights import Checkpoint, Log
 
-# Once the cases with trees in tests/lossless/test_deterministic_gpu.py have passed on a device.
-DETERMINISTIC_TREES_ON_CUDA = False
 MOST_RANKS = 16  # that are tried when others do not work
 
 
@@ -464,9 +462,6 @@ def _check_deterministic_on_cuda(
         raise refuse("dtype", type_name(dtype), f"{why} computes in bfloat16 and float16 only; use one of them")
     if config.attention_backend not in ("auto", "triton"):
         raise refuse("attention_backend", config.attention_backend, f"{why} runs triton only; use auto or triton")
-    if config.speculation.shape.topk > 1 and not DETERMINISTIC_TREES_ON_CUDA:
-        works = f"{why} verifies chains only: its kernel for trees has not run on one; use draft_topk=1"
-        raise refuse("draft_topk", config.speculation.shape.topk, works)
     if target.fp8 is not None and not config.fp8_activations:
         raise refuse("fp8_activations", False, f"{why} multiplies FP8 weights by FP8 activations only; use True")
     if target.attention_layers < target.num_layers:

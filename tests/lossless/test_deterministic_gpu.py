@@ -31,11 +31,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-@pytest.fixture(autouse=True)
-def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbatch.engine.builder.DETERMINISTIC_TREES_ON_CUDA", True)
-
-
 class Wide(TargetCheckpoint):
     """A dense model, some of whose GEMMs add their columns in parts."""
 
