@@ -3,6 +3,7 @@
 The folder has the layout of a sweep, so that `report` and `compare` read it:
 
     folder/sweep.json                            the settings
+    folder/left_out.json                         why configurations or points were not measured
     folder/CONFIGURATION/cN/rN/                  the results of one point, as of any evaluation
     folder/summary.md, summary.csv, summary.json all points in one table
 
@@ -22,7 +23,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.atomic_file import writing
+from specbatch.atomic_file import write_json, writing
 from specbatch.config import EngineConfig, Graphs
 from specbatch.errors import SpecbatchError, at_least, each_once, one_line, refuse, reporting
 from specbatch.evals.finished import hash_of
@@ -33,7 +34,7 @@ from specbatch.evals.run import PreparedEval, prepare
 from specbatch.progress import NotedReport, Waves
 from specbatch.records.run_record import speculation_of
 from specbatch.records.store import RECORD
-from specbatch.records.sweep_plan import LEAST_PROMPTS, PLAN, Point, check_plan, folder_name, points, save
+from specbatch.records.sweep_plan import LEAST_PROMPTS, LEFT_OUT, PLAN, Point, check_plan, folder_name, points, save
 from specbatch.text_files import read_json
 
 if TYPE_CHECKING:
@@ -120,12 +121,13 @@ def run_grid(
             _run(every, configs, load, ready, options, plan, folder, found, failed, log, progress)
         finally:
             if found:
+                write_json(folder / LEFT_OUT, failed)
                 grid().save(folder)
     return grid()
 
 
 def load_grid(folder: Path) -> Grid:
-    """The finished points of an evaluation in `folder`, from disk. Why others were left out is not kept.
+    """The finished points of an evaluation in `folder`, from disk, and why others were left out.
 
     Refused: results that cannot be read.
     """
@@ -140,7 +142,8 @@ def load_grid(folder: Path) -> Grid:
         repeats = sorted(point.glob(f"r*/{RECORD}"), key=lambda path: int(path.parent.name[1:]))
         if repeats:
             reports[concurrency, name] = [EvalReport.load(path.parent) for path in repeats]
-    return _grid(reports, configs, {}, plan["repeats"])
+    left_out = folder / LEFT_OUT
+    return _grid(reports, configs, read_json("folder", left_out) if left_out.exists() else {}, plan["repeats"])
 
 
 def _grid(
@@ -279,7 +282,7 @@ def _remove(folder: Path, configs: Mapping[str, EngineConfig]) -> None:
     """Remove the results of an interrupted evaluation."""
     for name in configs:
         shutil.rmtree(folder / folder_name(name), ignore_errors=True)
-    for name in (PLAN, *SUMMARY):
+    for name in (PLAN, LEFT_OUT, *SUMMARY):
         (folder / name).unlink(missing_ok=True)
 
 

@@ -17,7 +17,7 @@ from specbatch.records.run_record import REQUESTS
 from specbatch.records.store import RECORD, WORKS
 
 SUFFIX = ".tar.xz"
-FILES = (RECORD, REQUESTS, "sweep.json", "questions.jsonl", "machine.json", "peers.csv")
+FILES = (RECORD, REQUESTS, "sweep.json", "left_out.json", "questions.jsonl", "machine.json", "peers.csv")
 DROPPED = "itl_s"  # of requests: a number per token. Only the ITL percentiles over repeats need it
 _MOST_BYTES = 1 << 30  # of an archive's contents
 

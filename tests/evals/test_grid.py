@@ -191,12 +191,13 @@ def test_interrupted_grid_continues_with_the_missing_points(
     assert engines.loads == loads
 
 
-def test_failed_point_is_left_out_and_runs_again(evaluate_all: Run, engines: Engines) -> None:
+def test_failed_point_is_left_out_and_runs_again(evaluate_all: Run, engines: Engines, tmp_path: Path) -> None:
     engines.broken = ("v1",)
     found = evaluate_all((2, 3))
     assert found.left_out == dict.fromkeys([f"v1 at concurrency {n}" for n in (2, 3)], "MemoryError: no room")
     assert [row["configuration"] for row in found.rows()] == ["baseline", "v2"] * 2
     assert "v1 at concurrency 2, v1 at concurrency 3: left out, MemoryError: no room" in found.table()
+    assert load_grid(tmp_path).table() == found.table()
     assert evaluate_all.seen[-1] == (32, 32)  # type: ignore[attr-defined]
     engines.broken = ()
     assert [row["configuration"] for row in evaluate_all((2, 3)).rows()] == list(CONFIGS) * 2

@@ -41,7 +41,8 @@ def record(configuration: str, repeat: int, speed: float | None, *, concurrency:
         "output_sha256": "same", "configuration": configuration, "repeat": repeat, "concurrency": concurrency,
         "place": ["baseline", "v1", "v2"].index(configuration),
     }  # fmt: skip
-    made = RunRecord({}, CAPS | CPU, metrics, {}, [], workload | work)
+    work = workload | work
+    made = RunRecord({}, CAPS | CPU, metrics, {}, [], work, created="2030-01-01T00:00:00+00:00")
     speculation = Speculation() if configuration == "baseline" else Speculation("ngram", configuration)
     return configured(made, speculation)
 
