@@ -70,12 +70,29 @@ def attention_bias(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.
     return bias.repeat(1, group, 1)[:, None]
 
 
+def sink_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """Attention of q [B, heads, rows, dim] to k, v [B, kv_heads, keys, dim] with a sink: a key with the score `sinks`
+    [heads, rows], or [heads, 1] for all rows, and a value of 0. bias: added to the scores, [.., rows, keys]."""
+    shape = *q.shape[:-1], 1
+    column = sinks.to(q.dtype)[None, :, :, None].expand(shape)
+    bias = torch.cat([bias.expand(*shape[:-1], -1), column], -1)
+    k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=q.shape[1] != k.shape[1])
+
+
 def paged_attention_ref(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, bias: torch.Tensor
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    bias: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a few query rows per sequence over its pages.
 
-    q [B, rows, heads, head_dim]; page_table [B, P]; bias from `attention_bias` over P * page_size keys.
+    q [B, rows, heads, head_dim]; page_table [B, P]; bias from `attention_bias` over P * page_size keys; sinks [heads].
     Returns [B, rows, heads, head_dim]. The heads that share a KV head are rows of one GEMM, so K and V are read
     once.
     """
@@ -86,17 +103,27 @@ def paged_attention_ref(
     k = k_cache.index_select(0, pages).view(batch, -1, kv_heads, dim).transpose(1, 2)
     v = v_cache.index_select(0, pages).view(batch, -1, kv_heads, dim).transpose(1, 2)
     packed = q.view(batch, rows, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
-    out = F.scaled_dot_product_attention(packed, k, v, attn_mask=bias)
+    if sinks is None:
+        out = F.scaled_dot_product_attention(packed, k, v, attn_mask=bias)
+    else:
+        out = sink_attention(packed, k, v, bias, sinks.view(kv_heads, group).repeat_interleave(rows, 1))
     return out.view(batch, kv_heads, group, rows, dim).permute(0, 3, 1, 2, 4).reshape(batch, rows, heads, dim)
 
 
 def prefill_attention_ref(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, pages: torch.Tensor, start: int, window: int = 0
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    pages: torch.Tensor,
+    start: int,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of one prompt chunk over its prefix and itself.
 
     q [T, heads, head_dim] at positions start..start+T-1, whose K and V are already in the cache; pages [P] covers
-    them. A query sees `window` keys, itself included; 0 is all. Returns [T, heads, head_dim].
+    them. A query sees `window` keys, itself included; 0 is all. sinks [heads]: see `QKVLayout`. Returns [T, heads,
+    head_dim].
     """
     rows, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
@@ -104,11 +131,16 @@ def prefill_attention_ref(
     k = k_cache.index_select(0, pages).view(1, -1, kv_heads, dim)[:, :end].transpose(1, 2)
     v = v_cache.index_select(0, pages).view(1, -1, kv_heads, dim)[:, :end].transpose(1, 2)
     mask = None
-    if start or window:
+    if start or window or sinks is not None:
         position = torch.arange(end, device=q.device)
         distance = position[start:, None] - position
         mask = (distance >= 0) & (distance < (window or end))
-    out = F.scaled_dot_product_attention(
-        q[None].transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=heads != kv_heads
-    )
+    q = q[None].transpose(1, 2)
+    if sinks is None:
+        gqa = heads != kv_heads
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
+    else:
+        assert mask is not None
+        bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+        out = sink_attention(q, k, v, bias, sinks[:, None])
     return out[0].transpose(0, 1)

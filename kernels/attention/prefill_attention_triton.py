@@ -21,6 +21,7 @@ from specbatch.kernels.common.kv_slots_triton import kv_slot
 
 LOG2E = 1.4426950408889634
 SPLIT_KEYS = 512  # no part is shorter: its merge would cost more than it saves
+_LOG2E = tl.constexpr(LOG2E)
 PROGRAMS = 2  # for each processor; with fewer tiles than that, keys are split
 PAGE_STEP = 64  # pages of a multiple of it are copied in bulk: the keys of a tile divide it
 
@@ -58,12 +59,14 @@ def prefill_attention(
     v_new: torch.Tensor | None = None,
     tile: Tiling | None = None,
     out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, dim] over the caches [pages, page_size, kv, dim], which hold all keys already.
 
     `window`: a query sees that many keys, itself included; 0 is all. k_new, v_new [T, kv, dim]: the keys and values of
     these very T tokens, read instead of the caches where no span has a prefix. The caches may be float8_e4m3fn. float32
-    is exact (no tf32). Values past the end of a sequence in its last page must be finite. Returns [T, heads, dim].
+    is exact (no tf32). Values past the end of a sequence in its last page must be finite. sinks float32 [heads]: see
+    `QKVLayout`. Returns [T, heads, dim].
     """
     total, heads, dim = q.shape
     kv = k_cache.shape[2]
@@ -90,7 +93,7 @@ def prefill_attention(
         partial = torch.empty(splits, total, heads, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(splits, total, heads, dtype=torch.float32, device=q.device)
     _attend[(kv, len(tiles), splits)](
-        q, keys, values, partial, lse, spans.table, spans.table.stride(0), tiles, spans.page_table,
+        q, keys, values, sinks, partial, lse, spans.table, spans.table.stride(0), tiles, spans.page_table,
         spans.page_table.stride(0), q.stride(0), total, dim**-0.5 * LOG2E,
         GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=spans.page_size, SOURCE=source, WINDOW=window,
         TOKENS=tokens, QUERIES=max(tile.queries, triton.next_power_of_2(group)), KEYS=tile.keys, SPLIT=splits > 1,
@@ -142,7 +145,7 @@ def _step(queries, k, v, key, at, position, plain, full, acc, top, total, scale,
 
 @triton.jit(do_not_specialize=["table_stride", "rows"])  # they change from pass to pass
 def _attend(
-    q, keys, values, out, lse, table, table_stride, tiles, page_table, page_stride, q_stride, rows, scale,
+    q, keys, values, sinks, out, lse, table, table_stride, tiles, page_table, page_stride, q_stride, rows, scale,
     GROUP: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     SOURCE: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -182,6 +185,10 @@ def _attend(
     acc = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
+    if sinks is not None:  # the first key, with a value of 0
+        begins = part == 0
+        top = tl.where(begins, tl.load(sinks + query_head) * _LOG2E, top)
+        total = tl.where(begins, 1.0, total)
     # A bulk copy may reach past the end of the sequence, into values of another: that block comes last and masks them.
     # A weight of 0 would not be enough, as they may be NaN.
     inner = high

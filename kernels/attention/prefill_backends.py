@@ -53,19 +53,27 @@ class PrefillAttention(Protocol):
         spans: RaggedBatch,
         window: int = 0,
         out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [T, count, dim]; k_new, v_new [T, kv, dim] (views will do) or None; caches [pages, page_size, kv, dim].
 
-        `window`: a query sees that many keys, itself included; 0 is all. Returns [T, count, dim], in the memory of
-        `out` if that is given and the backend can.
+        `window`: a query sees that many keys, itself included; 0 is all. sinks float32 [count]: see `QKVLayout`.
+        Returns [T, count, dim], in the memory of `out` if that is given and the backend can.
         """
         ...
 
 
 def prefill_backend(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, setting: str = "attention_backend"
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    setting: str = "attention_backend",
+    *,
+    sinks: bool = False,
 ) -> PrefillAttention:
-    """The backend called `name`, one of NAMES. Refuses, naming `setting`, what cannot run."""
+    """The backend called `name`, one of NAMES. sinks: the model has attention sinks. Refuses, naming `setting`, what
+    cannot run."""
     if name not in NAMES:
         raise refuse(setting, name, f"use one of {', '.join(NAMES)}")
     if name == "auto":
@@ -78,6 +86,8 @@ def prefill_backend(
         return _Triton()
     if dtype not in HALVES:
         raise refuse(setting, name, "supports float16 and bfloat16 only; use triton, torch or auto")
+    if sinks:
+        raise refuse(setting, name, "is called without attention sinks here; use triton, torch or auto")
     if name == "flashinfer":
         if head_dim not in (64, 128, 256):
             raise refuse(setting, name, f"has no heads of {head_dim}, only 64, 128, 256; use triton, torch or auto")
@@ -117,18 +127,20 @@ class _Triton:
     def __call__(
         self, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
         k_cache: torch.Tensor, v_cache: torch.Tensor, spans: RaggedBatch, window: int = 0,
-        out: torch.Tensor | None = None,
+        out: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         from specbatch.kernels.attention import span_attention_triton
         from specbatch.kernels.attention.prefill_attention_triton import prefill_attention
 
-        if is_deterministic() and not window:  # only drafts have a window, and they change no result
+        # Of deterministic targets none has windows or sinks on a GPU; drafts change no result.
+        if is_deterministic() and not window and sinks is None:
             return span_attention_triton.prefill_attention(q, k_cache, v_cache, spans, out)
-        return prefill_attention(q, k_cache, v_cache, spans, window, k_new, v_new, out=out)
+        return prefill_attention(q, k_cache, v_cache, spans, window, k_new, v_new, out=out, sinks=sinks)
 
 
 class _Torch:
-    """The FlashAttention 2 in torch for half precision on a GPU, unfused attention otherwise (float32: exact)."""
+    """The FlashAttention 2 in torch for half precision on a GPU, unfused attention otherwise (float32: exact) and for
+    sinks."""
 
     name = "torch"
     recordable = False
@@ -136,9 +148,10 @@ class _Torch:
     def __call__(
         self, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
         k_cache: torch.Tensor, v_cache: torch.Tensor, spans: RaggedBatch, window: int = 0,
-        out: torch.Tensor | None = None,
+        out: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        if q.device.type == "cuda" and q.dtype in HALVES and q.shape[2] % 8 == 0 and q.shape[2] <= 256:
+        fused = q.device.type == "cuda" and q.dtype in HALVES and sinks is None
+        if fused and q.shape[2] % 8 == 0 and q.shape[2] <= 256:
             attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
                 q, _packed(q, k_new, k_cache, spans), _packed(q, v_new, v_cache, spans),
                 spans.query_bounds, spans.key_bounds, max(spans.counts), max(spans.ends), 0.0, True, False,
@@ -146,14 +159,14 @@ class _Torch:
             )[0]  # fmt: skip
             return attended
         if is_deterministic():
-            return span_prefill_attention(q, k_cache, v_cache, spans, window)
+            return span_prefill_attention(q, k_cache, v_cache, spans, window, sinks)
         parts: list[torch.Tensor] = []
         # On a GPU the fused kernels may round float32 to tf32; on a CPU they do not.
         allowed = sdpa_kernel(SDPBackend.MATH) if q.device.type == "cuda" else nullcontext()
         with allowed:
             for rows, row, start, end in zip(q.split(spans.counts), spans.rows, spans.starts, spans.ends, strict=True):
                 pages = spans.page_table[row, : -(-end // spans.page_size)]
-                parts.append(prefill_attention_ref(rows, k_cache, v_cache, pages, start, window))
+                parts.append(prefill_attention_ref(rows, k_cache, v_cache, pages, start, window, sinks))
         return torch.cat(parts)
 
 
@@ -169,7 +182,7 @@ class _FlashAttn:
     def __call__(
         self, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
         k_cache: torch.Tensor, v_cache: torch.Tensor, spans: RaggedBatch, window: int = 0,
-        out: torch.Tensor | None = None,
+        out: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         attended = self._attend(
             q, _packed(q, k_new, k_cache, spans), _packed(q, v_new, v_cache, spans),
@@ -196,7 +209,7 @@ class _FlashInfer:
     def __call__(
         self, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
         k_cache: torch.Tensor, v_cache: torch.Tensor, spans: RaggedBatch, window: int = 0,
-        out: torch.Tensor | None = None,
+        out: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         if self._planned is None or self._planned[0] is not spans or self._planned[1] != window:
             self._plan(q, k_cache, spans, window)

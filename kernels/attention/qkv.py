@@ -17,7 +17,9 @@ class QKVLayout:
     """How a row of qkv splits: `count` query heads, `kv` key heads and `kv` value heads of `dim` each.
 
     q_norm, k_norm: RMSNorm weights [dim] with `eps`, or both None; cos, sin: tables [positions, dim] of `rope_table`,
-    in the model's type. window: a query sees that many keys, itself included; None is all.
+    in the model's type. window: a query sees that many keys, itself included; None is all. sinks: float32 [count], the
+    logit of each query head's attention sink, which is in the softmax's denominator and has no value (Xiao et al.,
+    2023; gpt-oss); None is none.
     """
 
     count: int
@@ -29,6 +31,7 @@ class QKVLayout:
     cos: torch.Tensor
     sin: torch.Tensor
     window: int | None = None
+    sinks: torch.Tensor | None = None
 
 
 def split_qkv_rope_ref(

@@ -36,9 +36,11 @@ def span_attention(
     slots: torch.Tensor,
     begin: torch.Tensor,
     end: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [B, rows, heads, dim]; caches [pages, page_size, kv, dim]; slots int64 [B, keys]: flat slots of keys 0, 1, ...
-    of each sequence; begin, end int64 [B, rows]: a query sees keys begin..end - 1, at least one.
+    of each sequence; begin, end int64 [B, rows]: a query sees keys begin..end - 1, at least one; sinks float32 [heads]:
+    see `QKVLayout`, added last.
 
     Returns [B, rows, heads, dim].
     """
@@ -67,6 +69,11 @@ def span_attention(
         total = torch.where(seen, total * old_share + row_sum(weights)[..., None] * new_share, total)
         out = torch.where(seen, out * old_share + _gemm(weights, v) * new_share, out)
         most = new
+    if sinks is not None:
+        sink = _blocks(sinks.view(1, kv, 1, -1).expand(len(q), -1, rows, -1).flatten(2)[..., None])[..., :1]
+        new = torch.maximum(most, sink)
+        old_share = exp(most - new)
+        total, out = total * old_share + exp(sink - new), out * old_share
     attended: torch.Tensor = (out / total).flatten(2, 3)[:, :, : rows * heads // kv, :dim]
     attended = attended.unflatten(2, (rows, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     return attended.to(q.dtype)
@@ -133,7 +140,8 @@ class SpanDecodeAttention:
         q, k, v = split_qkv_rope_ref(qkv, heads, positions)
         write_kv_ref(k, v, k_cache, v_cache, self._new)
         q = q.unflatten(0, (len(self._slots), -1))
-        return span_attention(q, k_cache, v_cache, self._slots, *self._bounds(mask)).flatten(0, 1).flatten(1)
+        attended = span_attention(q, k_cache, v_cache, self._slots, *self._bounds(mask), heads.sinks)
+        return attended.flatten(0, 1).flatten(1)
 
 
 def _chain_bounds(
@@ -150,16 +158,22 @@ def _begin(end: torch.Tensor, window: int | None) -> torch.Tensor:
 
 
 def span_prefill_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, spans: RaggedBatch, window: int = 0
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    spans: RaggedBatch,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of prompt chunks, whose keys and values are in the cache: q [T, heads, dim] of `spans` -> [T,
-    heads, dim]. A query sees `window` keys, itself included; 0 is all."""
+    heads, dim]. A query sees `window` keys, itself included; 0 is all. sinks float32 [heads]: see `QKVLayout`."""
     parts: list[torch.Tensor] = []
     for rows, row, start in zip(q.split(spans.counts), spans.rows, spans.starts, strict=True):
         for part in rows.split(_AT_ONCE):
             end = torch.arange(start + 1, start + len(part) + 1, device=q.device)[None]
             keys = torch.arange(start + len(part), device=q.device)[None]
             slots = kv_slots(spans.page_table, torch.full_like(keys, row), keys, spans.page_size)
-            parts.append(span_attention(part[None], k_cache, v_cache, slots, _begin(end, window or None), end)[0])
+            begin = _begin(end, window or None)
+            parts.append(span_attention(part[None], k_cache, v_cache, slots, begin, end, sinks)[0])
             start += len(part)
     return torch.cat(parts)

@@ -132,6 +132,7 @@ def _decode(
     mask: Mask,
 ) -> torch.Tensor:
     assert mask == Mask(), "tokens of a target see all keys before them"
+    assert heads.sinks is None, "there is no deterministic kernel for sinks"
     q = split_qkv_rope(qkv, heads, positions, slots, k_cache, v_cache)[0]
     table, size = queries.page_table, queries.page_size
     longest = table.shape[1] * size if queries.bound is None else queries.bound

@@ -124,4 +124,5 @@ class DecodeAttentionRef:
             write_kv_ref(k, v, keys, values, self._slots)
             k_cache, v_cache = k_cache.to(qkv.dtype), v_cache.to(qkv.dtype)
         rows = q.unflatten(0, (-1, self._count))
-        return paged_attention_ref(rows, k_cache, v_cache, self._table, self._bias(mask)).flatten(0, 1).flatten(1)
+        out = paged_attention_ref(rows, k_cache, v_cache, self._table, self._bias(mask), heads.sinks)
+        return out.flatten(0, 1).flatten(1)

@@ -26,6 +26,7 @@ from specbatch.kernels.common.workspace import reserve
 
 _NEW = tl.constexpr(16)  # new keys a step; the smallest tile of `tl.dot`
 _GRAIN = tl.constexpr(16)  # the keys of a split are a multiple of this
+_LOG2E = tl.constexpr(1.4426950408889634)
 _LEAST = tl.constexpr(64)  # and at least this: merging fewer would take longer than reading them
 
 
@@ -112,7 +113,7 @@ def _fresh(
 
 @triton.jit
 def _verify_attention(
-    qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors, q_norm, k_norm, cos, sin,
+    qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors, q_norm, k_norm, sinks, cos, sin,
     partials, arrivals, n, first_node, capacity, width, window, eps, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr,
@@ -176,6 +177,9 @@ def _verify_attention(
             q_one, q_two = _rotate(q_one, q_two, q_cos, q_sin, q_norm, eps, DIM, HALF)
             if last:
                 new_weights = tl.zeros([BLOCK_M, _NEW], tl.float32)
+                if sinks is not None:  # the first key, with a value of 0
+                    peak = tl.load(sinks + head * GROUP + row % GROUP) * _LOG2E
+                    new_weights += tl.where(tl.arange(0, _NEW) == 0, 1.0, 0.0)[None, :]
                 for chunk in tl.static_range(NEW):
                     a, b, c, d, new_cos, new_sin = fresh
                     if chunk + 1 < NEW:
@@ -320,8 +324,8 @@ def verify_attention(
     _verify_attention[(tiles, splits, batch)](
         qkv, out, k_cache, v_cache, queries.page_table, queries.slots, queries.lengths,
         positions if is_tree else None, ancestors,
-        heads.q_norm, heads.k_norm, heads.cos, heads.sin, partials, arrivals,
-        n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * 1.4426950408889634,
+        heads.q_norm, heads.k_norm, heads.sinks, heads.cos, heads.sin, partials, arrivals,
+        n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * _LOG2E.value,
         KV=heads.kv, GROUP=group, DIM=heads.dim, HALF=half, PAGE=page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=triton.cdiv(n, _NEW.value),
         CAUSAL=causal, GROWN=first > 0, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,

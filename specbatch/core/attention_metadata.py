@@ -165,7 +165,7 @@ class _PrefillContext:
         cache, kv_slots = self.cache, self.metadata.kv_slots
         q, k, v = split_qkv_rope(qkv, heads, positions, kv_slots, cache.k[layer], cache.v[layer])
         k_cache, v_cache, spans = cache.k[layer], cache.v[layer], self.metadata.spans
-        return cache.attention(q, k, v, k_cache, v_cache, spans, heads.window or 0).flatten(1)
+        return cache.attention(q, k, v, k_cache, v_cache, spans, heads.window or 0, sinks=heads.sinks).flatten(1)
 
     def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:
         assert self.cache.states is not None

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.core.attention_metadata import RecurrentOp
+from specbatch.kernels.attention.paged_attention import sink_attention
 from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope_ref
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
@@ -28,11 +29,17 @@ class UncachedContext:
     def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
         parts = split_qkv_rope_ref(qkv, heads, positions)
         q, k, v = (part.unflatten(0, (self._rows, -1)).transpose(1, 2) for part in parts)
-        mask = None
-        if heads.window is not None:
-            mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
-            mask = mask.tril().triu(1 - heads.window)
-        attended = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+        mask, length = None, q.shape[2]
+        if heads.window is not None or heads.sinks is not None:
+            mask = (
+                torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - (heads.window or length))
+            )
+        if heads.sinks is None:
+            attended = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+        else:
+            assert mask is not None
+            bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+            attended = sink_attention(q, k, v, bias, heads.sinks[:, None])
         return attended.transpose(1, 2).flatten(0, 1).flatten(1)
 
     def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:

@@ -166,8 +166,8 @@ class PiecewiseGraphs:
             q, k = self._q[:count], self._k[:count]
             v = projected.unflatten(1, (-1, q.shape[2]))[:, -k.shape[1] :]
             out = out.view_as(q)
-            k_cache, v_cache, window = cache.k[place], cache.v[place], mixer.heads.window or 0
-            mixed = cache.attention(q, k, v, k_cache, v_cache, spans, window, out)
+            k_cache, v_cache, heads = cache.k[place], cache.v[place], mixer.heads
+            mixed = cache.attention(q, k, v, k_cache, v_cache, spans, heads.window or 0, out, heads.sinks)
         else:
             assert cache.states is not None
             mixed = cast(Recurrent, mixer).prompt(projected, cache.states.layers[place], spans)

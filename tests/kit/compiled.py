@@ -1,5 +1,6 @@
-"""Compiles the deterministic kernels for Hopper, which needs no GPU. One JSON line for each: shared memory and
-instructions of the tensor cores. A process of its own: in the tests, kernels are interpreted."""
+"""Compiles kernels for Hopper, which needs no GPU: the deterministic ones and those of gpt-oss. One JSON line for
+each: shared memory and instructions of the tensor cores. A process of its own: in the tests, kernels are
+interpreted."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from specbatch.kernels.attention import prefill_attention_triton as prompts
 from specbatch.kernels.attention import span_attention_triton as spans
+from specbatch.kernels.attention import verify_attention_triton as verifies
+from specbatch.kernels.attention.verify_attention_configs import Tile
 from specbatch.kernels.gemm import fixed_order_gemm_triton as gemms
 from specbatch.kernels.gemm import skinny_gemm_triton as skinny
 from specbatch.kernels.gemm.skinny_gemm_configs import undivided_tile_for
@@ -49,6 +53,35 @@ def attention(
     return compiled(spans._span_attention, kinds, fixed, **options)
 
 
+def sinks(*, is_tree: bool) -> dict[str, Any]:
+    """Verify attention of gpt-oss."""
+    tile = Tile(16, 32, 4, 3, 128)
+    kinds = dict.fromkeys(("qkv", "out", "k_cache", "v_cache", "cos", "sin"), "*bf16")
+    kinds |= dict.fromkeys(("page_table", "rows", "lengths", "positions", "ancestors"), "*i64")
+    kinds |= dict.fromkeys(("sinks", "partials"), "*fp32") | dict.fromkeys(("eps", "scale"), "fp32")
+    kinds |= dict.fromkeys(("n", "first_node", "capacity", "width", "window"), "i32") | {"arrivals": "*i32"}
+    fixed: dict[str, Any] = {
+        "q_norm": None, "k_norm": None, "KV": 8, "GROUP": 8, "DIM": 64, "HALF": 32, "PAGE": 16,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "FEW": 16, "PARTS": 4, "NEW": 1, "CAUSAL": True,
+        "GROWN": False, "PDL": True,
+    }  # fmt: skip
+    fixed |= {} if is_tree else {"positions": None, "ancestors": None}
+    return compiled(verifies._verify_attention, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def prompt_with_sinks(source: str) -> dict[str, Any]:
+    tile = prompts.Tiling(64, 64, 4, 3)
+    kind = "*bf16" if source == "slots" else f"tensordesc<bf16[{tile.keys}, 64]>"
+    kinds = {"q": "*bf16", "keys": kind, "values": kind} | dict.fromkeys(("sinks", "out", "lse"), "*fp32")
+    kinds |= dict.fromkeys(("table", "tiles", "page_table"), "*i64") | {"scale": "fp32"}
+    kinds |= dict.fromkeys(("table_stride", "page_stride", "q_stride", "rows"), "i32")
+    fixed = {
+        "GROUP": 8, "KV": 8, "DIM": 64, "BLOCK_D": 64, "PAGE": 64, "SOURCE": source, "WINDOW": 128, "TOKENS": 8,
+        "QUERIES": tile.queries, "KEYS": tile.keys, "SPLIT": True,
+    }  # fmt: skip
+    return compiled(prompts._attend, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
+
+
 def gemm(rows: int) -> dict[str, Any]:
     tile = gemms.tile_for(rows, 2)
     kinds = dict.fromkeys(("bias", "residual", "y"), "*bf16")
@@ -82,6 +115,10 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "step, FP8 keys", attention(16, 4, is_prompt=False, is_spread=True, cache="fp8e4nv")
     yield "tree", attention(16, 4, is_prompt=False, is_spread=True, is_tree=True)
     yield "verify", attention(32, 32, is_prompt=False, is_spread=True)
+    yield "sinks", sinks(is_tree=False)
+    yield "sinks of a tree", sinks(is_tree=True)
+    for source in ("slots", "pages", "rows"):
+        yield f"sinks of a prompt, {source}", prompt_with_sinks(source)
     for rows in (16, 32, 64, 128, 1024):
         yield f"GEMM of {rows} rows", gemm(rows)
     for n, k, gated in ((6144, 4096, False), (4096, 4096, False), (151936, 4096, False), (12288, 4096, True)):

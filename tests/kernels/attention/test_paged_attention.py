@@ -19,6 +19,8 @@ from specbatch.kernels.attention.paged_attention import (
     prefill_attention_ref,
     write_kv_ref,
 )
+from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.attention.span_attention import span_attention, span_prefill_attention
 
 GARBAGE = {torch.float32: 1e30, torch.bfloat16: 1e30, torch.float16: 1e4}
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -124,13 +126,14 @@ class Paged:
         return paged_attention_ref(q, self.k_cache, self.v_cache, self.table, bias)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """One query [heads, dim] over all of k, v [n, kv_heads, dim], one head at a time."""
     group = q.shape[0] // k.shape[1]
     out = []
     for head in range(q.shape[0]):
         scores = k[:, head // group].double() @ q[head].double() / math.sqrt(q.shape[1])
-        out.append(scores.softmax(0) @ v[:, head // group].double())
+        total = scores.exp().sum() + (0 if sinks is None else sinks[head].double().exp())
+        out.append(scores.exp() / total @ v[:, head // group].double())
     return torch.stack(out)
 
 
@@ -166,6 +169,35 @@ def test_paged_attention_of_a_tree(page_size: int, group: int) -> None:
         seen = [*range(before[b]), *(before[b] + node for node in sorted(sets[r]))]
         expected = attend(q[b, r], cache.k[b][seen], cache.v[b][seen])
         torch.testing.assert_close(out[b, r].double(), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_sinks_are_in_the_denominator_only(window: int) -> None:
+    """A verify and a prompt, and both in deterministic mode."""
+    lengths, rows, heads, seen = [9, 1], 3, 6, window or 99
+    generator = torch.Generator().manual_seed(5)
+    cache = Paged([n + rows for n in lengths], 4, 2, 8, torch.float32)
+    q, sinks = torch.randn(2, rows, heads, 8, generator=generator), 2 * torch.randn(heads, generator=generator)
+    keys = torch.arange(cache.table.shape[1] * 4)
+    slots = cache.table.repeat_interleave(4, 1) * 4 + keys % 4
+    end = torch.tensor(lengths)[:, None] + torch.arange(rows) + 1
+    mask = attention_mask(torch.tensor(lengths), rows, len(keys), window=window or None)
+    bias, caches = attention_bias(mask, 3, q.dtype), (cache.k_cache, cache.v_cache)
+    spans = RaggedBatch(lengths, [n + rows for n in lengths], [0, 1], cache.table, 4)
+    found = [
+        paged_attention_ref(q, *caches, cache.table, bias, sinks),
+        span_attention(q, *caches, slots, (end - seen).clamp(min=0), end, sinks),
+        torch.stack(
+            [prefill_attention_ref(q[b], *caches, cache.table[b], lengths[b], window, sinks) for b in range(2)]
+        ),
+        span_prefill_attention(q.flatten(0, 1), *caches, spans, window, sinks).unflatten(0, (2, rows)),
+    ]
+    for b, r in itertools.product(range(2), range(rows)):
+        last = int(end[b, r])
+        k, v = (item[b][max(last - seen, 0) : last] for item in (cache.k, cache.v))
+        expected = attend(q[b, r], k, v, sinks)
+        for out in found:
+            torch.testing.assert_close(out[b, r].double(), expected, rtol=0, atol=2e-6)
 
 
 def test_paged_attention_accepts_strided_queries() -> None:

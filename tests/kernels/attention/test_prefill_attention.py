@@ -50,7 +50,7 @@ class Case:
         self.new = [x.to(device, dtype) for x in self.new]
         self.q = torch.randn(self.layout.offsets[-1], self.count, self.dim).to(device, dtype)
 
-    def expected(self, window: int = 0) -> torch.Tensor:
+    def expected(self, window: int = 0, sinks: torch.Tensor | None = None) -> torch.Tensor:
         parts = []
         queries = self.q.double().cpu().split(self.layout.counts)
         for q, k, v, (start, end) in zip(queries, self.keys, self.values, self.spans, strict=True):
@@ -60,12 +60,16 @@ class Case:
             hidden = distance < 0
             if window:
                 hidden |= distance >= window
-            parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
+            weights = scores.masked_fill(hidden, -torch.inf).exp()
+            total = weights.sum(-1, keepdim=True)
+            if sinks is not None:
+                total += sinks.double().cpu().exp()[:, None, None]
+            parts.append(torch.einsum("hqk,khd->qhd", weights / total, v))
         return torch.cat(parts)
 
-    def check(self, out: torch.Tensor, window: int = 0) -> None:
+    def check(self, out: torch.Tensor, window: int = 0, sinks: torch.Tensor | None = None) -> None:
         slack = TOLERANCE[self.q.dtype]
-        torch.testing.assert_close(out.double().cpu(), self.expected(window), rtol=slack, atol=slack)
+        torch.testing.assert_close(out.double().cpu(), self.expected(window, sinks), rtol=slack, atol=slack)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +130,19 @@ def test_slots_past_the_sequence_are_ignored(device: torch.device, source: str) 
     assert out[:20].isfinite().all()
     assert torch.equal(out[:20], clean[:20])
     assert source == "rows" or torch.equal(out, clean)
+
+
+@pytest.mark.parametrize(
+    ("spans", "window"), [([(0, 33), (47, 80), (5, 6)], 0), ([(63, 101), (0, 40)], 20), ([(1100, 1103), (0, 5)], 0)]
+)
+def test_sinks(device: torch.device, spans: list[tuple[int, int]], window: int) -> None:
+    """The last keys are split."""
+    case = Case(device, torch.float32, spans, (6, 2, 24))
+    sinks = 2 * torch.randn(6, device=device)
+    out = prefill_attention(
+        case.q, case.k_cache, case.v_cache, case.layout, window, tile=Tiling(16, 64, 4, 2), sinks=sinks
+    )
+    case.check(out, window, sinks)
 
 
 @pytest.mark.parametrize("window", [0, 600])

@@ -76,6 +76,9 @@ def test_unsupported_backends_are_refused() -> None:
         assert "CUDA" in refusal(name, CPU)
     for name in ("flashinfer", "flash-attn"):
         assert "float16" in refusal(name, dtype=torch.float32)
+    for name in ("flashinfer", "flash-attn"):
+        with pytest.raises(SpecbatchError, match=f"attention_backend='{name}': .*without attention sinks.*triton"):
+            prefill_backend(name, GPU, torch.bfloat16, 64, sinks=True)
     assert "heads of 80" in refusal("flashinfer", dim=80)
     assert "not 260" in refusal("flash-attn", dim=260)
 

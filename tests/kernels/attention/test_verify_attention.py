@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class Case:
     def __init__(
         self, device: torch.device, dtype: torch.dtype, lengths: list[int], n: int, *, count: int = 4, kv: int = 2,
         dim: int = 16, page_size: int = 4, norm: bool = True, cache: torch.dtype | None = None, seed: int = 0,
-        rows: list[int] | None = None,
+        rows: list[int] | None = None, sinks: bool = False,
     ) -> None:  # fmt: skip
         torch.manual_seed(seed)
         batch, self.n, self.dtype, self.page_size = len(lengths), n, dtype, page_size
@@ -53,7 +54,8 @@ class Case:
         frequencies = 100.0 ** (-torch.arange(dim // 2) / (dim / 2))
         cos, sin = (table.to(device, dtype) for table in rope_table(frequencies, width * page_size + 64, 1.0))
         norms = [torch.rand(dim, device=device).to(dtype) + 0.5 for _ in range(2)] if norm else [None, None]
-        self.heads = QKVLayout(count, kv, dim, norms[0], norms[1], 1e-6, cos, sin)
+        sink = 3 * torch.randn(count, device=device) if sinks else None
+        self.heads = QKVLayout(count, kv, dim, norms[0], norms[1], 1e-6, cos, sin, sinks=sink)
 
     def queries(self, lengths: torch.Tensor, **tree: Any) -> DecodeQueries:
         return DecodeQueries(self.table, self.rows, lengths, self.n, self.page_size, **tree)
@@ -182,6 +184,36 @@ def test_block(device: torch.device, n: int) -> None:
 )
 def test_window(device: torch.device, window: int, causal: bool) -> None:
     Case(device, torch.float32, [0, 3, 90], 5).check(3, Mask(causal, window))
+
+
+@pytest.mark.parametrize(
+    ("splits", "mask", "count", "dtype"),
+    first_quick(
+        3,
+        [
+            (1, Mask(), 4, torch.float32),
+            (5, Mask(window=9), 12, torch.float32),  # splits of other keys do not count it again
+            (3, Mask(causal=False), 4, torch.float16),
+            (2, Mask(window=1), 6, torch.float32),
+            (1, Mask(window=40), 10, torch.float16),
+        ],
+    ),
+)
+def test_sinks(device: torch.device, splits: int, mask: Mask, count: int, dtype: torch.dtype) -> None:
+    case = Case(device, dtype, [0, 90, 3], 5, count=count, sinks=True)
+    out = case.check(splits, mask)
+    case.heads = replace(case.heads, sinks=None)
+    assert not torch.equal(out, case.check(splits, mask))
+
+
+@pytest.mark.parametrize("first", [0, 6])
+def test_tree_with_sinks(device: torch.device, first: int) -> None:
+    n = 9
+    case = Case(device, torch.float32, [first + 150, first, first + 5], n, sinks=True)
+    words, depths = (item[:, first:].contiguous() for item in tree(3, first + n, device))
+    positions = (case.lengths[:, None] - first + depths).flatten()
+    for mask in (Mask(), Mask(window=12)):
+        case.check(3, mask, ancestors=words, positions=positions, first=first)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"count": 8, "kv": 1, "dim": 256}], ids=["small", "large"])
