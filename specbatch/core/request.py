@@ -133,6 +133,7 @@ class Request:
         # Written by the scheduler only.
         self.slot: int | None = None
         self.pages: list[int] = []
+        self.freed = 0  # so many of `pages`, the first ones, are outside of all windows and freed
         self.shared = 0  # pages that it took from the prefix cache, the first of `pages`
         self.unshared = False  # it must not take any again
         self.prefilled = 0  # tokens whose prefill is launched

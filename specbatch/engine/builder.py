@@ -377,7 +377,7 @@ def _load(
         tokenizer=target.tokenizer(),
         model=model,
         plan=plan,
-        scheduler=_scheduler(config, plan, draft, has_states=bool(states)),
+        scheduler=_scheduler(config, plan, model.config, draft, has_states=bool(states)),
         worker=worker,
         draft_length=DraftLength(config.speculation.lengths, batch_buckets(config.max_running)),
         draft=draft,
@@ -394,7 +394,9 @@ def _budget(config: EngineConfig, device: torch.device) -> VerifyBudget | None:
     return VerifyBudget.of(asked.verify_budget, config.max_running, device, mixes_seeds=by_rejection)
 
 
-def _scheduler(config: EngineConfig, plan: MemoryPlan, draft: DraftPlan, *, has_states: bool) -> Scheduler:
+def _scheduler(
+    config: EngineConfig, plan: MemoryPlan, target: ModelConfig, draft: DraftPlan, *, has_states: bool
+) -> Scheduler:
     pool = PagePool(plan.kv_pages)
     prefixes, state_cache = None, None
     if config.prefix_cache:
@@ -409,9 +411,16 @@ def _scheduler(config: EngineConfig, plan: MemoryPlan, draft: DraftPlan, *, has_
         prefill_chunk=config.prefill_chunk,
         kv_slots_per_step=draft.kv_slots_per_step(config.speculation.drafted + 1),
         uncached_tail=draft.uncached_tail,
+        window=_largest_window([target, *[draft.config] * bool(draft.kv_layers)]),
         state_cache=state_cache,
         samples_share=state_cache is not None or not has_states,
     )
+
+
+def _largest_window(models: list[ModelConfig]) -> int | None:
+    """The most keys that a query of any of the models sees; None: all."""
+    windows = [model.largest_window for model in models]
+    return None if None in windows else max(filter(None, windows))
 
 
 def _record_graphs(worker: DeviceWorker, log: Log, report: Report) -> dict[str, Any]:

@@ -49,8 +49,8 @@ class PrefillPlan:
 
 @dataclass
 class DecodePlan:
-    """One decode step. new_pages: (slot, index in its page row, page) reserved since the last plan; bound: no KV is
-    longer than this after the step."""
+    """One decode step. new_pages: (slot, index in its page row, page) reserved since the last plan, and page 0 in place
+    of freed ones; bound: no KV is longer than this after the step."""
 
     requests: list[ScheduledRequest]
     new_pages: list[tuple[int, int, int]]
@@ -66,6 +66,8 @@ class Scheduler:
 
     kv_slots_per_step  KV slots, from the root's on, that a step may write to: the most that it can add to a request
     uncached_tail      of a finished request, so many of the newest positions are not cached (see `DraftPlan`)
+    window             no layer of target and draft reads more keys than this; None: some read all. Pages outside of it
+                       are freed, and such requests leave no prefix of their answers in `cache`
     state_cache        of the prefixes in `cache`, for a model with recurrent layers
     samples_share      whether the samples of a prompt share its pages, even if `cache` is None
     """
@@ -80,6 +82,7 @@ class Scheduler:
         prefill_chunk: int,
         kv_slots_per_step: int,
         uncached_tail: int = 1,
+        window: int | None = None,
         state_cache: StateCache | None = None,
         samples_share: bool = True,
     ) -> None:
@@ -92,11 +95,12 @@ class Scheduler:
         self._prefill_chunk = prefill_chunk
         self.kv_slots_per_step = kv_slots_per_step
         self._uncached_tail = uncached_tail
+        self._window = window
         self._slots = list(range(max_running, 0, -1))
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []
         self._running: list[Request] = []
-        self._new_pages: list[tuple[int, int, int]] = []  # reserved, not yet handed to the device
+        self._new_pages: dict[tuple[int, int], int] = {}  # by slot and place: not yet handed to the device
 
     @property
     def unfinished(self) -> int:
@@ -212,6 +216,7 @@ class Scheduler:
             # Each pending result leaves at least one token: skip requests whose result could only be thrown away.
             if request.slot is None or request.generated + request.pending >= request.params.max_new_tokens:
                 continue
+            self._free_outside_window(request)
             reach = request.committed + (request.in_flight + 1) * self.kv_slots_per_step
             while (need := self._pages_for(reach) - len(request.pages)) > 0 and not self._make_free(need):
                 if not may_retract:
@@ -225,7 +230,7 @@ class Scheduler:
                     break
             else:
                 for page in self._pool.take(max(need, 0)):
-                    self._new_pages.append((request.slot, len(request.pages), page))
+                    self._new_pages[request.slot, len(request.pages)] = page
                     request.pages.append(page)
                 scheduled.append(ScheduledRequest(request, request.epoch, request.slot))
                 bound = max(bound, reach)
@@ -234,8 +239,20 @@ class Scheduler:
         for item in scheduled:
             item.request.in_flight += 1
             item.request.pending += 1
-        new_pages, self._new_pages = self._new_pages, []
-        return DecodePlan(scheduled, new_pages, bound)
+        new_pages, self._new_pages = self._new_pages, {}
+        return DecodePlan(scheduled, [(*place, page) for place, page in new_pages.items()], bound)
+
+    def _free_outside_window(self, request: Request) -> None:
+        """Release the pages that no later step reads. Their places in the page table show page 0 from then on."""
+        if self._window is None:
+            return
+        assert request.slot is not None
+        computed = request.committed if request.draft_kv_valid_until is None else request.draft_kv_valid_until
+        for place in range(request.freed, max(computed - self._uncached_tail - self._window, 0) // self._page_size):
+            self._pool.release(request.pages[place])
+            request.pages[place] = 0
+            self._new_pages[request.slot, place] = 0
+            request.freed = place + 1
 
     def draft_idles(self, scheduled: list[ScheduledRequest]) -> None:
         """A step is launched in which the draft does not run (see `DraftPlan.idle_at_zero`)."""
@@ -285,7 +302,7 @@ class Scheduler:
             if request in self._waiting:
                 self._waiting.remove(request)
             return
-        if self._reuses_prefixes and request.committed:
+        if self._reuses_prefixes and request.committed and not request.freed:
             # Without the newest committed positions, where the drafter may not have written its own KV yet.
             known = max(min(len(request.tokens), request.committed) - self._uncached_tail, 0)
             known = min(known, request.textual)
@@ -324,10 +341,11 @@ class Scheduler:
 
     def _vacate(self, request: Request) -> None:
         assert request.slot is not None
-        for page in request.pages:
+        for page in request.pages[request.freed :]:
             self._pool.release(page)
         request.pages = []
-        self._new_pages = [item for item in self._new_pages if item[0] != request.slot]
+        request.freed = 0
+        self._new_pages = {place: page for place, page in self._new_pages.items() if place[0] != request.slot}
         self._slots.append(request.slot)
         request.slot = None
         (self._running if request in self._running else self._prefilling).remove(request)

@@ -173,6 +173,11 @@ class ModelConfig:
         return self.windows[layer] if self.windows else None
 
     @property
+    def largest_window(self) -> int | None:
+        """The most keys that a query of any layer sees; None: all."""
+        return max(filter(None, self.windows)) if self.windows and all(self.windows) else None
+
+    @property
     def names(self) -> Ends:
         return Ends()
 

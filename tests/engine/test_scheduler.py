@@ -23,9 +23,10 @@ class Device:
     """What the device holds: page row and KV length of each slot, and the text that each KV slot was written for,
     by the target and by a drafter, which lacks the last token after a verify that accepts all drafts."""
 
-    def __init__(self, page_size: int, rows: int) -> None:
+    def __init__(self, page_size: int, rows: int, window: int | None = None) -> None:
         self.page_size = page_size
         self.rows = rows
+        self.window = window
         self.table: dict[int, list[int]] = {}
         self.length: dict[int, int] = {}
         self.target: dict[tuple[int, int], tuple[int, ...]] = {}  # (page, offset) -> the text up to there
@@ -65,9 +66,9 @@ class Device:
                 self.length[chunk.request.slot or 0] = chunk.end
 
     def read(self, slot: int, text: list[int], target: int, draft: int) -> None:
-        """The KV of the first positions must have been written for this very text."""
+        """The KV of the first positions, as far as a window shows them, must have been written for this very text."""
         for name, memory, count in (("target", self.target, target), ("draft", self.draft, draft)):
-            for position in range(count):
+            for position in range(0 if self.window is None else max(count - self.window + 1, 0), count):
                 found = memory.get(self.place(slot, position))
                 assert found == tuple(text[: position + 1]), f"{name} position {position} holds another text"
 
@@ -105,6 +106,7 @@ class Machine(RuleBasedStateMachine):
         chunk=st.sampled_from([1, 3, 8, 100]),
         lazy=st.booleans(),
         places=st.sampled_from([0, 1, 2, 9]),
+        window=st.sampled_from([None, None, 1, 2, 5, 16]),
     )
     def start(self, **options: Any) -> None:
         self.late, self.lazy = options["late"], options["lazy"]
@@ -118,8 +120,9 @@ class Machine(RuleBasedStateMachine):
         self.scheduler = Scheduler(
             self.pool, self.cache, page_size=self.page_size, max_running=self.slots,
             prefill_chunk=options["chunk"], kv_slots_per_step=self.rows, state_cache=self.state_cache,
+            window=options["window"],
         )  # fmt: skip
-        self.device = Device(self.page_size, self.rows)
+        self.device = Device(self.page_size, self.rows, options["window"])
         self.truth: dict[int, list[int]] = {}  # what the device's tokens are: prompt and output, ahead of the host
         self.requests: list[Request] = []
         self.in_flight: Launched | None = None
@@ -222,8 +225,8 @@ class Machine(RuleBasedStateMachine):
             return None
         for slot, index, page in plan.new_pages:
             row = self.device.table[slot]
-            assert index == len(row), "page rows grow at their end"
-            row.append(page)
+            assert index <= len(row), "page rows grow at their end"
+            row[index : index + 1] = [page]
         outputs = []
         for row in plan.requests:
             request = row.request
@@ -270,8 +273,10 @@ class Machine(RuleBasedStateMachine):
         for page in cached:
             holders[page] += 1
         for request in self.requests:
-            assert len(set(request.pages)) == len(request.pages)
-            for page in request.pages:
+            assert not any(request.pages[: request.freed])
+            held = request.pages[request.freed :]
+            assert len({0, *held}) == len(held) + 1
+            for page in held:
                 holders[page] += 1
                 owners.setdefault(page, []).append(request)
         assert {page: self.pool.holders(page) for page in holders} == holders
@@ -406,6 +411,22 @@ def test_a_request_that_waits_for_pages_takes_none_from_the_cache() -> None:
     add(scheduler, 2, 20, token=3)
     assert spans(scheduler) == []
     assert (pool.free, pool.idle) == (0, 2)
+
+
+def test_a_request_longer_than_its_window_holds_few_pages() -> None:
+    """One that reads all keys takes 30 pages for the same text."""
+    scheduler, pool = make(pages=8, window=6)
+    request = add(scheduler, 0, 9, 110)
+    assert spans(scheduler) == [(0, 0, 9, True)]
+    book(request, first=True)
+    while not request.finished:
+        plan = scheduler.plan_decode(may_retract=False)
+        assert plan is not None
+        assert pool.total - pool.free <= 4
+        book(request)
+    assert (len(request.pages), request.freed) == (30, 27)
+    scheduler.release(request)
+    assert pool.free == pool.total
 
 
 def test_the_request_with_the_fewest_tokens_is_retracted_and_readmitted_first() -> None:
