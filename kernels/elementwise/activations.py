@@ -1,4 +1,4 @@
-"""Activations of MLPs: SwiGLU (SiLU of the gate times up), GELU in its place, and squared ReLU."""
+"""Activations of MLPs: SwiGLU (SiLU of the gate times up), GELU in its place, clamped SwiGLU, and squared ReLU."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ def silu_and_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for gate_up [T, 2 * I], gate first -> [T, I]."""
     gate, up = gate_up.chunk(2, -1)
     return silu(gate) * up
+
+
+GATE_SLOPE, GATE_LIMIT = 1.702, 7.0  # of the clamped SwiGLU
+
+
+def clamped_swiglu_ref(gate_up: torch.Tensor) -> torch.Tensor:
+    """(up + 1) * gate * sigmoid(1.702 * gate) for gate_up [T, 2 * I], gate first -> [T, I]; the gate is at most 7, up
+    within -7 and 7 (OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025)."""
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=GATE_LIMIT), up.clamp(-GATE_LIMIT, GATE_LIMIT)
+    return (up + 1) * gate * sigmoid(gate * GATE_SLOPE)
 
 
 def relu_squared_ref(x: torch.Tensor) -> torch.Tensor:

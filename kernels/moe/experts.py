@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from specbatch.errors import refuse
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.dispatch import op
-from specbatch.kernels.elementwise.activations import silu_and_mul_ref
+from specbatch.kernels.elementwise.activations import clamped_swiglu_ref, silu_and_mul_ref
 from specbatch.kernels.elementwise.fp8_quantize import quantize_fp8_ref
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm import fp8_activations
@@ -19,7 +19,18 @@ from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 from specbatch.kernels.moe.routing import Routing, route_ref
 
-Activation = Literal["swiglu", "relu2"]
+Activation = Literal["swiglu", "clamped_swiglu", "relu2"]
+GATED = ("swiglu", "clamped_swiglu")  # which halve the width
+
+
+class Biases(NamedTuple):
+    """Of experts: up [E, N], as many as up has rows, and down [E, H]; None is none."""
+
+    up: torch.Tensor | None = None
+    down: torch.Tensor | None = None
+
+
+NO_BIASES = Biases()
 
 
 def experts_ref(
@@ -29,30 +40,37 @@ def experts_ref(
     up: Weight,
     down: Weight,
     activation: Activation,
+    biases: Biases = NO_BIASES,
     *,
     quantize: bool = False,
 ) -> torch.Tensor:
     """sum over j of weights[t, j] * down_e(activation(up_e(x[t]))) with e = experts[t, j].
 
     x [T, H], weights float32 [T, width], experts int [T, width], those of a token all different. up [E, 2 * I, H], the
-    rows of the gate first, for swiglu (silu(gate) * up), [E, I, H] for relu2 (relu squared); down [E, H, I]. Summed in
-    float32 in the order of j -> [T, H], in the type of x. quantize: activations are
-    quantized to FP8 before each GEMM, see `quantize_fp8_ref`.
+    rows of the gate first, for swiglu (silu(gate) * up) and clamped_swiglu (`clamped_swiglu_ref`), [E, I, H] for relu2
+    (relu squared); down [E, H, I]. Summed in float32 in the order of j -> [T, H], in the type of x. quantize:
+    activations are quantized to FP8 before each GEMM, see `quantize_fp8_ref`.
     """
 
-    def gemm(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        return fp8_linear_ref(quantize_fp8_ref(x) if quantize else x, weight)
+    def gemm(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        y = fp8_linear_ref(quantize_fp8_ref(x) if quantize else x, weight)
+        return y if bias is None else y + bias[expert]
 
     outputs = x.new_empty(*experts.shape, x.shape[1])
     for expert in experts.unique().tolist():
         token, place = (experts == expert).nonzero(as_tuple=True)
-        h = gemm(x[token], up.of(expert))
-        h = silu_and_mul_ref(h) if activation == "swiglu" else h.relu().square()
-        outputs[token, place] = gemm(h, down.of(expert))
+        h = _activated(gemm(x[token], up.of(expert), biases.up), activation)
+        outputs[token, place] = gemm(h, down.of(expert), biases.down)
     y = weights[:, :1] * outputs[:, 0].float()
     for place in range(1, experts.shape[1]):
         y = y + weights[:, place, None] * outputs[:, place].float()
     return y.to(x.dtype)
+
+
+def _activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    if activation == "relu2":
+        return x.relu().square()
+    return silu_and_mul_ref(x) if activation == "swiglu" else clamped_swiglu_ref(x)
 
 
 def fused_moe_ref(
@@ -63,11 +81,12 @@ def fused_moe_ref(
     down: Weight,
     activation: Activation,
     residual: torch.Tensor | None = None,
+    biases: Biases = NO_BIASES,
     *,
     quantize: bool = False,
 ) -> torch.Tensor:
     """residual + `experts_ref` of x [T, H] with the routing of logits [T, rule.logits]; residual [T, H] or None."""
-    y = experts_ref(x, *route_ref(logits, rule), up, down, activation, quantize=quantize)
+    y = experts_ref(x, *route_ref(logits, rule), up, down, activation, biases, quantize=quantize)
     return y if residual is None else residual + y
 
 
@@ -83,7 +102,7 @@ def shared_slices(
     """
     width, hidden = down.shape[1], down.shape[0]
     slices, missing = -(-width // inner), -width % inner
-    halves = up.view(2 if activation == "swiglu" else 1, width, hidden)
+    halves = up.view(2 if activation in GATED else 1, width, hidden)
     halves = F.pad(halves, (0, 0, 0, missing)).unflatten(1, (slices, inner))
     return halves.transpose(0, 1).flatten(1, 2), F.pad(down, (0, missing)).unflatten(1, (slices, inner)).transpose(0, 1)
 
@@ -97,9 +116,9 @@ def token_bytes(experts: int, width: int, inner: int, hidden: int, dtype: torch.
 class Experts:
     """`residual + mixture(norm(x))` for x [T, H]: router, routed and shared experts.
 
-    router [rule.logits, H]: a row for each routed expert and, if gated, the shared expert's gate after them; its type
-    is that of the logits (Nemotron-H: float32). up and down as in `experts_ref` with rule.experts + rule.shared
-    experts, the shared ones last (`shared_slices`).
+    router [rule.logits, H], router_bias [rule.logits] or None: a row for each routed expert and, if gated, the shared
+    expert's gate after them; its type is that of the logits (Nemotron-H: float32). up and down as in `experts_ref` with
+    rule.experts + rule.shared experts, the shared ones last (`shared_slices`).
     """
 
     def __init__(
@@ -110,12 +129,15 @@ class Experts:
         down: Weight,
         activation: Activation = "swiglu",
         *,
+        router_bias: torch.Tensor | None = None,
+        biases: Biases = NO_BIASES,
         ranks: Communicator | None = None,
     ) -> None:
-        """ranks: of a group in which each has a part of every expert; None if this is the whole mixture."""
+        """ranks: of a group in which each has a part of every expert; None if this is the whole mixture. Their outputs
+        are summed, so that only one of them has the biases of down."""
         self._ranks = ranks
         count, hidden, inner = down.values.shape
-        if activation == "swiglu":
+        if activation in GATED:
             inner *= 2
         if count != rule.experts + rule.shared:
             raise refuse("experts", count, f"use {rule.experts} and {rule.shared} shared ones")
@@ -123,13 +145,15 @@ class Experts:
             raise refuse("up", tuple(up.values.shape), f"use {(count, inner, hidden)}, as down and {activation} say")
         if router.shape != (rule.logits, hidden):
             raise refuse("router", tuple(router.shape), f"use {(rule.logits, hidden)}")
-        self.rule, self.up, self.down, self.activation = rule, up, down, activation
+        self.rule, self.up, self.down, self.activation, self.biases = rule, up, down, activation, biases
         # Else a block that shares a scale could have rows of the gate and of what it multiplies.
-        is_whole = activation != "swiglu" or down.values.shape[2] % SCALE_BLOCK == 0
+        is_whole = activation not in GATED or down.values.shape[2] % SCALE_BLOCK == 0
         self._may_quantize = up.scales is not None and down.scales is not None and is_whole
         self._router_dtype = router.dtype
         # cuBLAS is at its best where a row of logits begins at 16 bytes.
-        self._router = Linear(F.pad(router, (0, 0, 0, -rule.logits % 8)))
+        padding = -rule.logits % 8
+        bias = None if router_bias is None else F.pad(router_bias, (0, padding))
+        self._router = Linear(F.pad(router, (0, 0, 0, padding)), bias)
 
     def __call__(
         self, x: torch.Tensor, *, norm: Norm | None = None, residual: torch.Tensor | None = None
@@ -140,6 +164,6 @@ class Experts:
         up, down, activation = self.up, self.down, self.activation
         quantize = self._may_quantize and fp8_activations.quantizes(x)
         if self._ranks is None:
-            return fused_moe(x, logits, self.rule, up, down, activation, residual, quantize=quantize)
-        part = fused_moe(x, logits, self.rule, up, down, activation, quantize=quantize)
+            return fused_moe(x, logits, self.rule, up, down, activation, residual, self.biases, quantize=quantize)
+        part = fused_moe(x, logits, self.rule, up, down, activation, None, self.biases, quantize=quantize)
         return self._ranks.all_reduce(part, residual)

@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.elementwise.activations import GATE_LIMIT, GATE_SLOPE
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8
 from specbatch.kernels.gemm.gemm_mainloop_triton import gemm_mainloop, gemm_mainloop_fp8
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
-from specbatch.kernels.moe.experts import Activation
+from specbatch.kernels.moe.experts import GATED, NO_BIASES, Activation, Biases
 from specbatch.kernels.moe.routing import Routing
 from specbatch.kernels.moe.routing_triton import Plan, most_blocks, route
 
@@ -38,6 +39,7 @@ _TILES = {  # rows of a block: for weights of two bytes a value, and of one
     64: (Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
     128: (Tile(256, 64, 8, 4), Tile(128, 64, 8, 4)),
 }
+_SLOPE, _LIMIT = tl.constexpr(GATE_SLOPE), tl.constexpr(GATE_LIMIT)
 _FP8_ROWS, _FP8_TILE = 64, Tile(128, SCALE_BLOCK, 4, 4)  # for FP8 x: the least a warpgroup takes; 128 are slower
 
 
@@ -66,16 +68,19 @@ def fused_moe(
     down: Weight,
     activation: Activation,
     residual: torch.Tensor | None = None,
+    biases: Biases = NO_BIASES,
     *,
     quantize: bool = False,
 ) -> torch.Tensor:
     """`fused_moe_ref`."""
     rows = rows_for(len(x), rule, quantize=quantize)
     weights, _, plan = route(logits, rule, rows)
-    h: torch.Tensor | FP8Activations = grouped(quantize_fp8(x) if quantize else x, up, plan, rule, rows, activation)
+    h: torch.Tensor | FP8Activations = grouped(
+        quantize_fp8(x) if quantize else x, up, plan, rule, rows, activation, bias=biases.up
+    )
     if quantize and isinstance(h, torch.Tensor):
         h = quantize_fp8(h)  # replaces h: the second GEMM needs its memory
-    return weighted_sum(grouped(h, down, plan, rule, rows), weights, residual)
+    return weighted_sum(grouped(h, down, plan, rule, rows, bias=biases.down), weights, residual)
 
 
 def grouped(
@@ -86,17 +91,18 @@ def grouped(
     rows: int,
     activation: Activation | None = None,
     tile: Tile | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """activation(x_p @ weight[e].T) for every pair p of the plan and its expert e.
+    """activation(x_p @ weight[e].T + bias[e]) for every pair p of the plan and its expert e.
 
     x [T, K], each row of which is that of its token's pairs, with an activation (the first GEMM); or [pairs, K]
-    without (the second). weight [E, N, K] contiguous -> [pairs, N], or [pairs, N / 2] where swiglu.
+    without (the second). weight [E, N, K] contiguous, bias [E, N] -> [pairs, N], or [pairs, N / 2] where gated.
     """
     x_scales, dtype = None, x.dtype
     if isinstance(x, FP8Activations):
         x, x_scales, _ = x
     tokens = len(plan.order) // rule.width
-    values, scales, gated = weight.values, weight.scales, activation == "swiglu"
+    values, scales, gated = weight.values, weight.scales, activation in GATED
     n, k = values.shape[1] // (2 if gated else 1), values.shape[2]
     assert x.shape == (len(plan.order) if activation is None else tokens, k), f"x {tuple(x.shape)} is not [rows, {k}]"
     assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
@@ -112,9 +118,9 @@ def grouped(
     y = torch.empty(len(plan.order), n, device=x.device, dtype=dtype)
     grid = most_blocks(tokens, rule, rows) * triton.cdiv(values.shape[1], tile.n)
     _grouped_kernel[(grid,)](
-        x, x_scales, values, scales, *plan, y, n, k, x.stride(0), QUANTIZED=x_scales is not None,
-        SHARE=1 if activation is None else rule.width, GATED=gated, SQUARED=activation == "relu2",
-        SCALED=scales is not None, SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows,
+        x, x_scales, values, scales, bias, *plan, y, n, k, x.stride(0), QUANTIZED=x_scales is not None,
+        SHARE=1 if activation is None else rule.width, GATED=gated, CLAMPED=activation == "clamped_swiglu",
+        SQUARED=activation == "relu2", SCALED=scales is not None, SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows,
         EARLY=activation is None and rows == 16, EVEN_K=k % tile.k == 0, BM=rows, BN=tile.n, BK=tile.k, **pdl(x),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -123,8 +129,9 @@ def grouped(
 
 @triton.jit
 def _grouped_kernel(
-    x, x_scales, weight, scales, order, blocks, used, y, N, K, x_stride, QUANTIZED: tl.constexpr,
-    SHARE: tl.constexpr, GATED: tl.constexpr, SQUARED: tl.constexpr, SCALED: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    x, x_scales, weight, scales, bias, order, blocks, used, y, N, K, x_stride, QUANTIZED: tl.constexpr,
+    SHARE: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, SQUARED: tl.constexpr, SCALED: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
     ONCE: tl.constexpr,  # no expert has a second block
     EARLY: tl.constexpr,  # fetch weights before what the kernel before wrote; it did not write the plan
     EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
@@ -168,9 +175,16 @@ def _grouped_kernel(
         total = gemm_mainloop(
             x_tile, exists, weight_tile, scale_row, K, SCALED, SCALE_BLOCK, ONCE, EARLY, EVEN_K, BM, BN, BK, PDL
         )
+    if bias is not None:
+        total += tl.load(bias + expert * OUTER + inner).to(tl.float32)[None, :]
     if GATED:
         gate, up = tl.split(tl.reshape(total, [BM, BN // 2, 2]))
-        result = gate * tl.sigmoid(gate) * up
+        if CLAMPED:  # a minimum would hide NaN
+            gate = tl.where(gate > _LIMIT, _LIMIT, gate)
+            up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
+            result = gate * tl.sigmoid(gate * _SLOPE) * (up + 1)
+        else:
+            result = gate * tl.sigmoid(gate) * up
         to = tile * TO + tl.arange(0, TO)
     else:
         result = total

@@ -100,7 +100,10 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
         device=str(device),
     )
     dtype = find_dtype(config.dtype, target.config.dtype, device)
-    attention = {"target": prefill_backend(config.attention_backend, device, dtype, target.config.head_dim)}
+    sizes = target.config
+    attention = {
+        "target": prefill_backend(config.attention_backend, device, dtype, sizes.head_dim, sinks=sizes.has_sinks)
+    }
     if shared is not None and (dtype, device) != (shared.dtype, shared.device):
         works = f"the weights are {type_name(shared.dtype)} on {shared.device}; use the same"
         raise refuse("weights_of", f"{type_name(dtype)} on {device}", works)
@@ -109,8 +112,8 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     if config.deterministic and device.type == "cuda":
         _check_deterministic_on_cuda(config, device, target.config, dtype)
     draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, log)
-    if config.deterministic and device.type == "cuda" and draft.config.windows:
-        works = "a CUDA device has no such kernels for a draft model with sliding windows; use device='cpu'"
+    if config.deterministic and device.type == "cuda" and (draft.config.windows or draft.config.has_sinks):
+        works = "a CUDA device has no such kernels for a draft model with sliding windows or sinks; use device='cpu'"
         raise refuse("deterministic", True, works)
     if draft.drafted is not None:
         asked = config.speculation
@@ -121,7 +124,12 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     if not config.fp8_activations and not quantizes_activations(True, dtype, device, target.config, draft.config):
         log("fp8_activations: off has no effect: this model has no FP8 GEMM on this device")
     attention["draft"] = prefill_backend(
-        config.draft_attention_backend, device, dtype, draft.config.head_dim, "draft_attention_backend"
+        config.draft_attention_backend,
+        device,
+        dtype,
+        draft.config.head_dim,
+        "draft_attention_backend",
+        sinks=draft.config.has_sinks,
     )
     model = target.config
     if config.tensor_parallel > 1:
@@ -475,8 +483,9 @@ def _check_deterministic_on_cuda(
         raise refuse("fp8_activations", False, f"{why} multiplies FP8 weights by FP8 activations only; use True")
     if target.attention_layers < target.num_layers:
         raise refuse("deterministic", True, "a CUDA device has no such kernels for recurrent layers; use device='cpu'")
-    if target.windows:
-        raise refuse("deterministic", True, "a CUDA device has no such kernels for sliding windows; use device='cpu'")
+    if target.windows or target.has_sinks:
+        what = "attention sinks" if target.has_sinks else "sliding windows"
+        raise refuse("deterministic", True, f"a CUDA device has no such kernels for {what}; use device='cpu'")
     if target.fp8 is not None and target.chosen:
         raise refuse("deterministic", True, "a CUDA device has no such kernels for FP8 experts; use device='cpu'")
     for size in (target.hidden_size, target.intermediate_size, target.num_heads * target.head_dim):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 FAMILIES |= {"MistralForCausalLM": "mistral", "MinistralForCausalLM": "ministral"}
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 # Families with a config class of their own: architecture -> (model_type, module, class).
 _OTHERS = {
     "Qwen3MoeForCausalLM": ("qwen3_moe", "qwen3_moe", "Qwen3MoeConfig"),
@@ -36,6 +36,7 @@ _OTHERS = {
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "qwen3_next", "Qwen3NextConfig"),
     "NemotronHForCausalLM": ("nemotron_h", "nemotron_h", "NemotronHConfig"),
     "Gemma3ForCausalLM": ("gemma3_text", "gemma3", "Gemma3Config"),
+    "GptOssForCausalLM": ("gpt_oss", "gpt_oss", "GptOssConfig"),
     "Lfm2ForCausalLM": ("lfm2", "lfm2", "Lfm2Config"),
 }
 DTYPES = ("float32", "bfloat16", "float16")
@@ -178,6 +179,11 @@ class ModelConfig:
         return max(filter(None, self.windows)) if self.windows and all(self.windows) else None
 
     @property
+    def has_sinks(self) -> bool:
+        """Whether attention has sinks (see `QKVLayout`)."""
+        return False
+
+    @property
     def names(self) -> Ends:
         return Ends()
 
@@ -309,20 +315,20 @@ def _windows(config: dict[str, Any], family: str, layers: int, positions: int) -
     kinds = names_of(config, "layer_types") if family != "mistral" else None  # whose layers are all of one kind
     if kinds is None:
         first = count_of(config, "max_window_layers", 28, least=0) if family in ("qwen2", "qwen3") else 0
-        kinds = [_FULL if window is None else _SLIDING] * layers
-        kinds[:first] = [_FULL] * min(first, layers)
+        kinds = [FULL if window is None else SLIDING] * layers
+        kinds[:first] = [FULL] * min(first, layers)
     if len(kinds) != layers:
         raise refuse("layer_types", f"{len(kinds)} entries", f"num_hidden_layers is {layers}")
     for kind in kinds:
-        if kind not in (_FULL, _SLIDING):
-            raise refuse("layer_types", kind, f"these families have {_FULL!r} and {_SLIDING!r} layers")
-    if _SLIDING not in kinds:
+        if kind not in (FULL, SLIDING):
+            raise refuse("layer_types", kind, f"these families have {FULL!r} and {SLIDING!r} layers")
+    if SLIDING not in kinds:
         return ()
     if window is None:
         raise refuse("sliding_window", None, "layer_types has sliding layers, so it must be a number of tokens in use")
     if family == "llama":
         raise refuse("sliding_window", window, "Llama layers have full attention; with a window it is a Mistral")
-    return tuple(window if kind == _SLIDING else None for kind in kinds) if window < positions else ()
+    return tuple(window if kind == SLIDING else None for kind in kinds) if window < positions else ()
 
 
 def without_windows(config: ModelConfig, layers: str) -> ModelConfig:

@@ -14,7 +14,7 @@ from specbatch.kernels.gemm.weight import SCALE_BLOCK
 
 SCALES = "_scale_inv"
 # Never quantized: convolutions and routers. Embedding and output matrix are excluded by their names.
-PLAIN = ("conv1d.weight", "conv.conv.weight", ".gate.weight", "shared_expert_gate.weight")
+PLAIN = ("conv1d.weight", "conv.conv.weight", ".gate.weight", ".router.weight", "shared_expert_gate.weight")
 Shape = tuple[int, ...]
 
 

@@ -18,13 +18,12 @@ from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.elementwise.activations import gelu_and_mul
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.models.config import ModelConfig
+from specbatch.models.config import FULL, SLIDING, ModelConfig
 from specbatch.models.layers import Attention, Layer, Reader, Tables
 from specbatch.models.llama import qkv_rows
 from specbatch.models.qwen3_next import centred
 from specbatch.models.rope import Rope, read_rope
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 _LOCAL_THETA, _GLOBAL_THETA = 1e4, 1e6  # if a config has none
 
 
@@ -51,9 +50,9 @@ class Gemma3Config(ModelConfig):
         dim = count_of(config, "head_dim", 256)
         pattern = count_of(config, "sliding_window_pattern", count_of(config, "_sliding_window_pattern", 6))
         layers = range(1, count_of(config, "num_hidden_layers", 26) + 1) if config.get("layer_types") is None else ()
-        kinds = names_of(config, "layer_types") or [_SLIDING if layer % pattern else _FULL for layer in layers]
+        kinds = names_of(config, "layer_types") or [SLIDING if layer % pattern else FULL for layer in layers]
         tables = table_of(config, "rope_parameters") or {}
-        ropes = {kind: table_of(tables, kind) for kind in (_FULL, _SLIDING)} if _FULL in tables else {_FULL: tables}
+        ropes = {kind: table_of(tables, kind) for kind in (FULL, SLIDING)} if FULL in tables else {FULL: tables}
         plain = ModelConfig.from_dict(
             {key: value for key, value in config.items() if not key.startswith("rope_") or key == "rope_scaling"}
             | {
@@ -63,16 +62,16 @@ class Gemma3Config(ModelConfig):
                 "layer_types": kinds,
                 "head_dim": dim,
                 "rms_norm_eps": positive_of(config, "rms_norm_eps", 1e-6),
-                "rope_parameters": ropes[_FULL],
+                "rope_parameters": ropes[FULL],
                 "rope_theta": positive_of(config, "rope_theta", _GLOBAL_THETA),
                 "tie_word_embeddings": flag_of(config, "tie_word_embeddings", True),
             }
         )
         local_theta = positive_of(config, "rope_local_base_freq", _LOCAL_THETA)
-        local = {"rope_parameters": ropes.get(_SLIDING), "rope_theta": local_theta}
+        local = {"rope_parameters": ropes.get(SLIDING), "rope_theta": local_theta}
         return cls(
             **vars(plain) | {"family": "gemma3", "qk_norm": True},
-            local=tuple(kind == _SLIDING for kind in kinds),
+            local=tuple(kind == SLIDING for kind in kinds),
             local_rope=read_rope(local, dim, plain.max_position),
             query_scalar=positive_of(config, "query_pre_attn_scalar", 256),
         )

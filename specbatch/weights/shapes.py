@@ -53,6 +53,35 @@ _GEMMA3 = {
     "torch_dtype": "bfloat16",
 }
 
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "attention_bias": True,
+    "max_position_embeddings": 131072,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "num_experts_per_tok": 4,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "tie_word_embeddings": False,
+    "eos_token_id": 200002,
+    "torch_dtype": "bfloat16",
+}
+
 _QWEN3_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -210,6 +239,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "gemma-3-270m": {**_GEMMA3, "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18},
     "gemma-3-1b": {**_GEMMA3, "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26},
+    "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
     "qwen2.5-0.5b": {
         **_QWEN2,
         "hidden_size": 896,

@@ -99,7 +99,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None])
             spy(module, name)
     force_kernels()
     monkeypatch.setattr("specbatch.kernels.gemm.linear.is_blocked", lambda dtype, device: False)
-    monkeypatch.setattr("specbatch.engine.builder.prefill_backend", lambda *_: _Triton())
+    monkeypatch.setattr("specbatch.engine.builder.prefill_backend", lambda *_, **__: _Triton())
     monkeypatch.setattr(skinny_gemm_triton, "is_skinny", lambda rows, weight: rows <= 8)
     return called
 
@@ -160,7 +160,7 @@ def test_logits_in_deterministic_mode_do_not_depend_on_company(
     monkeypatch: pytest.MonkeyPatch, kernels: set[str], name: str
 ) -> None:
     """Up to rounding: the interpreter's GEMMs are numpy's. tests/lossless/test_deterministic_gpu.py compares bits."""
-    monkeypatch.setattr("company.prefill_backend", lambda *_: _Triton())
+    monkeypatch.setattr("company.prefill_backend", lambda *_, **__: _Triton())
     company, texts = Company(name, torch.float32, trees=False), [[5, 6, 7, 8, 9] * 4, [4, 5]]
     with use_deterministic():
         alone, together = [company.alone(text) for text in texts], company.together(texts, Random(3))
@@ -172,6 +172,7 @@ CONV = {"conv_prefill", "conv_verify"}
 HYBRIDS = {
     ("qwen3-next", "mtp"): CONV | {"delta_prefill", "delta_verify", "fused_moe", "pending_inputs"},
     ("nemotron-h", "ngram-tree"): CONV | {"ssd_prefill", "ssd_verify", "commit_tree"},
+    ("gpt-oss", "ngram-tree"): {"fused_moe", "verify_attention", "commit_tree"},
     ("lfm2", "ngram"): CONV,
 }
 

@@ -76,6 +76,12 @@ WINDOWED["gemma3"] = {
     "query_pre_attn_scalar": 24,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 4,
+    "intermediate_size": 32,
+    "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": False},
+}  # fmt: skip
+WINDOWED["gpt-oss"] = GPT_OSS
 TARGETS: dict[str, dict[str, Any]] = {"llama": {"architectures": ["LlamaForCausalLM"]}, **WINDOWED, **HYBRIDS}
 
 DRAFTS = {"drafts": TARGETS["llama"], "recurrent-drafts": TARGETS["qwen3.5"]}
@@ -101,7 +107,7 @@ class Letters:
 
 # Scale of the embedding relative to the layers, so that about every other token is the one it predicts.
 STRENGTHS = {
-    "llama": 1.2, "mistral": 1.2, "ministral": 1.2, "gemma3": 0.45,
+    "llama": 1.2, "mistral": 1.2, "ministral": 1.2, "gemma3": 0.45, "gpt-oss": 1.6,
     "qwen3-moe": 1.0, "qwen3-next": 2.6, "qwen3.5": 2.8, "qwen3.5-moe": 2.8, "nemotron-h": 1.2,
     "nemotron-h-moe": 1.9, "lfm2": 1.3, "drafts": 2.0,
     "recurrent-drafts": 2.0,

@@ -61,7 +61,7 @@ def test_drafter_activations_match_the_plan(
         return plan_memory(*args, **numbers)
 
     as_on_a_device(monkeypatch)
-    monkeypatch.setattr("specbatch.engine.builder.prefill_backend", lambda *_: _Triton())
+    monkeypatch.setattr("specbatch.engine.builder.prefill_backend", lambda *_, **__: _Triton())
     monkeypatch.setattr("specbatch.engine.builder.plan_memory", plan)
     engine = targets.engine(name, algorithm, max_running=1, max_model_len=400, prefill_chunk=256)
     worker = engine._worker

@@ -35,6 +35,7 @@ INNER = SIZES | {"model_type": "qwen3"}
 READERS: dict[str, tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]] = {
     **{name: (ModelConfig.from_dict, SIZES | described) for name, described in HYBRIDS.items()},
     "gemma3": (ModelConfig.from_dict, SIZES | WINDOWED["gemma3"]),
+    "gpt-oss": (ModelConfig.from_dict, SIZES | WINDOWED["gpt-oss"]),
     "llama": (ModelConfig.from_dict, SIZES | {"model_type": "llama", "rope_scaling": YARN}),
     "qwen2": (ModelConfig.from_dict, SIZES | {"model_type": "qwen2", "quantization_config": FP8}),
     "qwen3.5-vl": (ModelConfig.from_dict, NESTED | {"text_config": SIZES | HYBRIDS["qwen3.5"]}),
@@ -189,6 +190,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rms_norm_eps": None}, "rms_norm_eps=None"),
     ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
     ("llama", {"eos_token_id": "</s>"}, "eos_token_id='</s>'"),
+    ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0: .* 7.0"),
+    ("gpt-oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0: .* 1.702"),
+    ("gpt-oss", {"quantization_config": FP8}, "quant_method='fp8': the experts of gpt-oss"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0.*Gemma 2"),
     ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),

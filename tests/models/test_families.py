@@ -105,6 +105,8 @@ FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
     "qwen3.5-moe": lambda: hf.Qwen3_5MoeForCausalLM(
         hf.Qwen3_5MoeTextConfig(**{k: v for k, v in SIZES.items() if k != "intermediate_size"}, **DELTA, **SHARED)
     ),
+    "gpt-oss": lambda: gpt_oss(),
+    "gpt-oss-plain": lambda: gpt_oss(attention_bias=False, sliding_window=2, tie_word_embeddings=True),
     "nemotron-h": lambda: nemotron(**MAMBA),
     "nemotron-h-moe": lambda: nemotron(**SIGMOID),
     "lfm2": lambda: hf.Lfm2ForCausalLM(hf.Lfm2Config(**NO_EPS, **LFM, conv_bias=False)),
@@ -120,6 +122,13 @@ def gemma3(**changes: Any) -> Any:
     sizes = DENSE_SIZES | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 6}
     kinds = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
     return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**sizes | kinds | changes))
+
+
+def gpt_oss(**changes: Any) -> Any:
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6}
+    rope = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+    described = SIZES | experts | {"rope_parameters": rope | {"truncate": False}} | changes
+    return hf.GptOssForCausalLM(hf.GptOssConfig(**described, attn_implementation="eager"))
 
 
 def qwen2(**changes: Any) -> Any:

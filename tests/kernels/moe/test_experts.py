@@ -20,7 +20,7 @@ from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.weight import Weight
 from specbatch.kernels.moe import experts_triton
-from specbatch.kernels.moe.experts import Activation, Experts, experts_ref, shared_slices
+from specbatch.kernels.moe.experts import NO_BIASES, Activation, Biases, Experts, experts_ref, shared_slices
 from specbatch.kernels.moe.experts_triton import fused_moe, grouped, rows_for, weighted_sum
 from specbatch.kernels.moe.routing import Routing, route_ref
 from specbatch.kernels.moe.routing_triton import route
@@ -46,15 +46,17 @@ class Case:
     def __init__(
         self, rule: Routing, tokens: int, device: torch.device, dtype: torch.dtype = torch.float32, *,
         hidden: int = 34, inner: int = 15, activation: Activation = "swiglu", logits: torch.Tensor | None = None,
+        biased: bool = False,
     ) -> None:  # fmt: skip
         self.rule, self.activation = rule, activation
-        count, rows = rule.experts + rule.shared, (2 if activation == "swiglu" else 1) * inner
+        count, rows = rule.experts + rule.shared, (1 if activation == "relu2" else 2) * inner
         kind = {"device": device, "dtype": dtype}
         self.x = torch.randn(tokens, hidden).to(**kind)
         self.residual = torch.randn(tokens, hidden).to(**kind)
         self.logits = (torch.randn(tokens, rule.logits) if logits is None else logits).to(device)
         self.up = torch.randn(count, rows, hidden).div_(hidden**0.5).to(**kind)
         self.down = torch.randn(count, hidden, inner).div_(inner**0.5).to(**kind)
+        self.biases = Biases(*(torch.randn(count, n).to(**kind) for n in (rows, hidden))) if biased else NO_BIASES
         self.weights, self.experts = route_ref(self.logits, rule)
 
     def dense(self) -> torch.Tensor:
@@ -62,19 +64,27 @@ class Case:
         weight = torch.zeros(len(self.x), len(self.up), device=self.x.device, dtype=torch.float64)
         weight.scatter_(1, self.experts.long(), self.weights.double())
         h = torch.einsum("th,eih->tei", self.x.double(), self.up.double())
-        if self.activation == "swiglu":
-            gate, up = h.chunk(2, -1)
-            h = F.silu(gate) * up
-        else:
+        if self.biases.up is not None:
+            h = h + self.biases.up.double()
+        if self.activation == "relu2":
             h = h.relu() ** 2
-        return torch.einsum("te,tei,ehi->th", weight, h, self.down.double())
+        else:
+            gate, up = h.chunk(2, -1)
+            if self.activation == "clamped_swiglu":
+                gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+                h = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+            else:
+                h = F.silu(gate) * up
+        y = torch.einsum("te,tei,ehi->th", weight, h, self.down.double())
+        return y if self.biases.down is None else y + weight @ self.biases.down.double()
 
     def run(self, residual: torch.Tensor | None = None) -> torch.Tensor:
-        return fused_moe(self.x, self.logits, self.rule, Weight(self.up), Weight(self.down), self.activation, residual)
+        weights = Weight(self.up), Weight(self.down)
+        return fused_moe(self.x, self.logits, self.rule, *weights, self.activation, residual, self.biases)
 
     def reference(self) -> torch.Tensor:
         up, down = Weight(self.up), Weight(self.down)
-        return experts_ref(self.x, self.weights, self.experts, up, down, self.activation)
+        return experts_ref(self.x, self.weights, self.experts, up, down, self.activation, self.biases)
 
 
 def check(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -121,6 +131,15 @@ def test_experts_match_reference(
         assert torch.equal(case.run(case.residual), y)
 
 
+@pytest.mark.parametrize("tokens", [1, 19])
+def test_biases_and_clamps(tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    case = Case(RULES["plain"], tokens, device, dtype, activation="clamped_swiglu", biased=True)
+    case.up *= 6  # so that both clamps and both sides of the second are reached
+    expected = case.dense() + case.residual.double()
+    check(case.reference() + case.residual, expected, dtype)
+    check(case.run(case.residual), expected, dtype)
+
+
 @pytest.mark.parametrize(
     ("rows", "hidden", "inner", "activation"),
     crossed([16, 32, 64, 128], [(64, 32, "swiglu"), (72, 17, "swiglu"), (33, 40, "relu2")]),
@@ -150,7 +169,7 @@ def test_all_tokens_to_one_expert(tokens: int, device: torch.device) -> None:
     check(case.reference(), expected, torch.float32)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "relu2"])
 def test_nan_propagates(activation: Activation, device: torch.device) -> None:
     """Of a token or of a weight; max(x, 0) would hide it."""
     case = Case(Routing(4, 2), 6, device, activation=activation)
@@ -372,6 +391,29 @@ def test_qwen3_moe_matches_transformers(device: torch.device) -> None:
     torch.testing.assert_close(
         ours(x, norm=Norm(norm.weight.detach().to(device), 1e-5), residual=x), expected, rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.usefixtures("twin")
+def test_gpt_oss_matches_transformers(device: torch.device) -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssMLP
+
+    config = GptOssConfig(hidden_size=32, intermediate_size=24, num_local_experts=6, num_experts_per_tok=2)
+    config._experts_implementation = "eager"
+    block = GptOssMLP(config)
+    weights = {name: value.to(device) for name, value in randomise(block).items()}
+    x = 20 * torch.randn(1, 9, 32)  # so that gate and up are clamped
+    with torch.no_grad():
+        expected = block(x)[0][0].to(device)
+    up, up_bias = (
+        torch.cat([rows[:, ::2], rows[:, 1::2]], 1)
+        for rows in (weights["experts.gate_up_proj"].transpose(1, 2), weights["experts.gate_up_proj_bias"])
+    )
+    ours = Experts(
+        Routing(6, 2), weights["router.weight"], Weight(up),
+        Weight(weights["experts.down_proj"].transpose(1, 2).contiguous()), "clamped_swiglu",
+        router_bias=weights["router.bias"], biases=Biases(up_bias, weights["experts.down_proj_bias"]),
+    )  # fmt: skip
+    torch.testing.assert_close(ours(x[0].to(device)), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("twin")

@@ -81,7 +81,7 @@ def test_prefill_graphs_are_measured_where_prompts_are(monkeypatch: pytest.Monke
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (builder, devices):
         monkeypatch.setattr(module, "find_device", lambda name: torch.device("cuda", 0))
-    monkeypatch.setattr(builder, "prefill_backend", lambda *_: None)
+    monkeypatch.setattr(builder, "prefill_backend", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize(
