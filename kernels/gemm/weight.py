@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 SCALE_BLOCK = 128  # of a block that shares a scale
+MX_BLOCK = 32  # inputs that share one, in MXFP4
 _PART = 1 << 24
 
 

@@ -16,6 +16,7 @@ from specbatch.config_values import count_of, flag_of, names_of, positive_of, sp
 from specbatch.errors import refuse
 from specbatch.kernels.gemm.weight import SCALE_BLOCK
 from specbatch.models.fp8 import left_plain, unconverted, with_scales
+from specbatch.models.mxfp4 import is_mxfp4
 from specbatch.models.rope import Rope, read_rope
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class ModelConfig:
     """
 
     module: ClassVar[str] = "specbatch.models.llama"  # its functions `layer` and `final_norm` build the model
+    reads_mxfp4: ClassVar[bool] = False
 
     family: str
     vocab_size: int
@@ -93,11 +95,13 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> ModelConfig:
         """Read a config.json. Raises SpecbatchError for a key and value that are not supported."""
+        other = _other(config)
+        if other is not None and other.reads_mxfp4 and is_mxfp4(config):
+            return other.from_dict(config)
         plain = unconverted(config)
         if plain is not None:
             read = ModelConfig.from_dict({key: value for key, value in config.items() if key != "quantization_config"})
             return replace(read, fp8=plain)
-        other = _other(config)
         if other is not None:
             return other.from_dict(config)
         family = _family(config)

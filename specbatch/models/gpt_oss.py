@@ -1,4 +1,4 @@
-"""gpt-oss: attention with learned sinks and alternating windows; a mixture of experts with biases, unquantized.
+"""gpt-oss: attention with learned sinks and alternating windows; experts with biases, in MXFP4 or unquantized.
 
 OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card" (2025); names, layout and defaults are those of `GptOssConfig` of
 transformers. The rows of gate and up alternate in a checkpoint; here all of the gate come first.
@@ -7,6 +7,7 @@ transformers. The rows of gate and up alternate in a checkpoint; here all of the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -14,13 +15,14 @@ import torch
 from specbatch.config_values import count_of, flag_of, positive_of, table_of
 from specbatch.errors import refuse
 from specbatch.kernels.elementwise.activations import GATE_LIMIT, GATE_SLOPE
-from specbatch.kernels.gemm.weight import Weight
+from specbatch.kernels.gemm.weight import MX_BLOCK, Weight
 from specbatch.kernels.moe.experts import Biases, Experts
 from specbatch.kernels.moe.routing import Routing
 from specbatch.models import llama
-from specbatch.models.config import FULL, SLIDING, ModelConfig
+from specbatch.models.config import FULL, SLIDING, ModelConfig, shared_out
 from specbatch.models.layers import Layer, Reader, Tables
 from specbatch.models.moe import Mixture, MoeMlp, mixture_of
+from specbatch.models.mxfp4 import METHOD, check_width, is_mxfp4, stored_shapes
 
 # Of a config that states none.
 _THETA, _WINDOW, _LAYERS = 150000.0, 128, 36
@@ -29,13 +31,18 @@ _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_p
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(ModelConfig):
+    """mxfp4: whether the experts of the checkpoint are."""
+
     module: ClassVar[str] = __name__
+    reads_mxfp4: ClassVar[bool] = True
 
     mixture: Mixture
+    mxfp4: bool
 
     def __post_init__(self) -> None:
         if self.fp8 is not None:
-            raise refuse("quantization_config.quant_method", "fp8", "the experts of gpt-oss are unquantized here")
+            works = f"the experts of gpt-oss are {METHOD!r}, or unquantized without a quantization_config"
+            raise refuse("quantization_config.quant_method", "fp8", works)
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> GptOssConfig:
@@ -45,7 +52,7 @@ class GptOssConfig(ModelConfig):
         layers = count_of(config, "num_hidden_layers", _LAYERS)
         rope = table_of(config, "rope_parameters") or table_of(config, "rope_scaling") or _YARN
         plain = ModelConfig.from_dict(
-            config
+            {key: value for key, value in config.items() if key != "quantization_config"}
             | {
                 "architectures": None,
                 "model_type": "ministral",  # whose configs state windows alike
@@ -62,15 +69,24 @@ class GptOssConfig(ModelConfig):
             }
         )
         experts = config | {"moe_intermediate_size": plain.intermediate_size}
-        return cls(**vars(plain) | {"family": "gpt_oss"}, mixture=mixture_of(experts, normalise=True))
+        quantized = is_mxfp4(config)
+        if quantized:
+            check_width("hidden_size", plain.hidden_size)
+            check_width("intermediate_size", plain.intermediate_size)
+        mixture = mixture_of(experts, normalise=True)
+        return cls(**vars(plain) | {"family": "gpt_oss"}, mixture=mixture, mxfp4=quantized)
 
     @property
     def has_sinks(self) -> bool:
         return True
 
     def divided(self, ranks: int) -> Self:
-        part = super().divided(ranks)
-        return replace(part, mixture=replace(self.mixture, inner=part.intermediate_size))
+        step = MX_BLOCK if self.mxfp4 else 1
+        inner = shared_out("intermediate_size", self.intermediate_size, ranks, step)
+        return replace(super().divided(ranks), mixture=replace(self.mixture, inner=inner))
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        return stored_shapes(self.weight_shapes()) if self.mxfp4 else self.weight_shapes()
 
     def mlp_bytes(self, dtype: torch.dtype) -> int:
         return self.mixture.token_bytes(self.hidden_size, dtype)
@@ -89,14 +105,15 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
 
 def _experts(read: Reader, stem: str, config: GptOssConfig) -> Experts:
     count, inner, hidden = config.mixture.experts, config.mixture.inner, config.hidden_size
-    up = Weight(_gate_first(_matrices(read, f"{stem}.experts.gate_up_proj", count, 2 * inner, hidden)))
-    down = Weight(_matrices(read, f"{stem}.experts.down_proj", count, hidden, inner))
+    matrices = read.mxfp4 if config.mxfp4 else partial(_transposed, read)
+    up = matrices(f"{stem}.experts.gate_up_proj", count, 2 * inner, hidden)
+    down = matrices(f"{stem}.experts.down_proj", count, hidden, inner)
     up_bias = _gate_first(read(f"{stem}.experts.gate_up_proj_bias", count, 2 * inner))
     down_bias = read(f"{stem}.experts.down_proj_bias", count, hidden)
     return Experts(
         Routing(count, config.mixture.top_k),
         read(f"{stem}.router.weight", count, hidden),
-        up,
+        Weight(_gate_first(up.values)),
         down,
         "clamped_swiglu",
         router_bias=read(f"{stem}.router.bias", count),
@@ -105,9 +122,9 @@ def _experts(read: Reader, stem: str, config: GptOssConfig) -> Experts:
     )
 
 
-def _matrices(read: Reader, name: str, count: int, outputs: int, inputs: int) -> torch.Tensor:
+def _transposed(read: Reader, name: str, count: int, outputs: int, inputs: int) -> Weight:
     """The experts' matrices [count, outputs, inputs], which are stored transposed."""
-    return read(name, count, inputs, outputs).transpose(1, 2).contiguous()
+    return Weight(read(name, count, inputs, outputs).transpose(1, 2).contiguous())
 
 
 def _gate_first(x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,9 @@ from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.common.rowwise import sigmoid
 from specbatch.kernels.gemm.fp8_linear import linear
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight, concat_outputs, contains_nan, keeps_fp8
+from specbatch.kernels.gemm.mxfp4 import check_scales, dequantize_mxfp4
+from specbatch.kernels.gemm.weight import MX_BLOCK, SCALE_BLOCK, Weight, concat_outputs, contains_nan, keeps_fp8
+from specbatch.models import mxfp4
 from specbatch.models.config import ModelConfig
 from specbatch.models.fp8 import PLAIN, SCALES
 from specbatch.models.partition import RowParallelLinear, VocabParallelHead, part_of, rows_per_rank, vocabulary_part
@@ -191,6 +193,14 @@ class Reader:
         names = ("; ".join(group) for group in groups)
         return Weight(torch.stack([self.dequantize(*part) for part in zip(names, parts, strict=True)]))
 
+    def mxfp4(self, name: str, count: int, outputs: int, inputs: int) -> Weight:
+        """A stack of MXFP4 matrices [count, outputs, inputs], dequantized."""
+        groups = count, outputs, inputs // MX_BLOCK
+        values = self._part(name + mxfp4.BLOCKS, (*groups, MX_BLOCK // 2)).to(self._device).flatten(2)
+        scales = self._part(name + mxfp4.SCALES, groups).to(self._device)
+        check_scales(name + mxfp4.SCALES, scales)
+        return Weight(dequantize_mxfp4(values, scales, self._dtype))
+
     def norm(self, stem: str, size: int | None = None) -> Norm:
         """size: the hidden size if None."""
         return Norm(self(f"{stem}.weight", size or self.config.hidden_size), self.config.rms_norm_eps)
@@ -301,6 +311,9 @@ class ShapeRecorder(Reader):
             for name, count in rows.items():
                 self._record(name, (count, columns))
         return Weight(torch.empty(len(groups), sum(groups[0].values()), columns, dtype=self._dtype, device="meta"))
+
+    def mxfp4(self, name: str, count: int, outputs: int, inputs: int) -> Weight:
+        return self._stored(name, (count, outputs, inputs))
 
     def output_matrix(self, name: str, tokens: int, tied: torch.Tensor | None = None) -> Linear:
         return super().output_matrix(name, rows_per_rank(tokens, self.config.ranks), tied)

@@ -6,7 +6,8 @@ import hashlib
 import math
 from typing import TYPE_CHECKING
 
-from specbatch.kernels.gemm.weight import byte_chunks
+from specbatch.kernels.gemm.weight import MX_BLOCK, byte_chunks
+from specbatch.models import mxfp4
 from specbatch.models.config import ModelConfig
 from specbatch.models.fp8 import SCALES
 from specbatch.tokenizer import ByteTokenizer, Tokenizer
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 # Root mean square of float8_e4m3fn values if all bit patterns except the two NaNs are equally likely.
 _FP8_RMS = 100.06
+_FP4_RMS = 2.93  # of 4-bit values, alike
 
 
 def random_tensor(
@@ -57,6 +59,18 @@ def random_scales(name: str, shape: Shape, inputs: int, seed: int, device: str |
     return scales.mul_(1 / (_FP8_RMS * math.sqrt(inputs)))
 
 
+def random_mxfp4(name: str, shape: Shape, inputs: int, seed: int, device: str | torch.device = "cpu") -> torch.Tensor:
+    """Random blocks, or scales that give them the magnitude of `random_tensor`, of an MXFP4 matrix with `inputs`
+    columns."""
+    import torch
+
+    generator, bits = _generator(name, seed, device), torch.empty(shape, device=device, dtype=torch.uint8)
+    if name.endswith(mxfp4.BLOCKS):
+        return bits.random_(0, 256, generator=generator)
+    exponent = 127 + math.floor(math.log2(1 / (_FP4_RMS * math.sqrt(inputs))))
+    return bits.random_(exponent, exponent + 2, generator=generator)
+
+
 def _generator(name: str, seed: int, device: str | torch.device) -> torch.Generator:
     import torch
 
@@ -92,6 +106,9 @@ class DummyCheckpoint:
         shape, made = self._shapes[name], (self._seed, self._device)
         if self._is_fp8(name):
             return random_fp8(name, shape, *made)
+        if _is_mxfp4(name):
+            scales = self._shapes[name.removesuffix(mxfp4.BLOCKS).removesuffix(mxfp4.SCALES) + mxfp4.SCALES]
+            return random_mxfp4(name, shape, scales[-1] * MX_BLOCK, *made)
         if name.endswith(SCALES):
             return random_scales(name, shape, self._shapes[name.removesuffix(SCALES)][-1], *made)
         return random_tensor(name, shape, *made, getattr(torch, self._dtype_name))
@@ -104,9 +121,13 @@ class DummyCheckpoint:
 
     def _item(self, name: str) -> int:
         """Bytes per value."""
-        if self._is_fp8(name):
+        if self._is_fp8(name) or _is_mxfp4(name):
             return 1
         return 4 if name.endswith(SCALES) or self._dtype_name == "float32" else 2
+
+
+def _is_mxfp4(name: str) -> bool:
+    return name.endswith((mxfp4.BLOCKS, mxfp4.SCALES))
 
 
 __all__ = ["SHAPES", "DummyCheckpoint", "random_tensor"]

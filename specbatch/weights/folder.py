@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.errors import SpecbatchError, refuse, shown
+from specbatch.models import mxfp4
 from specbatch.models.config import ModelConfig
 from specbatch.models.fp8 import SCALES
 from specbatch.text_files import UnreadableError, open_regular
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 FP8 = "F8_E4M3"
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2, FP8: 1}
+_MXFP4 = "U8"
 LM_HEAD = "lm_head.weight"
 MTP = "mtp."  # tensors of a draft head in the same files, checked by the drafter
 MAPS = ("d2t", "t2d")  # maps between the vocabularies of a draft and its target, with integer or bool dtype
@@ -45,7 +47,10 @@ class SafetensorsFiles:
                 if expected and name not in expected:
                     continue
                 view = file.get_slice(name)
-                if view.get_dtype() not in _BYTES and name.rpartition(".")[2] not in MAPS:
+                if name.endswith((mxfp4.BLOCKS, mxfp4.SCALES)):
+                    if view.get_dtype() != _MXFP4:
+                        raise _damaged(path, f"tensor {name} is {view.get_dtype()}; blocks and scales are {_MXFP4}")
+                elif view.get_dtype() not in _BYTES and name.rpartition(".")[2] not in MAPS:
                     works = f"tensor {name} is {view.get_dtype()}; supported are {', '.join(_BYTES)}"
                     raise _damaged(path, works)
                 if name.endswith("rotary_emb.inv_freq"):
@@ -54,7 +59,7 @@ class SafetensorsFiles:
                     fp8[name] = path
                 self._files[name] = file
                 self.shapes[name] = tuple(view.get_shape())
-                self.bytes += math.prod(view.get_shape()) * _BYTES.get(view.get_dtype(), 8)
+                self.bytes += math.prod(view.get_shape()) * (_BYTES | {_MXFP4: 1}).get(view.get_dtype(), 8)
         for name, path in fp8.items():
             if name + SCALES not in self.shapes:
                 raise _damaged(path, f"tensor {name} is {FP8} and there is no {name}{SCALES}")

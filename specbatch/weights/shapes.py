@@ -80,6 +80,15 @@ _GPT_OSS = {
     "tie_word_embeddings": False,
     "eos_token_id": 200002,
     "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
 }
 
 _QWEN3_MOE = {

@@ -46,7 +46,7 @@ def test_named_shapes(name: str) -> None:
     assert checkpoint.config.parameter_count() == PARAMETERS.get(name, checkpoint.config.parameter_count())
     assert checkpoint.tokenizer().vocab_size == checkpoint.config.vocab_size
     assert checkpoint.config.rope.source in ("rope_theta", "rope_parameters", "the family")
-    if checkpoint.config.fp8 is None:
+    if checkpoint.config.fp8 is None and not name.startswith("gpt-oss"):
         assert checkpoint.bytes == 4 * checkpoint.config.parameter_count()
 
 
