@@ -55,6 +55,8 @@ class Completion:
     index           the prompt's place in the input, from 0
     finish_reason   "stop" or "length"; or, of an incomplete one, "abort" (ended by the caller) or "error"
     logprobs        of each token, if asked for
+    prompt_logprobs of each token of the prompt after those before it, if asked for, and the first sample; of the first
+                    token None
     error           why it failed, if `finish_reason` is "error"
     sample          from 0 to `SamplingParams.n` - 1
     request_id      the caller's name of the prompt, if given
@@ -72,6 +74,7 @@ class Completion:
     sample: int = 0
     request_id: str | None = None
     top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[float | None] | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -126,6 +129,8 @@ class Request:
         self.error: str | None = None
         self.logprobs: list[float] = []
         self.top_logprobs: list[dict[int, float]] = []
+        wants = params.prompt_logprobs and not sample
+        self.prompt_logprobs: list[float | None] | None = [None] * len(prompt) if wants else None
         self._decode = decode
         self.end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
         self._text = OutputText(decode, params.stop) if params.stop or streams_text else None
@@ -162,6 +167,11 @@ class Request:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt were asked for and are not known yet."""
+        return self.prompt_logprobs is not None and None in self.prompt_logprobs[1:]
 
     @property
     def finished(self) -> bool:
@@ -265,6 +275,7 @@ class Request:
             sample=self.sample,
             request_id=self.request_id,
             top_logprobs=list(self.top_logprobs) if self.params.top_logprobs else None,
+            prompt_logprobs=None if self.lacks_prompt_logprobs else self.prompt_logprobs,
         )
 
     def _shown(self, output: list[int]) -> str:

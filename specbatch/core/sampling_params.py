@@ -26,7 +26,6 @@ FOREIGN_NAMES = {
     "num_return_sequences": "use n",
     "best_of": "it is not supported; use n, which returns all samples",
     "num_logprobs": "use logprobs, or top_logprobs for the most likely tokens",
-    "prompt_logprobs": "use Engine.score",
     "do_sample": "use temperature; 0 is greedy",
     "length_penalty": _UNSUPPORTED,
     "use_beam_search": _UNSUPPORTED,
@@ -110,6 +109,9 @@ class SamplingParams:
         0, "Write the log-probabilities of the K most likely tokens in each place.", whole(0, MOST_TOP_LOGPROBS)
     )
 
+    prompt_logprobs: bool = setting(
+        False, "Write the log-probability of each token of the prompt, which is then computed without the prefix cache."
+    )
     presence_penalty: float = setting(
         0.0, "Lowers the logits of tokens that the answer has; -2 to 2, 0 is off.", _PENALTY
     )

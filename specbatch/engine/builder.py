@@ -331,7 +331,7 @@ def _load(
     passes: dict[str, Any] = {"page_size": config.page_size, "needs_all_hidden": needs_all_hidden, "fp8": fp8}
     worker = DeviceWorker(
         batch,
-        PrefillStep(batch, model, forward, drafter, states=states, **passes),
+        PrefillStep(batch, model, forward, drafter, states=states, workspace=plan.workspace, **passes),
         DecodeStep(
             model,
             cache,

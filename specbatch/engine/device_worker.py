@@ -23,7 +23,7 @@ from specbatch.core.device_batch import Admission, DeviceBatch
 from specbatch.core.sampling import SamplingFlags
 from specbatch.core.step_input import StepInput
 from specbatch.drafters.corpus import Answer, Corpus
-from specbatch.engine.prefill import PrefillStep, PrefillWork
+from specbatch.engine.prefill import Prefilled, PrefillStep, PrefillWork
 from specbatch.engine.score_step import ScoreStep, ScoreWork
 from specbatch.engine.step import DecodeStep
 from specbatch.engine.token_check import TokenCheck
@@ -194,7 +194,7 @@ class DeviceWorker:
         self.batch.add_pages(pages)
 
     @launches
-    def prefill(self, work: PrefillWork) -> Result | None:
+    def prefill(self, work: PrefillWork) -> Prefilled:
         """Run one prefill pass; see `PrefillStep`."""
         return self.prefill_step(work)
 

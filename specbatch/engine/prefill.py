@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,7 @@ from specbatch.core.logit_adjustments import History, adjusted_logits
 from specbatch.core.sampling import SamplingFlags
 from specbatch.drafters.base import Drafter
 from specbatch.engine.acceptance import are_finite, logprobs_of, top_logprobs_of
+from specbatch.engine.score_step import logprobs_of_targets
 from specbatch.kernels.common.upload import upload
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.sampling.rng import TARGET
@@ -30,6 +32,7 @@ class PrefillWork:
     loads   (cached state, slot): recurrent states that requests start from
     saves   (slot, cached state): recurrent states to store after the pass
     flags   of the requests whose prompts are complete
+    scored  (token of the pass, the token after it), ascending: prompt tokens whose log-probabilities are asked for
     """
 
     chunks: list[PromptChunk]
@@ -37,6 +40,19 @@ class PrefillWork:
     loads: list[tuple[int, int]] = field(default_factory=list)
     saves: list[tuple[int, int]] = field(default_factory=list)
     flags: SamplingFlags = field(default_factory=SamplingFlags)
+    scored: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Prefilled(NamedTuple):
+    """What a pass returns.
+
+    first            of prompts that are now complete: int64 [B, 2] of first token and finite, and what
+                     `PrefillWork.flags` ask for; None if there are none
+    prompt_logprobs  float32 [S] for `PrefillWork.scored`; None if there are none
+    """
+
+    first: Result | None = None
+    prompt_logprobs: torch.Tensor | None = None
 
 
 @dataclass
@@ -44,6 +60,7 @@ class PrefillStep:
     """Runs prefill passes over the same model, drafter and batch as `DecodeStep`.
 
     needs_all_hidden  see `DraftPlan`
+    workspace         bytes that the logits of `PrefillWork.scored` may take
     states            of the recurrent layers of target and draft model
     fp8               see `use_fp8_activations`
     on_logits         gets the logits [B, V] after complete prompts
@@ -55,16 +72,16 @@ class PrefillStep:
     drafter: Drafter
     page_size: int
     needs_all_hidden: bool
+    workspace: int
     states: Sequence[RecurrentStates] = ()
     fp8: bool = False
     on_logits: Callable[[torch.Tensor], None] | None = None
 
-    def __call__(self, work: PrefillWork) -> Result | None:
-        """Compute the chunks. For prompts that are then complete: int64 [B, 2] of first token and finite, and what
-        `work.flags` ask for; the tokens are in the batch already. None if no prompt is complete."""
+    def __call__(self, work: PrefillWork) -> Prefilled:
+        """Compute the chunks. The first tokens of complete prompts are in the batch already."""
         for states in self.states:
             states.load(work.loads)
-        result = self._run(work.chunks, work.ending, work.flags)
+        result = self._run(work.chunks, work.ending, work.flags, work.scored)
         for states in self.states:
             states.save(work.saves)
         return result
@@ -85,20 +102,42 @@ class PrefillStep:
         self._run([PromptChunk(0, start, start + count)], [0] * ends, SamplingFlags())
         self.batch.lengths[0] = 1  # as it was
 
-    def _run(self, chunks: list[PromptChunk], ending: list[int], flags: SamplingFlags) -> Result | None:
+    def _run(
+        self, chunks: list[PromptChunk], ending: list[int], flags: SamplingFlags, scored: Sequence[tuple[int, int]] = ()
+    ) -> Prefilled:
         batch = self.batch
         metadata = PrefillMetadata(batch.page_table, chunks, self.page_size)
         ends = upload(ending, batch.device)
-        last = metadata.last[ends]
+        read = metadata.last[ends]
+        if scored:
+            read = torch.cat([read, upload([token for token, _ in scored], batch.device)])
         tokens = batch.tokens[metadata.slots, metadata.positions]
         with use_fp8_activations(self.fp8):
-            features = self.forward(tokens, metadata, None if self.needs_all_hidden else last)
+            features = self.forward(tokens, metadata, None if self.needs_all_hidden else read)
             self.drafter.prefill(batch, metadata, features)
-        if not ending:
-            return None
+        hidden = features.last[read] if self.needs_all_hidden else features.last
+        first = self._sample(hidden[: len(ending)], chunks, ending, metadata, ends, flags) if ending else None
+        if not scored:
+            return Prefilled(first)
+        targets = [(row, token) for row, (_, token) in enumerate(scored)]
+        found = [part for part, _ in logprobs_of_targets(self.model, hidden[len(ending) :], targets, self.workspace)]
+        return Prefilled(first, torch.cat(found))
+
+    def _sample(
+        self,
+        hidden: torch.Tensor,
+        chunks: list[PromptChunk],
+        ending: list[int],
+        metadata: PrefillMetadata,
+        ends: torch.Tensor,
+        flags: SamplingFlags,
+    ) -> Result:
+        """The first tokens of complete prompts from their last hidden states [B, H]. ending, ends: the indices of their
+        chunks."""
+        batch = self.batch
         _, lengths, slots, _ = metadata.spans.table[:, ends]
         sampling = batch.sampling(slots, flags)
-        logits = self.model.logits(features.last[last] if self.needs_all_hidden else features.last)[:, None]
+        logits = self.model.logits(hidden)[:, None]
         if self.on_logits is not None:
             self.on_logits(logits[:, 0])
         chosen_from = logits

@@ -40,6 +40,9 @@ class PromptReader:
         else:
             asked = prompt if isinstance(prompt, EmbeddedPrompt) else EmbeddedPrompt(prompt)
             found = asked.checked(index, self._hidden)
+            if found.embeddings and params.prompt_logprobs:
+                works = f"prompt {index} has embeddings in place of tokens, which have no probability; leave it out"
+                raise refuse("prompt_logprobs", True, works)
         self.check(found.token_ids, params, index)
         return found
 

@@ -48,7 +48,8 @@ class RequestWindow:
         self._closed = now
         self._totals.add(completion)
         if self._rows is not None:
-            numbers = replace(completion, prompt_token_ids=[], token_ids=[], text="", logprobs=None, top_logprobs=None)
+            numbers = replace(completion, prompt_token_ids=[], token_ids=[], text="")
+            numbers = replace(numbers, logprobs=None, top_logprobs=None, prompt_logprobs=None)
             self._rows.append(numbers)
 
     def complete(

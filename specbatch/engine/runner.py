@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -17,7 +18,7 @@ from specbatch.engine.counters import Counters
 from specbatch.engine.device_worker import DeviceWorker
 from specbatch.engine.draft_length import DraftLength
 from specbatch.engine.prefill import PrefillWork
-from specbatch.engine.scheduler import PrefillPlan, ScheduledRequest, Scheduler
+from specbatch.engine.scheduler import PrefillPlan, ScheduledChunk, ScheduledRequest, Scheduler
 from specbatch.runtime.cuda_graphs import Result
 
 # Odd, and no small multiple of the offset between the streams of a seed (`rng.offset_of`), so that no two samples share
@@ -30,20 +31,29 @@ OnTokens = Callable[[Request, list[int]], None]
 class Launched:
     """Work on the device whose result the host has not handled yet.
 
+    requests  whose tokens are in the result
+    result  None if there are none
     first   a prefill, whose results are first tokens; otherwise a decode step
+    scores  log-probabilities of prompt tokens, as many for each of the chunks as in `scored`
     timer   device time of a decode step, where it is known
     host_s  host time spent launching it
     drafts  tokens drafted per request
     judged  indices of requests whose draft had all its keys, so that its acceptance counts
     """
 
-    requests: list[ScheduledRequest]
-    result: AsyncCopy
+    requests: Sequence[ScheduledRequest]
+    result: AsyncCopy | None
     first: bool
     timer: StepTimer | None = None
     host_s: float = 0.0
     drafts: int = 0
     judged: frozenset[int] = frozenset()
+    scored: Sequence[tuple[ScheduledChunk, int]] = ()
+    scores: AsyncCopy | None = None
+
+    def ready(self) -> bool:
+        """Whether the host can handle it without waiting."""
+        return all(copy is None or copy.ready() for copy in (self.result, self.scores))
 
 
 class Runner:
@@ -90,21 +100,26 @@ class Runner:
 
     @torch.inference_mode()
     def prefill(self) -> Launched | None:
-        """Launch the next prompt chunks. None if there are none, or none completes its prompt."""
+        """Launch the next prompt chunks. None if there are none, or the host needs nothing of them."""
         start = time.perf_counter()
         plan = self.scheduler.plan_prefill(start)
         if plan is None:
             return None
         if plan.admitted:
             self._worker.admit([self._admission(request) for request in plan.admitted])
-        result = self._worker.prefill(_work_of(plan))
+        scored = [(chunk, _scored(chunk)) for chunk in plan.chunks]
+        result = self._worker.prefill(_work_of(plan, scored))
         self._last_timer = None
         self.counters.prefill_passes += 1
         self.counters.prefill_tokens += sum(chunk.end - chunk.start for chunk in plan.chunks)
         self.counters.prefill_s += time.perf_counter() - start
-        if result is None:
+        first = None if result.first is None else self._copy(result.first)
+        found = result.prompt_logprobs
+        scores = None if found is None else AsyncCopy(found, stream=self._stream)
+        if first is None and scores is None:
             return None
-        return Launched([chunk for chunk in plan.chunks if chunk.last], self._copy(result), first=True)
+        ending = [chunk for chunk in plan.chunks if chunk.last]
+        return Launched(ending, first, first=True, scored=scored, scores=scores)
 
     @torch.inference_mode()
     def decode(self, *, may_retract: bool) -> Launched | None:
@@ -146,6 +161,9 @@ class Runner:
     def handle(self, launched: Launched, *, overlapped: bool = False) -> None:
         """Wait for a result and book it. `overlapped`: another decode step is launched already."""
         start = time.perf_counter()
+        self._note_prompt_logprobs(launched)
+        if launched.result is None:
+            return
         late = overlapped and launched.result.ready()
         values, *more = launched.result.wait()
         if self._worker.others is not None:
@@ -167,6 +185,17 @@ class Runner:
         self._add_to_corpus(finished)
         if self._draft_length.is_auto and not launched.first:
             self._draft_length.learn(launched.drafts, accepted)
+
+    def _note_prompt_logprobs(self, launched: Launched) -> None:
+        if launched.scores is None:
+            return
+        [values] = launched.scores.wait()
+        taken = 0
+        for chunk, count in launched.scored:
+            found, taken = values[taken : taken + count], taken + count
+            if count and not self.scheduler.is_void(chunk.request, chunk.epoch):
+                assert chunk.request.prompt_logprobs is not None
+                chunk.request.prompt_logprobs[chunk.start + 1 : chunk.start + 1 + count] = found
 
     def _prepare_draft(self, requests: list[ScheduledRequest], drafts: int, bound: int) -> bool:
         """Prepare the drafter for another number of drafts than in the last step. True if anything was launched."""
@@ -269,8 +298,20 @@ class Runner:
         )
 
 
-def _work_of(plan: PrefillPlan) -> PrefillWork:
+def _scored(chunk: ScheduledChunk) -> int:
+    """After so many of its tokens, the first ones, the log-probability of the next token is asked for."""
+    request = chunk.request
+    return max(min(chunk.end, request.prompt_len - 1) - chunk.start, 0) if request.lacks_prompt_logprobs else 0
+
+
+def _work_of(plan: PrefillPlan, scored: Sequence[tuple[ScheduledChunk, int]]) -> PrefillWork:
     chunks = plan.chunks
+    firsts = accumulate((chunk.end - chunk.start for chunk in chunks), initial=0)  # token of the pass
+    targets = [
+        (first + place, chunk.request.tokens[chunk.start + place + 1])
+        for first, (chunk, count) in zip(firsts, scored, strict=False)
+        for place in range(count)
+    ]
     ending = [index for index, chunk in enumerate(chunks) if chunk.last]
     return PrefillWork(
         [PromptChunk(chunk.slot, chunk.start, chunk.end, chunk.request.embeddings) for chunk in chunks],
@@ -278,4 +319,5 @@ def _work_of(plan: PrefillPlan) -> PrefillWork:
         plan.loads,
         plan.saves,
         SamplingFlags.of(chunks[index].request for index in ending),
+        targets,
     )

@@ -161,7 +161,7 @@ class Scheduler:
 
     def _shared(self, request: Request) -> Found:
         """The cached part of a prompt. Without a prefix cache the first sample computes all of it."""
-        if request.unshared:
+        if request.unshared or request.lacks_prompt_logprobs:
             return Found([], 0, 0)
         tokens = request.tokens[: request.textual + 1]  # the last token is computed in any case
         if self.state_cache is not None:

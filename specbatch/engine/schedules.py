@@ -54,7 +54,7 @@ class Overlapped:
         runner, previous = self._runner, self._in_flight
         before = runner.counters.prefill_passes
         first = runner.prefill()
-        if first is not None and first.result.ready():
+        if first is not None and first.ready():
             runner.handle(first)
             first = None
         try:

@@ -59,21 +59,24 @@ class ScoreStep:
         with use_fp8_activations(self.fp8):
             tokens = upload(work.tokens, device)
             last = self.forward(tokens, metadata, None if self.needs_all_hidden else rows).last
-        return list(self._score(last[rows] if self.needs_all_hidden else last, work.targets))
+        hidden = last[rows] if self.needs_all_hidden else last
+        return list(logprobs_of_targets(self.model, hidden, work.targets, self.workspace))
 
-    def _score(
-        self, hidden: torch.Tensor, targets: list[tuple[int, int]]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """hidden [n, hidden_size]: of `ScoreWork.read`."""
-        if not targets:
-            return
-        places = [row for row, _ in targets]
-        rows, tokens = upload(targets, hidden.device).unbind(1)
-        most = max(1, self.workspace // (_BYTES_PER_LOGIT * self.model.config.vocab_size))  # rows of logits at a time
-        for first in range(0, len(hidden), most):
-            begin, end = (bisect_left(places, place) for place in (first, first + most))
-            row, token = rows[begin:end] - first, tokens[begin:end]
-            logits = self.model.logits(hidden[first : first + most])
-            greedy = logits.argmax(-1)[row] == token
-            logits = logits.float()
-            yield logits[row, token] - logsumexp(logits)[row], greedy
+
+def logprobs_of_targets(
+    model: Decoder, hidden: torch.Tensor, targets: list[tuple[int, int]], workspace: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """In parts, for targets (row of hidden [n, hidden_size], token), ascending: float32 log-probabilities, and whether
+    each is the greedy token. workspace: bytes that the logits of a part may take."""
+    if not targets:
+        return
+    places = [row for row, _ in targets]
+    rows, tokens = upload(targets, hidden.device).unbind(1)
+    most = max(1, workspace // (_BYTES_PER_LOGIT * model.config.vocab_size))  # rows of logits at a time
+    for first in range(0, len(hidden), most):
+        begin, end = (bisect_left(places, place) for place in (first, first + most))
+        row, token = rows[begin:end] - first, tokens[begin:end]
+        logits = model.logits(hidden[first : first + most])
+        greedy = logits.argmax(-1)[row] == token
+        logits = logits.float()
+        yield logits[row, token] - logsumexp(logits)[row], greedy

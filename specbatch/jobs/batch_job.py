@@ -266,8 +266,9 @@ class BatchJob:
         if self.found.id_type not in (None, "string", "int64"):
             works = "the ids mix strings and numbers, or exceed 64 bits, which a column cannot hold; name a .jsonl file"
             raise refuse("output", self.output.name, works)
-        if "top_logprobs" in self.found.present:
-            raise refuse("output", self.output.name, "has no column for top_logprobs; name a .jsonl file")
+        for name in ("top_logprobs", "prompt_logprobs"):
+            if name in self.found.present:
+                raise refuse("output", self.output.name, f"has no column for {name}; name a .jsonl file")
 
     def _check_record(self) -> None:
         """Refuse to complete an output that another job wrote."""

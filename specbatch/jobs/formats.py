@@ -199,4 +199,6 @@ def _numbers(completion: Completion) -> Row:
         found["logprobs"] = completion.logprobs
     if completion.top_logprobs is not None:
         found["top_logprobs"] = completion.top_logprobs
+    if completion.prompt_logprobs is not None:
+        found["prompt_logprobs"] = completion.prompt_logprobs
     return found

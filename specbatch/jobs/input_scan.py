@@ -103,7 +103,7 @@ def scan(form: JobFormat, bad: BadLines) -> InputScan:
                 places.append(row.index)
         if isinstance(row, JobRow):
             wanted = {"sample": row.params.n > 1, "logprobs": row.params.logprobs}
-            wanted["top_logprobs"] = row.params.top_logprobs > 0
+            wanted |= {"top_logprobs": row.params.top_logprobs > 0, "prompt_logprobs": row.params.prompt_logprobs}
             found.present |= {name for name, there in wanted.items() if there}
     found.sha256 = digest.hexdigest()
     found.duplicates = _later_ones(ids, places)
