@@ -413,7 +413,7 @@ class EngineConfig:
         "auto", "Attention backend for prompts. auto: the fastest one installed.", choices=ATTENTION_BACKENDS
     )
     draft_attention_backend: str = setting(
-        "auto", "Attention backend for the prompts of a draft model.", choices=ATTENTION_BACKENDS
+        "auto", "Attention backend for the prompts of a draft with attention over them.", choices=ATTENTION_BACKENDS
     )
     deterministic: bool = setting(
         False,
@@ -436,9 +436,8 @@ class EngineConfig:
             raise refuse("speculation", self.speculation, "give a Speculation, such as Speculation(algorithm='ngram')")
         takes = self.speculation.entry.settings
         if self.draft_attention_backend != "auto" and "draft_attention_backend" not in takes:
-            raise refuse(
-                "draft_attention_backend", self.draft_attention_backend, "no draft model is used; leave it out"
-            )
+            works = f"{self.speculation.algorithm!r} computes no attention for the prompts of a draft; leave it out"
+            raise refuse("draft_attention_backend", self.draft_attention_backend, works)
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", str(self.device)):
             raise refuse("device", self.device, "use auto, cpu, cuda or cuda:N")
         check_fields(self)

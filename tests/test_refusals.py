@@ -112,7 +112,7 @@ VALUES: list[tuple[Callable[..., Any], str, list[Any], str]] = [
     ),
     (EngineConfig, "kv_dtype", ["int4"], "auto, fp8"),
     (EngineConfig, "attention_backend", ["x"], "auto, triton, torch, flashinfer"),
-    (EngineConfig, "draft_attention_backend", ["triton"], "no draft model is used"),
+    (EngineConfig, "draft_attention_backend", ["triton"], "'none' computes no attention for the prompts of a draft"),
     (EngineConfig, "model", ["", 5], "smollm2-135m"),
     (EngineConfig, "speculation", [{"algorithm": "ngram"}], "Speculation("),
     (EngineConfig, "graphs", ["whole"], "Graphs("),

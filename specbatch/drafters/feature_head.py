@@ -26,6 +26,7 @@ from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import Diagnosis, DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.choose import Choice, choose_next, proposal_of
 from specbatch.drafters.tree import Beams, expand
+from specbatch.errors import refuse
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.drafting.draft_inputs import PendingInputs, beam_inputs, buffer_features, pending_inputs
@@ -319,6 +320,9 @@ def head_plan(
 ) -> DraftPlan:
     """The plan of a head with layers like `layer`; other arguments as in `DraftPlan`. When a request ends, the pairs of
     its last verify are still buffered, which gives the `uncached_tail`."""
+    if config.draft_attention_backend != "auto" and layer.num_layers == 1:
+        works = "this head has one layer, which writes keys and values of prompts without attention; leave it out"
+        raise refuse("draft_attention_backend", config.draft_attention_backend, works)
     shape = config.speculation.shape
     return DraftPlan(
         build,

@@ -19,6 +19,8 @@ from stand_ins import fake_graphs, random_draft_lengths
 
 from specbatch import Completion, Engine, EngineConfig, SamplingParams
 from specbatch.config import Graphs, Speculation
+from specbatch.errors import SpecbatchError
+from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.models.config import ModelConfig
 from specbatch.models.full_forward import UncachedContext
@@ -211,6 +213,20 @@ def test_prefill_graphs_of_two_layers_write_the_same_keys(targets: Any, monkeypa
     assert written[0].shape[1] == 2
     assert (written[0][:, 1] != 0).any()
     torch.testing.assert_close(*written)
+
+
+def test_attention_backend_is_for_heads_of_several_layers(targets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def chosen(*args: Any, **how: Any) -> Any:
+        asked.append(args)
+        return prefill_backend(*args, **how)
+
+    monkeypatch.setattr("specbatch.engine.builder.prefill_backend", chosen)
+    targets.engine("llama", "eagle", draft_attention_backend="torch")
+    assert [(args[0], args[4:]) for args in asked[1:]] == [("torch", ("draft_attention_backend",))]
+    with pytest.raises(SpecbatchError, match=r"^draft_attention_backend='torch': this head has one layer"):
+        targets.engine("llama", "eagle3", draft_attention_backend="torch")
 
 
 @pytest.mark.parametrize(("kind", "shape"), crossed(["eagle", "eagle3", "mtp"], ["chain", "tree"]))
