@@ -322,6 +322,27 @@ def test_an_fp8_kv_cache_of_recurrent_targets(name: str, tmp_path: Path) -> None
     assert same >= len(prompts) * 0.6
 
 
+@pytest.mark.parametrize("algorithm", ["none", "ngram-tree", "eagle3"])
+def test_mxfp4_experts_give_the_tokens_of_dequantized_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    few = {"num_hidden_layers": 4, "vocab_size": 500, "num_local_experts": 8, "eos_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["gpt-oss-20b"] | few))
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 250, (length,), generator=generator).tolist() for length in (3, 40, 200, 300)]
+    asked = EngineConfig(
+        model=str(tmp_path), load_format="dummy", device="cuda", dtype="float32", max_running=4, max_model_len=360,
+    )  # fmt: skip
+    drafting = replace(asked, speculation=SPECULATIONS[algorithm], graphs=GRAPHS["graphs"])
+    tokens = []
+    for keeps, config in ((False, asked), (True, drafting)):
+        monkeypatch.setattr("specbatch.models.layers.keeps_mxfp4", lambda device, keeps=keeps: keeps)
+        with Engine(config) as engine:
+            done = engine.generate(prompts, SamplingParams(max_new_tokens=30))
+            tokens.append([item.token_ids for item in done])
+    assert tokens[0] == tokens[1]
+
+
 @pytest.mark.parametrize(("name", "schedule"), crossed(SPECULATIONS, ["v1", "v2"]))
 def test_a_check_from_graphs_is_equal(
     open_toy: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, schedule: str

@@ -1,4 +1,4 @@
-"""Weights as they are stored: in the type of the activations, or FP8 with a scale for every 128 x 128 values."""
+"""Weights as they are stored: in the type of the activations, FP8 with a scale for every 128 x 128 values, or MXFP4."""
 
 from __future__ import annotations
 
@@ -17,10 +17,21 @@ _PART = 1 << 24
 @dataclass(frozen=True)
 class Weight:
     """values [..., out, in]; scales None, or [..., ceil(out / 128), ceil(in / 128)] float32, bfloat16 or float16: what
-    the checkpoints of DeepSeek-V3, Qwen3 and Qwen3.5 in FP8 call `weight_scale_inv`, which multiplies all the same."""
+    the checkpoints of DeepSeek-V3, Qwen3 and Qwen3.5 in FP8 call `weight_scale_inv`, which multiplies all the same.
+    MXFP4: values uint8 [..., out, in / 2] from `pack_mxfp4` and scales uint8 [..., out, in / 32]."""
 
     values: torch.Tensor
     scales: torch.Tensor | None = None
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.scales is not None and self.scales.dtype == self.values.dtype  # of FP8 weights they are wider
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[..., out, in]."""
+        *outer, inner = self.values.shape
+        return (*outer, 2 * inner if self.is_mxfp4 else inner)
 
     def of(self, expert: int) -> Weight:
         """One of a stack."""
@@ -30,6 +41,10 @@ class Weight:
         """The weight in this type: values * scales, cast once."""
         if self.scales is None:
             return self.values.to(dtype)
+        if self.is_mxfp4:
+            from specbatch.kernels.gemm.mxfp4 import dequantize_mxfp4
+
+            return dequantize_mxfp4(self.values, self.scales, dtype)
         out, inner = self.values.shape[-2:]
         scales = self.scales.float().repeat_interleave(SCALE_BLOCK, -2).repeat_interleave(SCALE_BLOCK, -1)
         return (self.values.float() * scales[..., :out, :inner]).to(dtype)

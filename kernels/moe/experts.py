@@ -136,19 +136,19 @@ class Experts:
         """ranks: of a group in which each has a part of every expert; None if this is the whole mixture. Their outputs
         are summed, so that only one of them has the biases of down."""
         self._ranks = ranks
-        count, hidden, inner = down.values.shape
+        count, hidden, inner = down.shape
         if activation in GATED:
             inner *= 2
         if count != rule.experts + rule.shared:
             raise refuse("experts", count, f"use {rule.experts} and {rule.shared} shared ones")
-        if up.values.shape != (count, inner, hidden):
-            raise refuse("up", tuple(up.values.shape), f"use {(count, inner, hidden)}, as down and {activation} say")
+        if up.shape != (count, inner, hidden):
+            raise refuse("up", up.shape, f"use {(count, inner, hidden)}, as down and {activation} say")
         if router.shape != (rule.logits, hidden):
             raise refuse("router", tuple(router.shape), f"use {(rule.logits, hidden)}")
         self.rule, self.up, self.down, self.activation, self.biases = rule, up, down, activation, biases
         # Else a block that shares a scale could have rows of the gate and of what it multiplies.
         is_whole = activation not in GATED or down.values.shape[2] % SCALE_BLOCK == 0
-        self._may_quantize = up.scales is not None and down.scales is not None and is_whole
+        self._may_quantize = all(one.scales is not None and not one.is_mxfp4 for one in (up, down)) and is_whole
         self._router_dtype = router.dtype
         # cuBLAS is at its best where a row of logits begins at 16 bytes.
         padding = -rule.logits % 8

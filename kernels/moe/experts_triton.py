@@ -17,7 +17,7 @@ import triton.language as tl
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.elementwise.activations import GATE_LIMIT, GATE_SLOPE
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8
-from specbatch.kernels.gemm.gemm_mainloop_triton import gemm_mainloop, gemm_mainloop_fp8
+from specbatch.kernels.gemm.gemm_mainloop_triton import gemm_mainloop, gemm_mainloop_fp8, gemm_mainloop_mxfp4
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 from specbatch.kernels.moe.experts import GATED, NO_BIASES, Activation, Biases
 from specbatch.kernels.moe.routing import Routing
@@ -39,6 +39,7 @@ _TILES = {  # rows of a block: for weights of two bytes a value, and of one
     64: (Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
     128: (Tile(256, 64, 8, 4), Tile(128, 64, 8, 4)),
 }
+_MXFP4_TILES = {16: Tile(64, 128, 4, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3)}
 _SLOPE, _LIMIT = tl.constexpr(GATE_SLOPE), tl.constexpr(GATE_LIMIT)
 _FP8_ROWS, _FP8_TILE = 64, Tile(128, SCALE_BLOCK, 4, 4)  # for FP8 x: the least a warpgroup takes; 128 are slower
 
@@ -57,6 +58,8 @@ def tile_for(rows: int, weight: Weight, item: int) -> Tile:
         return Tile(32, 32, 4, 2)
     if item == 1:
         return _FP8_TILE
+    if weight.is_mxfp4:
+        return _MXFP4_TILES[rows]
     return _TILES[rows][weight.scales is not None]
 
 
@@ -103,25 +106,28 @@ def grouped(
         x, x_scales, _ = x
     tokens = len(plan.order) // rule.width
     values, scales, gated = weight.values, weight.scales, activation in GATED
-    n, k = values.shape[1] // (2 if gated else 1), values.shape[2]
+    is_mxfp4, (_, outer, k) = weight.is_mxfp4, weight.shape
+    n = outer // (2 if gated else 1)
     assert x.shape == (len(plan.order) if activation is None else tokens, k), f"x {tuple(x.shape)} is not [rows, {k}]"
     assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
     assert values.is_contiguous(), "the weight must be contiguous"
     assert scales is None or scales.is_contiguous(), "the scales must be contiguous"
     tile = tile or tile_for(rows, weight, x.element_size())
-    assert scales is None or SCALE_BLOCK % tile.k == 0, f"steps of {tile.k} columns cross the {SCALE_BLOCK} of a scale"
+    is_fp8 = scales is not None and not is_mxfp4
+    assert not is_fp8 or SCALE_BLOCK % tile.k == 0, f"steps of {tile.k} columns cross the {SCALE_BLOCK} of a scale"
     if x_scales is not None:
         assert tile.k == SCALE_BLOCK, f"steps are of the {SCALE_BLOCK} columns that share a scale, not {tile.k}"
         width = tile.n // 2 if gated else tile.n
         assert SCALE_BLOCK % width == 0, f"tiles of {width} columns cross the {SCALE_BLOCK} of a scale"
         assert not gated or n % SCALE_BLOCK == 0, f"a scale of gate and up, {n} rows each, would be that of both"
     y = torch.empty(len(plan.order), n, device=x.device, dtype=dtype)
-    grid = most_blocks(tokens, rule, rows) * triton.cdiv(values.shape[1], tile.n)
+    grid = most_blocks(tokens, rule, rows) * triton.cdiv(outer, tile.n)
     _grouped_kernel[(grid,)](
         x, x_scales, values, scales, bias, *plan, y, n, k, x.stride(0), QUANTIZED=x_scales is not None,
         SHARE=1 if activation is None else rule.width, GATED=gated, CLAMPED=activation == "clamped_swiglu",
-        SQUARED=activation == "relu2", SCALED=scales is not None, SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows,
-        EARLY=activation is None and rows == 16, EVEN_K=k % tile.k == 0, BM=rows, BN=tile.n, BK=tile.k, **pdl(x),
+        SQUARED=activation == "relu2", SCALED=is_fp8, MXFP4=is_mxfp4, SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows,
+        EARLY=activation is None and rows == 16 and not is_mxfp4, EVEN_K=k % tile.k == 0,
+        BM=rows, BN=tile.n, BK=tile.k, **pdl(x),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
@@ -131,7 +137,7 @@ def grouped(
 def _grouped_kernel(
     x, x_scales, weight, scales, bias, order, blocks, used, y, N, K, x_stride, QUANTIZED: tl.constexpr,
     SHARE: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, SQUARED: tl.constexpr, SCALED: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
+    MXFP4: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     ONCE: tl.constexpr,  # no expert has a second block
     EARLY: tl.constexpr,  # fetch weights before what the kernel before wrote; it did not write the plan
     EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
@@ -171,6 +177,13 @@ def _grouped_kernel(
         total = gemm_mainloop_fp8(
             x_tile, exists, x_scale, weight_tile, even_scale, odd_scale, K, EVEN_K, BM, BN, SCALE_BLOCK
         )
+    elif MXFP4:
+        row = expert * OUTER + inner
+        first_byte = tl.multiple_of(row * (K // 2), 16)
+        total = gemm_mainloop_mxfp4(
+            x + (pair // SHARE) * x_stride, exists, weight + first_byte, scales + row * (K // 32), K, ONCE, EVEN_K,
+            BM, BN, BK,
+        )  # fmt: skip
     else:
         total = gemm_mainloop(
             x_tile, exists, weight_tile, scale_row, K, SCALED, SCALE_BLOCK, ONCE, EARLY, EVEN_K, BM, BN, BK, PDL

@@ -43,7 +43,7 @@ from specbatch.models.decoder import Decoder, token_bytes
 from specbatch.progress import Report, Stages
 from specbatch.runtime.cuda_graphs import Recorder, batch_buckets, graph_bytes
 from specbatch.runtime.device import find_device, find_dtype, type_name
-from specbatch.runtime.loader import Loader, fp8_lines, quantizes_activations, weight_bytes
+from specbatch.runtime.loader import Loader, quantization_lines, quantizes_activations, weight_bytes
 from specbatch.runtime.prefill_forward import static_bytes
 from specbatch.tokenizer import Tokenizer
 from specbatch.weights import Checkpoint, Log
@@ -316,7 +316,9 @@ def _load(
     )
     model = (loader.model(target) if shared is None else shared.with_positions(width)).with_aux(draft.aux)
     fp8 = quantizes_activations(config.fp8_activations, dtype, device, target.config, draft.config)
-    for line in fp8_lines(model, draft.config, loads=(shared is None, draft.weights is not None), quantizes=fp8):
+    for line in quantization_lines(
+        model, draft.config, loads=(shared is None, draft.weights is not None), quantizes=fp8
+    ):
         log(line)
     needs_all_hidden = draft.needs_all_hidden
     forward, cache = loader.target(model, needs_all_hidden=needs_all_hidden)

@@ -113,7 +113,7 @@ def _experts(read: Reader, stem: str, config: GptOssConfig) -> Experts:
     return Experts(
         Routing(count, config.mixture.top_k),
         read(f"{stem}.router.weight", count, hidden),
-        Weight(_gate_first(up.values)),
+        Weight(_gate_first(up.values), None if up.scales is None else _gate_first(up.scales)),
         down,
         "clamped_swiglu",
         router_bias=read(f"{stem}.router.bias", count),

@@ -21,7 +21,7 @@ from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.common.rowwise import sigmoid
 from specbatch.kernels.gemm.fp8_linear import linear
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.kernels.gemm.mxfp4 import check_scales, dequantize_mxfp4
+from specbatch.kernels.gemm.mxfp4 import check_scales, keeps_mxfp4, pack_mxfp4
 from specbatch.kernels.gemm.weight import MX_BLOCK, SCALE_BLOCK, Weight, concat_outputs, contains_nan, keeps_fp8
 from specbatch.models import mxfp4
 from specbatch.models.config import ModelConfig
@@ -194,12 +194,13 @@ class Reader:
         return Weight(torch.stack([self.dequantize(*part) for part in zip(names, parts, strict=True)]))
 
     def mxfp4(self, name: str, count: int, outputs: int, inputs: int) -> Weight:
-        """A stack of MXFP4 matrices [count, outputs, inputs], dequantized."""
+        """A stack of MXFP4 matrices [count, outputs, inputs]: as it is if the device supports it, else dequantized."""
         groups = count, outputs, inputs // MX_BLOCK
-        values = self._part(name + mxfp4.BLOCKS, (*groups, MX_BLOCK // 2)).to(self._device).flatten(2)
+        values = pack_mxfp4(self._part(name + mxfp4.BLOCKS, (*groups, MX_BLOCK // 2)).to(self._device))
         scales = self._part(name + mxfp4.SCALES, groups).to(self._device)
         check_scales(name + mxfp4.SCALES, scales)
-        return Weight(dequantize_mxfp4(values, scales, self._dtype))
+        found = Weight(values, scales)
+        return found if keeps_mxfp4(self._device) else Weight(found.dequantize(self._dtype))
 
     def norm(self, stem: str, size: int | None = None) -> Norm:
         """size: the hidden size if None."""

@@ -12,9 +12,11 @@ import torch
 from specbatch.kernels.attention.prefill_backends import PrefillAttention
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.linear import is_blocked
+from specbatch.kernels.gemm.mxfp4 import keeps_mxfp4
 from specbatch.kernels.gemm.weight import keeps_fp8
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
+from specbatch.models import mxfp4
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.fp8 import SCALES
@@ -35,7 +37,7 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     count = config.parameter_count()
     if config.tie_embeddings and is_blocked(dtype, device):  # the head is then a copy of the embedding
         count += rows_per_rank(config.vocab_size, config.ranks) * config.hidden_size
-    kept, shapes = kept_fp8(config, device), config.weight_shapes()
+    kept, shapes = kept_fp8(config, device) | _kept_mxfp4(config, device), config.weight_shapes()
     return count * dtype.itemsize + sum(size - math.prod(shapes[name]) * dtype.itemsize for name, size in kept.items())
 
 
@@ -51,15 +53,27 @@ def kept_fp8(config: ModelConfig, device: torch.device) -> dict[str, int]:
     }
 
 
+def _kept_mxfp4(config: ModelConfig, device: torch.device) -> dict[str, int]:
+    """Weights that stay MXFP4 in memory, and their bytes including scales."""
+    if not keeps_mxfp4(device):
+        return {}
+    shapes = config.tensor_shapes()
+    suffixes = mxfp4.BLOCKS, mxfp4.SCALES
+    stored = (name.removesuffix(mxfp4.BLOCKS) for name in shapes if name.endswith(mxfp4.BLOCKS))
+    return {name: sum(math.prod(shapes[name + suffix]) for suffix in suffixes) for name in stored}
+
+
 def quantizes_activations(asked: bool, dtype: torch.dtype, device: torch.device, *models: ModelConfig) -> bool:
     """Do these models have FP8 GEMMs, which quantize activations, if `asked`? With float32 activations there are
     none."""
     return asked and dtype.itemsize == 2 and any(kept_fp8(model, device) for model in models)
 
 
-def fp8_lines(model: Decoder, draft: ModelConfig, *, loads: tuple[bool, bool], quantizes: bool) -> Iterator[str]:
-    """Log lines on how FP8 weights were loaded and whether activations are quantized. loads: whether the engine loads
-    the target, and the draft; quantizes: see `quantizes_activations`."""
+def quantization_lines(
+    model: Decoder, draft: ModelConfig, *, loads: tuple[bool, bool], quantizes: bool
+) -> Iterator[str]:
+    """Log lines on how FP8 and MXFP4 weights were loaded and whether activations are quantized. loads: whether the
+    engine loads the target, and the draft; quantizes: see `quantizes_activations`."""
     name, device = str(model.dtype).removeprefix("torch."), model.device
     stored = "kept" if keeps_fp8(device) else f"dequantized to {name}, as this device has no FP8 GEMM"
     if loads[0] and model.config.fp8 is not None:
@@ -70,8 +84,12 @@ def fp8_lines(model: Decoder, draft: ModelConfig, *, loads: tuple[bool, bool], q
                 f"blocks, such as {min(model.dequantized)}"
             )
         yield line
-    if loads[1] and len(draft.tensor_shapes()) > len(draft.weight_shapes()):  # scales
+    if loads[1] and any(tensor.endswith(SCALES) for tensor in draft.tensor_shapes()):
         yield f"draft: FP8 weights: {stored}"
+    stored = "kept" if keeps_mxfp4(device) else f"dequantized to {name}, as this device has no MXFP4 GEMM"
+    for whose, config, is_loaded in zip(("", "draft: "), (model.config, draft), loads, strict=True):
+        if is_loaded and any(tensor.endswith(mxfp4.BLOCKS) for tensor in config.tensor_shapes()):
+            yield f"{whose}MXFP4 weights: {stored}"
     if kept_fp8(model.config, device) or kept_fp8(draft, device):
         state = "on, quantized per token and 128 columns" if quantizes else f"off, they are {name}"
         yield f"FP8 activations: {state}"

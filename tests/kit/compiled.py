@@ -20,6 +20,7 @@ from specbatch.kernels.attention.verify_attention_configs import Tile
 from specbatch.kernels.gemm import fixed_order_gemm_triton as gemms
 from specbatch.kernels.gemm import skinny_gemm_triton as skinny
 from specbatch.kernels.gemm.skinny_gemm_configs import undivided_tile_for
+from specbatch.kernels.moe import experts_triton as experts
 
 
 def compiled(kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -82,6 +83,19 @@ def prompt_with_sinks(source: str) -> dict[str, Any]:
     return compiled(prompts._attend, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
+def mxfp4_experts(rows: int, *, is_gated: bool) -> dict[str, Any]:
+    """A grouped GEMM of gpt-oss."""
+    tile = experts._MXFP4_TILES[rows]
+    kinds = dict.fromkeys(("x", "bias", "y"), "*bf16") | dict.fromkeys(("weight", "scales"), "*u8")
+    kinds |= dict.fromkeys(("order", "blocks", "used"), "*i32") | dict.fromkeys(("N", "K", "x_stride"), "i32")
+    fixed: dict[str, Any] = {
+        "x_scales": None, "QUANTIZED": False, "SHARE": 4 if is_gated else 1, "GATED": is_gated, "CLAMPED": is_gated,
+        "SQUARED": False, "SCALED": False, "MXFP4": True, "SCALE_BLOCK": 128, "ONCE": rows == 16, "EARLY": False,
+        "EVEN_K": 2880 % tile.k == 0, "BM": rows, "BN": tile.n, "BK": tile.k, "PDL": True,
+    }  # fmt: skip
+    return compiled(experts._grouped_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
+
+
 def gemm(rows: int) -> dict[str, Any]:
     tile = gemms.tile_for(rows, 2)
     kinds = dict.fromkeys(("bias", "residual", "y"), "*bf16")
@@ -119,6 +133,9 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "sinks of a tree", sinks(is_tree=True)
     for source in ("slots", "pages", "rows"):
         yield f"sinks of a prompt, {source}", prompt_with_sinks(source)
+    for rows in experts._MXFP4_TILES:
+        yield f"experts of {rows} rows", mxfp4_experts(rows, is_gated=True)
+        yield f"second GEMM of experts of {rows} rows", mxfp4_experts(rows, is_gated=False)
     for rows in (16, 32, 64, 128, 1024):
         yield f"GEMM of {rows} rows", gemm(rows)
     for n, k, gated in ((6144, 4096, False), (4096, 4096, False), (151936, 4096, False), (12288, 4096, True)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from thread_ranks import ThreadCommunicator, on_ranks
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.gemm.mxfp4 import dequantize_mxfp4
+from specbatch.kernels.gemm.mxfp4 import dequantize_mxfp4, pack_mxfp4
+from specbatch.kernels.gemm.weight import Weight
 from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import UncachedContext
-from specbatch.runtime.loader import weight_bytes
+from specbatch.models.moe import MoeMlp
+from specbatch.runtime.loader import quantization_lines, weight_bytes
 from specbatch.weights import open_checkpoint
 
 CPU = torch.device("cpu")
@@ -36,15 +39,15 @@ def test_every_value_and_scale(dtype: torch.dtype) -> None:
     """Up to a scale of 252: beyond it the largest values are not finite."""
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 253, -1, -1).contiguous()
     scales = torch.arange(253, dtype=torch.uint8)[None, :, None].expand(1, 253, 16).contiguous()
-    found = dequantize_mxfp4(blocks.flatten(2), scales, dtype)
+    found = dequantize_mxfp4(pack_mxfp4(blocks), scales, dtype)
     assert torch.equal(found, convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2))
-    assert torch.equal(found.double(), dequantize_mxfp4(blocks.flatten(2), scales, torch.float64))
+    assert torch.equal(found.double(), dequantize_mxfp4(pack_mxfp4(blocks), scales, torch.float64))
 
 
 def test_encoder_is_within_half_a_step() -> None:
     matrices = torch.randn(2, 5, 96)
     blocks, scales = encoded(matrices)
-    found = dequantize_mxfp4(blocks.flatten(2), scales, torch.float32)
+    found = dequantize_mxfp4(pack_mxfp4(blocks), scales, torch.float32)
     largest = matrices.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True).expand(-1, -1, -1, 32).flatten(2)
     assert ((found - matrices).abs() <= largest / 4).all()
     assert (found - matrices).norm() < 0.2 * matrices.norm()
@@ -76,7 +79,9 @@ def logits(path: Path, tokens: torch.Tensor, ranks: ThreadCommunicator | None = 
         )
 
 
-def test_logits_are_those_of_transformers(folder: Path) -> None:
+@pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
+def test_logits_are_those_of_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool) -> None:
+    monkeypatch.setattr("specbatch.models.layers.keeps_mxfp4", lambda device: keeps)
     quantization = hf.Mxfp4Config(dequantize=True)
     theirs = hf.GptOssForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=quantization, attn_implementation="eager"
@@ -91,12 +96,25 @@ def test_logits_are_those_of_transformers(folder: Path) -> None:
     torch.testing.assert_close(first, ours, atol=2e-4, rtol=1e-4)
 
 
-def test_dequantized_experts_take_the_memory_of_their_dtype(folder: Path) -> None:
+@pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
+def test_plan_counts_the_memory_of_experts(folder: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool) -> None:
+    for module in ("models.layers", "runtime.loader"):
+        monkeypatch.setattr(f"specbatch.{module}.keeps_mxfp4", lambda device: keeps)
     checkpoint = open_checkpoint(str(folder))
-    model = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.bfloat16, device=CPU, max_positions=64)
-    experts: Any = model.layers[0].mlps[0]
-    assert experts.experts.up.values.dtype == torch.bfloat16
-    assert weight_bytes(checkpoint.config, torch.bfloat16, CPU) == 2 * checkpoint.config.parameter_count()
+    config = checkpoint.config
+    model = Decoder(config, checkpoint.tensor, dtype=torch.bfloat16, device=CPU, max_positions=64)
+    stacks: list[Weight] = []
+    for layer in model.layers:
+        [mlp] = layer.mlps
+        assert isinstance(mlp, MoeMlp)
+        stacks += [mlp.experts.up, mlp.experts.down]
+    held = sum(part.nbytes for stack in stacks for part in (stack.values, stack.scales) if part is not None)
+    values = sum(math.prod(stack.shape) for stack in stacks)
+    assert held == (values * 17 // 32 if keeps else 2 * values)
+    assert weight_bytes(config, torch.bfloat16, CPU) == held + 2 * (config.parameter_count() - values)
+    [line] = quantization_lines(model, config, loads=(True, False), quantizes=False)
+    stored = "kept" if keeps else "dequantized to bfloat16, as this device has no MXFP4 GEMM"
+    assert line == f"MXFP4 weights: {stored}"
 
 
 def changed(folder: Path, to: Path, tensors: dict[str, torch.Tensor | None], **config: Any) -> Path:
@@ -141,5 +159,5 @@ def test_ranks_that_would_cut_blocks_are_refused(folder: Path) -> None:
 def test_dummy_weights_have_the_scale_of_others(folder: Path) -> None:
     checkpoint = open_checkpoint(str(folder / "config.json"), "dummy")
     blocks, scales = (checkpoint.tensor(f"{EXPERTS}.down_proj_{part}") for part in ("blocks", "scales"))
-    found = dequantize_mxfp4(blocks.flatten(2), scales, torch.float32)
+    found = dequantize_mxfp4(pack_mxfp4(blocks), scales, torch.float32)
     assert 0.5 < float(found.std()) * 128**0.5 < 2

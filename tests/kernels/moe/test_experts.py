@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from crossed import crossed, first_quick
 from dtypes import HALVES
+from mxfp4_encoding import encoded
 
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.elementwise import elementwise_triton
@@ -18,6 +19,7 @@ from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_
 from specbatch.kernels.gemm import linear
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.gemm.linear import Norm
+from specbatch.kernels.gemm.mxfp4 import pack_mxfp4
 from specbatch.kernels.gemm.weight import Weight
 from specbatch.kernels.moe import experts_triton
 from specbatch.kernels.moe.experts import NO_BIASES, Activation, Biases, Experts, experts_ref, shared_slices
@@ -228,6 +230,36 @@ def test_fp8_weights(tokens: int, activation: Activation, dtype: torch.dtype, de
     expected = case.dense()
     check(experts_ref(case.x, case.weights, case.experts, up, down, activation), expected, dtype)
     check(fused_moe(case.x, case.logits, case.rule, up, down, activation), expected, dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 19])
+def test_mxfp4_weights(tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Widths that are whole numbers of tiles and widths that are not; a scale that is subnormal in float32."""
+    case = Case(RULES["plain"], tokens, device, dtype, hidden=160, inner=96, activation="clamped_swiglu", biased=True)
+    packed = []
+    for matrices in (case.up, case.down):
+        blocks, scales = encoded(matrices.cpu())
+        scales[:, 0, 0] = 0
+        packed.append(Weight(pack_mxfp4(blocks).to(device), scales.to(device)))
+    up, down = packed
+    case.up, case.down = up.dequantize(torch.float64), down.dequantize(torch.float64)
+    expected = case.dense()
+    check(experts_ref(case.x, case.weights, case.experts, up, down, case.activation, case.biases), expected, dtype)
+    y = fused_moe(case.x, case.logits, case.rule, up, down, case.activation, None, case.biases)
+    check(y, expected, dtype)
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+def test_mxfp4_values_are_unpacked_in_order(rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    """The identity as x shows every value and scale, without a sum."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 8, 2, 16).repeat(1, 5, 1, 1)
+    scales = torch.arange(107, 147, dtype=torch.uint8).view(1, 40, 1).repeat(1, 1, 2)
+    if dtype == torch.float16:
+        scales = scales.clamp(125, 129)  # of which it has all values
+    weight, rule = Weight(pack_mxfp4(blocks).to(device), scales.to(device)), Routing(1, 1)
+    plan = route(torch.zeros(64, 1, device=device), rule, rows)[2]
+    x = torch.eye(64, device=device, dtype=dtype)
+    assert torch.equal(grouped(x, weight, plan, rule, rows), weight.dequantize(dtype)[0].T)
 
 
 def test_scales_apply_per_block() -> None:
