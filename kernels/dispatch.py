@@ -8,7 +8,7 @@ Callers only know `rms_norm`. Triton is imported with the first call that needs 
 
 In deterministic mode (`use_deterministic`) the bits of a row do not depend on the rows that are computed with it. Most
 references have this property once their sums, exponentials and GEMMs do, see `common/rowwise` and `gemm/fixed_rows`.
-An operation whose algorithm depends on the number of rows declares a third implementation.
+An operation whose algorithm depends on the number of rows declares implementations of its own for this mode.
 """
 
 from __future__ import annotations
@@ -67,21 +67,24 @@ def use_deterministic(enabled: bool = True) -> Iterator[None]:
         _deterministic.reset(token)
 
 
-def op(reference: Callable[P, T], kernel: str, deterministic: str | None = None) -> Callable[P, T]:
+def op(
+    reference: Callable[P, T], kernel: str, deterministic: str | None = None, deterministic_kernel: str | None = None
+) -> Callable[P, T]:
     """The operation with this torch reference and the Triton implementation `kernel`, "module:function".
 
     All take the same arguments, of which the first one, a tensor or a named tuple with `is_cuda`, decides. The kernel
-    may have more optional arguments: tests and microbenchmarks call it directly. deterministic: what runs in place of
-    the reference in deterministic mode; None: the reference.
+    may have more optional arguments: tests and microbenchmarks call it directly. deterministic, deterministic_kernel:
+    what runs in place of the reference and of the kernel in deterministic mode; None: the same.
     """
     find_kernel = _lazily(kernel)
     find_deterministic = _lazily(deterministic) if deterministic else lambda: reference
+    find_deterministic_kernel = _lazily(deterministic_kernel) if deterministic_kernel else find_kernel
 
     @wraps(reference)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         first: Any = args[0]
         if runs_kernels(first):
-            result: T = find_kernel()(*args, **kwargs)
+            result: T = (find_deterministic_kernel() if is_deterministic() else find_kernel())(*args, **kwargs)
             return result
         return (find_deterministic() if is_deterministic() else reference)(*args, **kwargs)
 

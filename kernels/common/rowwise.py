@@ -62,7 +62,9 @@ def exp(x: torch.Tensor) -> torch.Tensor:
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """1 / (1 + e^-x), in the type of x."""
-    return _sigmoid(x.float()).to(x.dtype) if is_deterministic() else x.sigmoid()
+    if not is_deterministic() or x.is_cuda:  # there all elements run the same code
+        return x.sigmoid()
+    return _sigmoid(x.float()).to(x.dtype)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:

@@ -179,9 +179,11 @@ delta_prefill = op(
     delta_prefill_ref,
     "specbatch.kernels.recurrent.gated_delta_prefill_triton:delta_prefill",
     "specbatch.kernels.recurrent.row_by_row:delta_prefill",
+    "specbatch.kernels.recurrent.row_by_row_triton:delta_prefill",
 )
 delta_verify = op(
     delta_verify_ref,
     "specbatch.kernels.recurrent.gated_delta_triton:delta_verify",
     "specbatch.kernels.recurrent.row_by_row:delta_verify",
+    "specbatch.kernels.recurrent.row_by_row_triton:delta_verify",
 )

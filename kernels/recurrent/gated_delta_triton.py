@@ -259,6 +259,18 @@ def _verify(
         tl.store(keep, u.to(old_u.dtype.element_ty), mask)
 
 
+@triton.jit
+def gated_norm(values, gate, w, eps, V: tl.constexpr):
+    """norm(values) * w * silu(gate) of heads [n, BLOCK_V], in the type of values."""
+    wide = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 1) / V + eps)[:, None]
+    # Cast where the reference casts: before the weight, after it, and after the gate.
+    normal = (wide * scale).to(values.dtype).to(tl.float32) * w[None, :]
+    normal = normal.to(values.dtype).to(tl.float32)
+    gate = gate.to(tl.float32)
+    return (normal * gate / (1 + tl.exp(-gate))).to(values.dtype)
+
+
 @triton.jit(do_not_specialize=["lines"])
 def _norm(
     o, qkv, z, a, a_log, dt_bias, weight, rows, kept_k, kept_g, qkv_stride, z_stride, a_stride, k_stride, g_stride,
@@ -275,14 +287,8 @@ def _norm(
     w = tl.load(weight + column, column < V, 0.0).to(tl.float32)
     wait_for_previous_kernel(PDL)
     cells = o + (token * VALUES + head)[:, None] * V + column[None, :]
-    values = tl.load(cells, mask, 0.0)
-    wide = values.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 1) / V + eps)[:, None]
-    # Cast where the reference casts: before the weight, after it, and after the gate.
-    normal = (wide * scale).to(values.dtype).to(tl.float32) * w[None, :]
-    normal = normal.to(values.dtype).to(tl.float32)
-    gate = tl.load(z + token[:, None] * z_stride + head[:, None] * V + column[None, :], mask, 0.0).to(tl.float32)
-    tl.store(cells, (normal * gate / (1 + tl.exp(-gate))).to(values.dtype), mask)
+    gate = tl.load(z + token[:, None] * z_stride + head[:, None] * V + column[None, :], mask, 0.0)
+    tl.store(cells, gated_norm(tl.load(cells, mask, 0.0), gate, w, eps, V), mask)
     if kept_k is not None:
         row = tl.load(rows + token // n, real, 0)
         place = token % n

@@ -175,9 +175,11 @@ ssd_prefill = op(
     ssd_prefill_ref,
     "specbatch.kernels.recurrent.mamba2_triton:ssd_prefill",
     "specbatch.kernels.recurrent.row_by_row:ssd_prefill",
+    "specbatch.kernels.recurrent.row_by_row_triton:ssd_prefill",
 )
 ssd_verify = op(
     ssd_verify_ref,
     "specbatch.kernels.recurrent.mamba2_triton:ssd_verify",
     "specbatch.kernels.recurrent.row_by_row:ssd_verify",
+    "specbatch.kernels.recurrent.row_by_row_triton:ssd_verify",
 )

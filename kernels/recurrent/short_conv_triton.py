@@ -1,6 +1,8 @@
 """Triton kernels of the causal short convolution, for prefill and verify, one launch each.
 
-A program has all taps of its channels, so that no other program reads the window that it writes.
+A program has all taps of its channels, so that no other program reads the window that it writes. Both kernels add the
+taps in the same order, newest first, and fuse no multiplication with an addition: the bits of a token do not depend on
+which of them computes it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def conv_prefill(
         x, before, after, weight, bias, window, tiles, spans.table, y,
         x.stride(0), _stride(before), _stride(after), window.stride(0), spans.table.stride(0), x.shape[1],
         TAPS=weight.shape[1], PAST=triton.next_power_of_2(weight.shape[1] - 1), SILU=activation, TOKENS=_TOKENS,
-        CHANNELS=_CHANNELS, num_warps=4, **pdl(x),
+        CHANNELS=_CHANNELS, num_warps=4, enable_fp_fusion=False, **pdl(x),
     )  # fmt: skip
     return y
 
@@ -61,7 +63,7 @@ def conv_verify(
         x, before, after, weight, bias, window, pending, replay.rows, replay.counts, replay.path, replay.ancestors, y,
         x.stride(0), _stride(before), _stride(after), window.stride(0), pending.stride(0), _stride(replay.path),
         x.shape[1], N=rows, ROWS=block, TAPS=weight.shape[1], PAST=triton.next_power_of_2(weight.shape[1] - 1),
-        SILU=activation, CHANNELS=channels, num_warps=4, **pdl(x),
+        SILU=activation, CHANNELS=channels, num_warps=4, enable_fp_fusion=False, **pdl(x),
     )  # fmt: skip
     return y
 
@@ -129,12 +131,12 @@ def _prefill(
     place = first + tl.arange(0, TOKENS)
     mask = (place < count)[:, None] & inside
     sums = tl.zeros([TOKENS, CHANNELS], tl.float32)
-    for tap in tl.static_range(TAPS):
+    for back in tl.static_range(TAPS):  # as a verify does, which meets a node's ancestors in this order
         u = _around(
-            x, before, window, offset, place + tap - (TAPS - 1), oldest, x_stride, before_stride, channel, width, mask,
-            TAPS,
-        )  # fmt: skip
-        sums += tl.load(weight + channel * TAPS + tap, channel < width, 0.0).to(tl.float32)[None, :] * u
+            x, before, window, offset, place - back, oldest, x_stride, before_stride, channel, width, mask, TAPS
+        )
+        w = tl.load(weight + channel * TAPS + TAPS - 1 - back, channel < width, 0.0).to(tl.float32)
+        sums += w[None, :] * u
     _store(y, sums, after, offset + place, after_stride, bias, channel, width, mask, SILU)
 
     if first == 0:

@@ -7,22 +7,40 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+KIT = Path(__file__).parents[1] / "kit"
 SHARED = 227 << 10  # bytes of a program on Hopper
+
+
+def compiled(script: str) -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, KIT / script], capture_output=True, text=True, env=environment, check=False)
+    if "ptxas" in done.stderr and "not found" in done.stderr.lower():
+        pytest.skip("Triton was installed without its assembler")
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.slow
 def test_kernels_compile_for_hopper() -> None:
-    script = Path(__file__).parents[1] / "kit" / "compiled.py"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
-    if "ptxas" in done.stderr and "not found" in done.stderr.lower():
-        pytest.skip("Triton was installed without its assembler")
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = compiled("compiled.py")
     assert len(found) == 30
     for kernel in found:
         assert kernel["instructions"], f"{kernel['name']} does not use the tensor cores"
         assert kernel["shared"] <= SHARED, f"{kernel['name']} needs {kernel['shared']} bytes of shared memory"
+
+
+@pytest.mark.slow
+def test_variants_of_recurrences_add_in_one_order() -> None:
+    """The layout of a sum decides its order, and an assembler that fuses additions its rounding."""
+    sums: dict[str, list[str]] = {}
+    found = compiled("compiled_recurrences.py")
+    assert len(found) == 15
+    for kernel in found:
+        name = kernel["name"]
+        assert kernel["sums"] == sums.setdefault(name, kernel["sums"]), f"{name}: {kernel['variant']} adds differently"
+        assert kernel["sums"] or name == "convolution", f"{name}: no sum was found"
+        assert not kernel["fusible"], f"{name}: {kernel['variant']} may be fused"

@@ -12,6 +12,7 @@ from trees import ancestor_masks, path_of, random_parents
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk
 from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.kernels.common.verified_rows import VerifiedRows
+from specbatch.kernels.dispatch import use_deterministic
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.decoder import Decoder
@@ -127,3 +128,15 @@ class Company:
         for text, path, found in zip(texts, paths, logits, strict=True):
             text.logits.append(found[path])
             text.done += len(path)
+
+
+def differing(company: Company, lengths: list[int], rng: Random, rounds: int) -> int:
+    """At how many positions of random texts a bit of the logits differs between a prompt pass of the text alone and
+    random company."""
+    texts, found = [[rng.randrange(3, 37) for _ in range(length)] for length in lengths], 0
+    with use_deterministic():
+        alone = [company.alone(text) for text in texts]
+        for _ in range(rounds):
+            for one, other in zip(alone, company.together(texts, rng), strict=True):
+                found += int((one.view(torch.uint8) != other.view(torch.uint8)).any(1).sum())
+    return found

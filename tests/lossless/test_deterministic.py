@@ -18,7 +18,7 @@ from stand_ins import late_results, random_draft_lengths
 from targets import SPECULATIONS, TARGETS, Targets
 
 from specbatch import Completion, EngineConfig, SamplingParams, SpecbatchError, Speculation
-from specbatch.engine.builder import prepare
+from specbatch.engine.builder import _check_deterministic_on_cuda, prepare
 from specbatch.kernels.attention import span_attention
 from specbatch.kernels.attention.verify_attention import DecodeAttentionRef, DecodeQueries
 from specbatch.kernels.common.rowwise import row_sum
@@ -247,6 +247,14 @@ def test_gemm_whose_bits_depend_on_the_place_takes_one_row_at_a_time(monkeypatch
     monkeypatch.setattr(fixed_rows, "_block_sizes", {})
     fixed_rows.gemm_in_blocks(gemm, x, ("a weight",))
     assert calls[-40:] == [1] * 40
+
+
+@pytest.mark.parametrize(("name", "what"), [("lfm2", "recurrent layers"), ("gemma3", "sliding windows")])
+def test_what_has_not_run_on_a_device_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, what: str) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    config = EngineConfig(deterministic=True)
+    with pytest.raises(SpecbatchError, match=f"deterministic=True: .* kernels for {what}.*; use device='cpu'"):
+        _check_deterministic_on_cuda(config, torch.device("cuda"), Targets.checkpoint(name).config, BF16)
 
 
 def test_what_it_does_not_cover_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 import lossless
 import pytest
 import torch
-from company import Company
+from company import Company, differing
 from lossless import Case
 from stand_ins import late_results, random_draft_lengths
 from targets import SIZES, SPECULATIONS, TargetCheckpoint, Targets, random_weights
 
 from specbatch import Completion, SamplingParams
+from specbatch.engine import builder
 from specbatch.kernels.attention import span_attention_triton
-from specbatch.kernels.dispatch import use_deterministic
 from specbatch.kernels.gemm import fixed_order, skinny_gemm_triton
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.gemm.skinny_gemm_configs import tile_for
@@ -31,28 +31,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
+RECURRENT = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "nemotron-h", "nemotron-h-moe", "lfm2")
+
+
 class Wide(TargetCheckpoint):
     """A dense model, some of whose GEMMs add their columns in parts."""
 
-    def __init__(self, architecture: str) -> None:
+    def __init__(self, architecture: str, **more: Any) -> None:
         self.sizes = SIZES | {
             "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 2, "num_attention_heads": 16,
             "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 1000, "max_position_embeddings": 1024,
             "architectures": [architecture],
-        }  # fmt: skip
+        } | more  # fmt: skip
         self.config = ModelConfig.from_dict(self.sizes)
         self.tensors = random_weights(self.config.tensor_shapes(), 1.0)
-
-
-def differing(company: Company, lengths: list[int], rng: Random, rounds: int) -> int:
-    """At how many positions a bit of the logits differs between a prompt pass of a text alone and random company."""
-    texts, found = [[rng.randrange(3, 37) for _ in range(length)] for length in lengths], 0
-    with use_deterministic():
-        alone = [company.alone(text) for text in texts]
-        for _ in range(rounds):
-            for one, other in zip(alone, company.together(texts, rng), strict=True):
-                found += int((one.view(torch.uint8) != other.view(torch.uint8)).any(1).sum())
-    return found
 
 
 @pytest.mark.parametrize(
@@ -73,6 +65,30 @@ def test_logits_do_not_depend_on_company(name: str, dtype: torch.dtype, kv_dtype
     rng = Random(f"{name} {dtype}")
     assert differing(company, [600, 150, 9, 70, 300], rng, 3) == 0
     assert differing(company, [rng.randrange(1, 60) for _ in range(128)], rng, 1) == 0
+
+
+@pytest.mark.parametrize(("dtype", "state"), [(BF16, "fp32"), (FP16, "fp32"), (BF16, "bf16")])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_logits_of_recurrent_models_do_not_depend_on_company(name: str, dtype: torch.dtype, state: str) -> None:
+    company, rng = Company(name, dtype, state, torch.device("cuda")), Random(f"{name} {dtype} {state}")
+    assert differing(company, [150, 9, 70, 300], rng, 3) == 0
+    assert differing(company, [rng.randrange(1, 40) for _ in range(64)], rng, 1) == 0
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5ForCausalLM", "NemotronHForCausalLM"])
+def test_logits_of_wide_recurrent_models_do_not_depend_on_company(name: str) -> None:
+    """Heads as large as those of published models."""
+    delta = {
+        "model_type": "qwen3_5_text", "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+    }  # fmt: skip
+    mamba = {
+        "mamba_num_heads": 32, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4,
+        "hybrid_override_pattern": "M-*-",
+    }  # fmt: skip
+    company = Company(Wide(name, **(mamba if "Nemotron" in name else delta)), BF16, device=torch.device("cuda"))
+    assert differing(company, [400, 150, 9, 70], Random(name), 2) == 0
 
 
 def test_fp8_logits_do_not_depend_on_company() -> None:
@@ -151,6 +167,22 @@ def test_results_do_not_depend_on_draft_schedule_graphs_and_memory(
     assert record.caps["deterministic"] == "on"
     if case.drafter != "none":
         assert record.metrics["drafted_tokens"]
+
+
+def _recurrent_cases() -> list[Any]:
+    turns = itertools.cycle(itertools.product(("v1", "v2", "v2-late"), ("both", "eager", "whole"), lossless.MEMORY))
+    pairs = itertools.product(("none", "ngram", "ngram-tree", "mtp", "eagle3", "model-auto"), RECURRENT)
+    return [
+        pytest.param(case := Case(drafter, *next(turns), target), id=str(case))
+        for drafter, target in pairs
+        if drafter in SPECULATIONS
+    ]
+
+
+@pytest.mark.parametrize("case", _recurrent_cases())
+def test_results_of_recurrent_models(targets: Targets, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    monkeypatch.setattr(builder, "DETERMINISTIC_RECURRENCES_ON_CUDA", True)
+    test_results_do_not_depend_on_draft_schedule_graphs_and_memory(targets, monkeypatch, case)
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "eagle3"])

@@ -13,13 +13,14 @@ from crossed import first_quick
 from trees import ancestor_masks, path_of, random_parents
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
-from specbatch.kernels.recurrent import gated_delta, gated_delta_prefill_triton, gated_delta_triton
+from specbatch.kernels.recurrent import gated_delta, gated_delta_prefill_triton, gated_delta_triton, row_by_row_triton
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
 TWINS = {
     "reference": (gated_delta.delta_prefill_ref, gated_delta.delta_verify_ref),
     "kernel": (gated_delta_prefill_triton.delta_prefill, gated_delta_triton.delta_verify),
+    "deterministic": (row_by_row_triton.delta_prefill, row_by_row_triton.delta_verify),
 }
 SLACK = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 ROWS = 7  # device rows

@@ -1,0 +1,97 @@
+"""Kernels of the deterministic recurrences: no bit of a token depends on how its text is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl  # noqa: F401 (the interpreter looks for it)
+from company import Company, differing
+
+from specbatch.kernels.recurrent import gated_delta_prefill_triton, mamba2_triton, row_by_row_triton, short_conv_triton
+from specbatch.models import recurrent
+
+BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
+
+
+def _run_kernels(patch: pytest.MonkeyPatch) -> None:
+    """Of recurrent layers; the rest of a model runs the references, which are deterministic, too."""
+    for name in ("delta_prefill", "delta_verify", "ssd_prefill", "ssd_verify"):
+        patch.setattr(recurrent, name, getattr(row_by_row_triton, name))
+    for name in ("conv_prefill", "conv_verify"):
+        patch.setattr(recurrent, name, getattr(short_conv_triton, name))
+
+
+def _differing(device: torch.device, name: str, dtype: torch.dtype, state: str, lengths: list[int], rounds: int) -> int:
+    if device.type == "cuda" and dtype == FP32:
+        dtype = BF16  # attention and GEMMs of float32 are not deterministic there
+    return differing(Company(name, dtype, state, device), lengths, Random(f"{name} {dtype}"), rounds)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "lfm2"])
+def test_logits_do_not_depend_on_company(device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    _run_kernels(monkeypatch)
+    assert _differing(device, name, FP32, "fp32", [7, 5], 1) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "state"), [(FP32, "fp32"), (FP32, "bf16"), (FP16, "fp16")])
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5", "nemotron-h", "lfm2"])
+def test_longer_texts(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, state: str
+) -> None:
+    _run_kernels(monkeypatch)
+    assert _differing(device, name, dtype, state, [40, 9, 23], 2) == 0
+
+
+def _chunks_of_the_delta_rule(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(recurrent, "delta_prefill", gated_delta_prefill_triton.delta_prefill)
+
+
+def _verify_of_mamba2_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(recurrent, "ssd_verify", mamba2_triton.ssd_verify)
+
+
+def _states_rounded_when_stored(patch: pytest.MonkeyPatch) -> None:
+    @triton.jit
+    def update(s, fade, k, u, stored):
+        return s * fade + k[:, None] * u[None, :]
+
+    patch.setattr(row_by_row_triton, "_delta_update", update)
+
+
+def _order_of_taps(patch: pytest.MonkeyPatch) -> None:
+    """A prompt adds the oldest first."""
+
+    def prefill(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **how: Any) -> torch.Tensor:
+        from specbatch.kernels.recurrent.short_conv import conv_prefill_ref
+
+        return conv_prefill_ref(x, weight, *rest, **how)
+
+    patch.setattr(recurrent, "conv_prefill", prefill)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mutate", "name", "state"),
+    [
+        (_chunks_of_the_delta_rule, "qwen3.5", "fp32"),
+        (_verify_of_mamba2_at_once, "nemotron-h", "fp32"),
+        (_states_rounded_when_stored, "qwen3.5", "bf16"),
+        (_order_of_taps, "lfm2", "fp32"),
+    ],
+)
+def test_every_rule_is_needed(
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    mutate: Callable[[pytest.MonkeyPatch], None],
+    name: str,
+    state: str,
+) -> None:
+    _run_kernels(monkeypatch)
+    mutate(monkeypatch)
+    assert _differing(device, name, FP32, state, [40, 23], 1) > 0
