@@ -262,6 +262,12 @@ def test_what_it_does_not_cover_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     with pytest.raises(SpecbatchError, match="deterministic=True: its kernels were compared on Hopper only"):
         prepare(EngineConfig(deterministic=True), print)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    for shape, what in (("gpt-oss-20b", "attention sinks"), ("gemma-3-270m", "sliding windows")):
+        with pytest.raises(
+            SpecbatchError, match=f"deterministic=True: .* no such kernels for {what}; use device='cpu'"
+        ):
+            prepare(EngineConfig(shape, load_format="dummy", deterministic=True), print)
     with pytest.raises(SpecbatchError, match="tensor_parallel=2: with deterministic=True"):
         EngineConfig(deterministic=True, tensor_parallel=2)
     block = Speculation("mtp", verification="block")

@@ -23,7 +23,7 @@ from specbatch.kernels.gemm.mxfp4 import pack_mxfp4
 from specbatch.kernels.gemm.weight import Weight
 from specbatch.kernels.moe import experts_triton
 from specbatch.kernels.moe.experts import NO_BIASES, Activation, Biases, Experts, experts_ref, shared_slices
-from specbatch.kernels.moe.experts_triton import fused_moe, grouped, rows_for, weighted_sum
+from specbatch.kernels.moe.experts_triton import Tile, fused_moe, grouped, rows_for, weighted_sum
 from specbatch.kernels.moe.routing import Routing, route_ref
 from specbatch.kernels.moe.routing_triton import route
 
@@ -249,9 +249,11 @@ def test_mxfp4_weights(tokens: int, dtype: torch.dtype, device: torch.device) ->
     check(y, expected, dtype)
 
 
-@pytest.mark.parametrize("rows", [16, 32, 64, 128])
-def test_mxfp4_values_are_unpacked_in_order(rows: int, dtype: torch.dtype, device: torch.device) -> None:
-    """The identity as x shows every value and scale, without a sum."""
+@pytest.mark.parametrize(("rows", "columns"), [(16, None), (32, 64), (64, 128), (128, None)])
+def test_mxfp4_values_are_unpacked_in_order(
+    rows: int, columns: int | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The identity as x shows every value and scale, without a sum. columns: of a tile."""
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 8, 2, 16).repeat(1, 5, 1, 1)
     scales = torch.arange(107, 147, dtype=torch.uint8).view(1, 40, 1).repeat(1, 1, 2)
     if dtype == torch.float16:
@@ -259,7 +261,8 @@ def test_mxfp4_values_are_unpacked_in_order(rows: int, dtype: torch.dtype, devic
     weight, rule = Weight(pack_mxfp4(blocks).to(device), scales.to(device)), Routing(1, 1)
     plan = route(torch.zeros(64, 1, device=device), rule, rows)[2]
     x = torch.eye(64, device=device, dtype=dtype)
-    assert torch.equal(grouped(x, weight, plan, rule, rows), weight.dequantize(dtype)[0].T)
+    tile = None if columns is None else Tile(64, columns, 4, 2)
+    assert torch.equal(grouped(x, weight, plan, rule, rows, tile=tile), weight.dequantize(dtype)[0].T)
 
 
 def test_scales_apply_per_block() -> None:
