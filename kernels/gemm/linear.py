@@ -87,7 +87,7 @@ class Linear:
             return residual.addmm_(x, self._weight.t())  # free in the GEMM's epilogue; out of place it copies first
         if self.bias is not None:
             y = torch.addmm(self.bias, x, self._weight.t(), out=out)
-            return y if residual is None else residual + y
+            return y if residual is None else residual.add_(y)
         return torch.mm(x, self._weight.t(), out=out)
 
     def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from crossed import crossed
 from peak_memory import as_on_a_device, peak_of
-from targets import HYBRIDS, MTP, SIZES, Targets
+from targets import GPT_OSS, HYBRIDS, MTP, SIZES, Targets
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.kernels.attention.prefill_backends import _Triton
@@ -23,7 +23,9 @@ CPU = torch.device("cpu")
 TOKENS = 512
 LARGE = {"intermediate_size": 400, "hidden_size": 96, "moe_intermediate_size": 72}  # MLPs dominate
 LARGE |= {"num_experts": 16, "n_routed_experts": 16, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 100}
-FAMILIES: dict[str, dict[str, Any]] = {**HYBRIDS, "llama": {"architectures": ["LlamaForCausalLM"]}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    **HYBRIDS, "llama": {"architectures": ["LlamaForCausalLM"]}, "gpt-oss": GPT_OSS,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,7 @@ def test_prefill_activations_match_the_plan(
 ) -> None:
     as_on_a_device(monkeypatch)
     known = SIZES | FAMILIES[family]
+    sizes = sizes | {"num_local_experts": 16}
     config = ModelConfig.from_dict(known | {key: value for key, value in sizes.items() if key in known})
     shapes = config.tensor_shapes()
     model = Decoder(config, lambda name: torch.zeros(shapes[name]), dtype=dtype, device=CPU, max_positions=TOKENS)
