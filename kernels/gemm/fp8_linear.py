@@ -1,4 +1,4 @@
-"""Linear layers with FP8 weights in scaled blocks: W8A8, or W8A16 with BF16 or FP16 activations."""
+"""Linear layers with FP8 weights, scaled per block or per output: W8A8, or W8A16 with BF16 or FP16 activations."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Unfused(Linear):
 
 
 class FP8Linear(_Unfused):
-    """A `Linear` whose weight is FP8 with a scale for every 128 x 128 values."""
+    """A `Linear` whose weight is FP8."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         self.shape, self.bias = weight.values.shape, bias

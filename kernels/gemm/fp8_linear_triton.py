@@ -1,4 +1,4 @@
-"""Triton kernel of a GEMM with an FP8 weight that has a scale for every 128 x 128 values."""
+"""Triton kernel of a GEMM with an FP8 weight that has scales per 128 x 128 values or per output."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ def fp8_linear(
     _fp8_linear_kernel[(tiles[0] * tiles[1],)](
         x, x_scales, values, scales, bias, residual, y, rows, n, k, x.stride(0),
         0 if residual is None else residual.stride(0), y.stride(0), QUANTIZED=x_scales is not None,
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, SCALE_BLOCK=SCALE_BLOCK, EVEN_K=k % inner == 0,
-        BM=block, BN=columns, BK=inner, **pdl(x), num_warps=warps, num_stages=stages,
+        PER_CHANNEL=weight.is_per_channel, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        SCALE_BLOCK=SCALE_BLOCK, EVEN_K=k % inner == 0, BM=block, BN=columns, BK=inner, **pdl(x),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
 
@@ -62,8 +63,9 @@ def fp8_linear(
 @triton.jit(do_not_specialize=["M"])
 def _fp8_linear_kernel(
     x, x_scales, weight, scales, bias, residual, y, M, N, K, x_stride, residual_stride, y_stride,
-    QUANTIZED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-    EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    QUANTIZED: tl.constexpr, PER_CHANNEL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs that share rows of the weight are neighbours."""
     blocks = tl.cdiv(M, BM)
@@ -79,12 +81,16 @@ def _fp8_linear_kernel(
     if QUANTIZED:  # the columns of a tile share their scales
         x_scale = x_scales + row[:, None] * blocks_k
         scale = scales + tl.program_id(0) // blocks * BN // SCALE_BLOCK * blocks_k
-        total = gemm_mainloop_fp8(x_tile, row < M, x_scale, weight_tile, scale, scale, K, EVEN_K, BM, BN, SCALE_BLOCK)
+        total = gemm_mainloop_fp8(
+            x_tile, row < M, x_scale, weight_tile, scale, scale, K, not PER_CHANNEL, EVEN_K, BM, BN, SCALE_BLOCK
+        )
     else:
         total = gemm_mainloop(
             x_tile, row < M, weight_tile, scales + outer // SCALE_BLOCK * blocks_k,
-            K, True, SCALE_BLOCK, BM == 16, BM == 16, EVEN_K, BM, BN, BK, PDL,
+            K, not PER_CHANNEL, SCALE_BLOCK, BM == 16, BM == 16, EVEN_K, BM, BN, BK, PDL,
         )  # fmt: skip
+    if PER_CHANNEL:
+        total *= tl.load(scales + outer).to(tl.float32)[None, :]
     exists = (row < M)[:, None] & (column < N)[None, :]
     if HAS_BIAS:
         total += tl.load(bias + column, column < N, other=0.0).to(tl.float32)[None, :]

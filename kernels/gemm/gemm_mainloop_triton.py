@@ -105,7 +105,8 @@ def gemm_mainloop(
 
     x_rows bool [BM]: the rows there are; the others are 0, and not read.
     SCALED: FP8 weights, whose every SIDE columns share a scale in `scale_row` [BN]; BK divides SIDE. The weights
-    are exact in the type of x, and sums are scaled instead of weights: no value is rounded on the way.
+    are exact in the type of x, and sums are scaled instead of weights: no value is rounded on the way. FP8 weights
+    without SCALED are multiplied as they are.
     ONCE: no other program reads these weights. EARLY: the wait for the previous kernel is here, after the first loads
     of weights.
     """
@@ -134,7 +135,7 @@ def gemm_mainloop(
             scale = tl.load(scale_row + k // SIDE).to(tl.float32)
             total += tl.dot(a, dequantize_e4m3(b, a.dtype), input_precision="ieee") * scale[None, :]
         else:
-            total = tl.dot(a, b, total, input_precision="ieee")
+            total = tl.dot(a, b if b.dtype == a.dtype else dequantize_e4m3(b, a.dtype), total, input_precision="ieee")
     return total
 
 
@@ -172,11 +173,12 @@ def gemm_mainloop_mxfp4(
 
 @triton.jit
 def gemm_mainloop_fp8(
-    x_tile, x_rows, x_scale, weight_tile, even_scale, odd_scale, K, EVEN_K: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, SIDE: tl.constexpr,
+    x_tile, x_rows, x_scale, weight_tile, even_scale, odd_scale, K, SCALED: tl.constexpr, EVEN_K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """`gemm_mainloop` for FP8 x (`FP8Activations`): the tensor core accumulates over SCALE_BLOCK columns,
-    whose scales are in `x_scale` [BM, 1] for x, and of the weight one for all even rows and one for all odd ones."""
+    whose scales are in `x_scale` [BM, 1] for x, and if SCALED of the weight one for all even rows and one for all odd
+    ones."""
     ks, is_even = tl.arange(0, SIDE), tl.arange(0, BN)[None, :] % 2 == 0
     total = tl.zeros([BM, BN], tl.float32)
     for k in tl.range(0, K, SIDE):
@@ -187,6 +189,9 @@ def gemm_mainloop_fp8(
             a = tl.load(x_tile + k, x_rows[:, None] & (k + ks < K)[None, :], other=0.0)
             b = tl.load(weight_tile + k, (k + ks < K)[:, None], other=0.0)
         scale = tl.load(x_scale + k // SIDE, x_rows[:, None], other=0.0)
-        even, odd = tl.load(even_scale + k // SIDE).to(tl.float32), tl.load(odd_scale + k // SIDE).to(tl.float32)
-        total += tl.dot(a, b) * tl.where(is_even, scale * even, scale * odd)
+        if SCALED:
+            even, odd = tl.load(even_scale + k // SIDE).to(tl.float32), tl.load(odd_scale + k // SIDE).to(tl.float32)
+            total += tl.dot(a, b) * tl.where(is_even, scale * even, scale * odd)
+        else:
+            total += tl.dot(a, b) * scale
     return total

@@ -1,4 +1,4 @@
-"""Weights as they are stored: in the type of the activations, FP8 with a scale for every 128 x 128 values, or MXFP4."""
+"""Weights as they are stored: in the type of the activations, FP8 with scales per block or per output, or MXFP4."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _PART = 1 << 24
 
 @dataclass(frozen=True)
 class Weight:
-    """values [..., out, in]; scales None, or [..., ceil(out / 128), ceil(in / 128)] float32, bfloat16 or float16: what
-    the checkpoints of DeepSeek-V3, Qwen3 and Qwen3.5 in FP8 call `weight_scale_inv`, which multiplies all the same.
+    """values [..., out, in]; scales None, or float32, bfloat16 or float16: [..., ceil(out / 128), ceil(in / 128)], what
+    the checkpoints of DeepSeek-V3, Qwen3 and Qwen3.5 in FP8 call `weight_scale_inv`, which multiplies all the same; or
+    [..., out, 1], a scale per output (the compressed-tensors strategies channel and, all equal, tensor).
     MXFP4: values uint8 [..., out, in / 2] from `pack_mxfp4` and scales uint8 [..., out, in / 32]."""
 
     values: torch.Tensor
@@ -37,6 +38,16 @@ class Weight:
         """One of a stack."""
         return Weight(self.values[expert], None if self.scales is None else self.scales[expert])
 
+    @property
+    def is_per_channel(self) -> bool:
+        """Whether each output has a scale of its own, in place of blocks."""
+        return self.scales is not None and not self.is_mxfp4 and self.scales.shape[-2:] == (self.values.shape[-2], 1)
+
+    @property
+    def scale_rows(self) -> int:
+        """How many outputs a row of scales is for."""
+        return 1 if self.is_per_channel else SCALE_BLOCK
+
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight in this type: values * scales, cast once."""
         if self.scales is None:
@@ -45,30 +56,36 @@ class Weight:
             from specbatch.kernels.gemm.mxfp4 import dequantize_mxfp4
 
             return dequantize_mxfp4(self.values, self.scales, dtype)
+        if self.is_per_channel:
+            return (self.values.float() * self.scales.float()).to(dtype)
         out, inner = self.values.shape[-2:]
         scales = self.scales.float().repeat_interleave(SCALE_BLOCK, -2).repeat_interleave(SCALE_BLOCK, -1)
         return (self.values.float() * scales[..., :out, :inner]).to(dtype)
 
 
 def concat_outputs(weights: Sequence[Weight]) -> Weight | None:
-    """Weights [..., out, in] one below the other; None where they are of several types, or where only the last may be
-    cut off within a block of scales and another one is."""
+    """Weights [..., out, in] one below the other; None where they are of several types, or where another one than the
+    last is cut off within a block of scales."""
     if len(weights) == 1:
         return weights[0]
     scales = [weight.scales for weight in weights if weight.scales is not None]
     if not scales:
         return Weight(_joined([weight.values for weight in weights], -2))
-    if len(scales) < len(weights) or any(weight.values.shape[-2] % SCALE_BLOCK for weight in weights[:-1]):
+    if len(scales) < len(weights) or len({weight.is_per_channel for weight in weights}) > 1:
+        return None
+    if any(weight.values.shape[-2] % weight.scale_rows for weight in weights[:-1]):
         return None
     return Weight(_joined([weight.values for weight in weights], -2), _joined(scales, -2))
 
 
 def split_input_columns(weight: Weight) -> tuple[Weight, Weight]:
-    """The left and the right columns of a weight [out, in]; in / 2 is a multiple of 128 if there are scales."""
-    assert weight.scales is None or weight.values.shape[1] % (2 * SCALE_BLOCK) == 0, "a block of scales would be cut"
-    values = [half.contiguous() for half in weight.values.chunk(2, 1)]
-    scales = [None, None] if weight.scales is None else [half.contiguous() for half in weight.scales.chunk(2, 1)]
-    return Weight(values[0], scales[0]), Weight(values[1], scales[1])
+    """The left and the right columns of a weight [out, in]; in / 2 is a multiple of 128 if blocks have scales."""
+    first, second = (half.contiguous() for half in weight.values.chunk(2, 1))
+    if weight.scales is None or weight.is_per_channel:
+        return Weight(first, weight.scales), Weight(second, weight.scales)
+    assert weight.values.shape[1] % (2 * SCALE_BLOCK) == 0, "a block of scales would be cut"
+    left, right = (half.contiguous() for half in weight.scales.chunk(2, 1))
+    return Weight(first, left), Weight(second, right)
 
 
 def concat_experts(first: Weight, second: Weight) -> Weight:
@@ -86,9 +103,9 @@ def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
     return torch.cat([part.view(torch.uint8) for part in parts], dim).view(kind)
 
 
-def keeps_fp8(device: torch.device) -> bool:
-    """Do weights stay FP8 on this device? A CPU has no FP8 GEMM: they are dequantized once, at load. Dequantizing for
-    each GEMM would read and write four times as much."""
+def keeps_quantized(device: torch.device) -> bool:
+    """Do weights stay quantized on this device? A CPU has no GEMM for them: they are dequantized once, at load.
+    Dequantizing for each GEMM would read and write four times as much."""
     return device.type == "cuda"
 
 

@@ -16,7 +16,7 @@ from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm import fp8_activations
 from specbatch.kernels.gemm.fp8_linear import fp8_linear_ref
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
+from specbatch.kernels.gemm.weight import Weight
 from specbatch.kernels.moe.routing import Routing, route_ref
 
 Activation = Literal["swiglu", "clamped_swiglu", "relu2"]
@@ -147,7 +147,7 @@ class Experts:
             raise refuse("router", tuple(router.shape), f"use {(rule.logits, hidden)}")
         self.rule, self.up, self.down, self.activation, self.biases = rule, up, down, activation, biases
         # Else a block that shares a scale could have rows of the gate and of what it multiplies.
-        is_whole = activation not in GATED or down.values.shape[2] % SCALE_BLOCK == 0
+        is_whole = activation not in GATED or down.values.shape[2] % up.scale_rows == 0
         self._may_quantize = all(one.scales is not None and not one.is_mxfp4 for one in (up, down)) and is_whole
         self._router_dtype = router.dtype
         # cuBLAS is at its best where a row of logits begins at 16 bytes.

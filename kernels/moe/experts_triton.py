@@ -113,21 +113,22 @@ def grouped(
     assert values.is_contiguous(), "the weight must be contiguous"
     assert scales is None or scales.is_contiguous(), "the scales must be contiguous"
     tile = tile or tile_for(rows, weight, x.element_size())
-    is_fp8 = scales is not None and not is_mxfp4
+    is_fp8, per_channel = scales is not None and not is_mxfp4, weight.is_per_channel
     assert not is_fp8 or SCALE_BLOCK % tile.k == 0, f"steps of {tile.k} columns cross the {SCALE_BLOCK} of a scale"
     if x_scales is not None:
         assert tile.k == SCALE_BLOCK, f"steps are of the {SCALE_BLOCK} columns that share a scale, not {tile.k}"
         width = tile.n // 2 if gated else tile.n
-        assert SCALE_BLOCK % width == 0, f"tiles of {width} columns cross the {SCALE_BLOCK} of a scale"
-        assert not gated or n % SCALE_BLOCK == 0, f"a scale of gate and up, {n} rows each, would be that of both"
+        assert per_channel or SCALE_BLOCK % width == 0, f"tiles of {width} columns cross the {SCALE_BLOCK} of a scale"
+        is_whole = per_channel or not gated or n % SCALE_BLOCK == 0
+        assert is_whole, f"a scale of gate and up, {n} rows each, would be that of both"
     y = torch.empty(len(plan.order), n, device=x.device, dtype=dtype)
     grid = most_blocks(tokens, rule, rows) * triton.cdiv(outer, tile.n)
     _grouped_kernel[(grid,)](
         x, x_scales, values, scales, bias, *plan, y, n, k, x.stride(0), QUANTIZED=x_scales is not None,
         SHARE=1 if activation is None else rule.width, GATED=gated, CLAMPED=activation == "clamped_swiglu",
-        SQUARED=activation == "relu2", SCALED=is_fp8, MXFP4=is_mxfp4, SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows,
-        EARLY=activation is None and rows == 16 and not is_mxfp4, EVEN_K=k % tile.k == 0,
-        BM=rows, BN=tile.n, BK=tile.k, **pdl(x),
+        SQUARED=activation == "relu2", SCALED=is_fp8 and not per_channel, PER_CHANNEL=per_channel, MXFP4=is_mxfp4,
+        SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows, EARLY=activation is None and rows == 16 and not is_mxfp4,
+        EVEN_K=k % tile.k == 0, BM=rows, BN=tile.n, BK=tile.k, **pdl(x),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
@@ -137,7 +138,7 @@ def grouped(
 def _grouped_kernel(
     x, x_scales, weight, scales, bias, order, blocks, used, y, N, K, x_stride, QUANTIZED: tl.constexpr,
     SHARE: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, SQUARED: tl.constexpr, SCALED: tl.constexpr,
-    MXFP4: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, MXFP4: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     ONCE: tl.constexpr,  # no expert has a second block
     EARLY: tl.constexpr,  # fetch weights before what the kernel before wrote; it did not write the plan
     EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
@@ -175,7 +176,7 @@ def _grouped_kernel(
         if GATED:
             odd_scale += N // SCALE_BLOCK * tl.cdiv(K, SCALE_BLOCK)
         total = gemm_mainloop_fp8(
-            x_tile, exists, x_scale, weight_tile, even_scale, odd_scale, K, EVEN_K, BM, BN, SCALE_BLOCK
+            x_tile, exists, x_scale, weight_tile, even_scale, odd_scale, K, SCALED, EVEN_K, BM, BN, SCALE_BLOCK
         )
     elif MXFP4:
         row = expert * OUTER + inner
@@ -188,6 +189,8 @@ def _grouped_kernel(
         total = gemm_mainloop(
             x_tile, exists, weight_tile, scale_row, K, SCALED, SCALE_BLOCK, ONCE, EARLY, EVEN_K, BM, BN, BK, PDL
         )
+    if PER_CHANNEL:
+        total *= tl.load(scales + expert * OUTER + inner).to(tl.float32)[None, :]
     if bias is not None:
         total += tl.load(bias + expert * OUTER + inner).to(tl.float32)[None, :]
     if GATED:

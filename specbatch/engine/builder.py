@@ -112,6 +112,7 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
         raise refuse("weights_of", f"{type_name(dtype)} on {device}", works)
     sharing = "" if shared is None else ", weights shared"
     log(f"model: {target.name} ({target.origin}), {type_name(dtype)} on {device}{sharing}; {target.config.rope}")
+    _check_cache_scales(config, target.config)
     if config.deterministic and device.type == "cuda":
         _check_deterministic_on_cuda(config, device, target.config, dtype)
     draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, log)
@@ -470,6 +471,13 @@ def _check_device(config: EngineConfig, device: torch.device) -> None:
         raise refuse("kv_dtype", config.kv_dtype, "needs a CUDA device and this engine runs on a CPU; use auto")
 
 
+def _check_cache_scales(config: EngineConfig, target: ModelConfig) -> None:
+    """Refuse an FP8 KV cache for a checkpoint that was calibrated with other scales than the 1 of the cache here."""
+    if config.kv_dtype == "fp8" and target.quantization is not None and target.quantization.has_cache_scales:
+        works = "the checkpoint has scales for an FP8 KV cache, and the cache here has none; use auto"
+        raise refuse("kv_dtype", config.kv_dtype, works)
+
+
 def _check_deterministic_on_cuda(
     config: EngineConfig, device: torch.device, target: ModelConfig, dtype: torch.dtype
 ) -> None:
@@ -484,7 +492,7 @@ def _check_deterministic_on_cuda(
         raise refuse("dtype", type_name(dtype), f"{why} computes in bfloat16 and float16 only; use one of them")
     if config.attention_backend not in ("auto", "triton"):
         raise refuse("attention_backend", config.attention_backend, f"{why} runs triton only; use auto or triton")
-    if target.fp8 is not None and not config.fp8_activations:
+    if target.quantization is not None and not quantizes_activations(config.fp8_activations, dtype, device, target):
         raise refuse("fp8_activations", False, f"{why} multiplies FP8 weights by FP8 activations only; use True")
     if target.attention_layers < target.num_layers and not DETERMINISTIC_RECURRENCES_ON_CUDA:
         works = "its kernels for recurrent layers were never run on a CUDA device; use device='cpu'"
@@ -492,7 +500,7 @@ def _check_deterministic_on_cuda(
     if target.windows or target.has_sinks:
         what = "attention sinks" if target.has_sinks else "sliding windows"
         raise refuse("deterministic", True, f"a CUDA device has no such kernels for {what}; use device='cpu'")
-    if target.fp8 is not None and target.chosen:
+    if target.quantization is not None and target.chosen:
         raise refuse("deterministic", True, "a CUDA device has no such kernels for FP8 experts; use device='cpu'")
     widths = target.hidden_size, target.intermediate_size, target.num_heads * target.head_dim, target.mixer_widths[1]
     for size in widths:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from specbatch.config_values import count_of, flag_of, names_of, positive_of, spelled, token_ids
 from specbatch.errors import refuse
-from specbatch.kernels.gemm.weight import SCALE_BLOCK
-from specbatch.models.fp8 import left_plain, unconverted, with_scales
 from specbatch.models.mxfp4 import is_mxfp4
+from specbatch.models.quantization import Quantization
+from specbatch.models.quantization_config import KEY, quantization_of
 from specbatch.models.rope import Rope, read_rope
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ class ModelConfig:
     qkv_bias, o_bias, mlp_bias: which projections have biases; qk_norm: a norm per head before rope (Qwen3).
     `eos_ids` and `bos_id` are those of the config; the tokenizer's list is the complete one. `dtype` is the dtype of
     the published checkpoint and `mtp_layers` the number of layers of its MTP draft head, None if the config does not
-    state them. fp8: None, or for an FP8 checkpoint the modules that are not quantized (see `models.fp8`). ranks: the
-    number of ranks over which a model is divided, of which this is the config of one (see `models.partition`). windows:
-    per layer, how many keys a query sees, itself included (None: all); empty if no layer has a window.
+    state them. quantization: of the checkpoint's weights, None if they have a dtype. ranks: the number of ranks over
+    which a model is divided, of which this is the config of one (see `models.partition`). windows: per layer, how many
+    keys a query sees, itself included (None: all); empty if no layer has a window.
     """
 
     module: ClassVar[str] = "specbatch.models.llama"  # its functions `layer` and `final_norm` build the model
@@ -88,7 +88,7 @@ class ModelConfig:
     bos_id: int | None = None
     dtype: str | None = None
     mtp_layers: int | None = None
-    fp8: frozenset[str] | None = None
+    quantization: Quantization | None = None
     ranks: int = 1
     windows: tuple[int | None, ...] = ()
 
@@ -98,10 +98,10 @@ class ModelConfig:
         other = _other(config)
         if other is not None and other.reads_mxfp4 and is_mxfp4(config):
             return other.from_dict(config)
-        plain = unconverted(config)
-        if plain is not None:
-            read = ModelConfig.from_dict({key: value for key, value in config.items() if key != "quantization_config"})
-            return replace(read, fp8=plain)
+        quantization = quantization_of(config)
+        if quantization is not None:
+            read = ModelConfig.from_dict({key: value for key, value in config.items() if key != KEY})
+            return replace(read, quantization=quantization)
         if other is not None:
             return other.from_dict(config)
         family = _family(config)
@@ -150,16 +150,21 @@ class ModelConfig:
     def divided(self, ranks: int) -> Self:
         """The config of one of `ranks` ranks: its heads and its share of the MLPs. KV heads are replicated where there
         are fewer of them than ranks. Raises SpecbatchError for sizes that cannot be divided."""
-        kv, step = self.num_kv_heads, 1 if self.fp8 is None else SCALE_BLOCK
+        kv = self.num_kv_heads
         if kv % ranks and ranks % kv:
             raise refuse("tensor_parallel", ranks, f"it must divide num_key_value_heads={kv}, or be a multiple of it")
         return replace(
             self,
             num_heads=shared_out("num_attention_heads", self.num_heads, ranks),
             num_kv_heads=max(kv // ranks, 1),
-            intermediate_size=shared_out("intermediate_size", self.intermediate_size, ranks, step),
+            intermediate_size=shared_out("intermediate_size", self.intermediate_size, ranks, self.input_step),
             ranks=ranks,
         )
+
+    @property
+    def input_step(self) -> int:
+        """A rank's share of the inputs of a weight is a multiple of it."""
+        return 1 if self.quantization is None else self.quantization.input_step
 
     def sections(self, name: str) -> tuple[int, ...]:
         """Of a tensor that concatenates several along its outputs and is divided over ranks: their sizes on a rank."""
@@ -243,12 +248,16 @@ class ModelConfig:
         return None if mixture is None else (mixture.experts, mixture.top_k)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor that a checkpoint of this model must have, including the scales of FP8
-        matrices."""
-        if self.fp8 is None:
+        """Name -> shape of every tensor that a checkpoint of this model must have: a quantized weight may be stored as
+        several."""
+        if self.quantization is None:
             return self.weight_shapes()
-        ends = {name.removesuffix(".weight") for name in self.names}
-        return with_scales(self.weight_shapes(), self.fp8 | ends)
+        return self.quantization.stored(self.weight_shapes(), self.unquantized_ends)
+
+    @property
+    def unquantized_ends(self) -> frozenset[str]:
+        """Modules of this model that no checkpoint quantizes."""
+        return frozenset(name.removesuffix(".weight") for name in self.names)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the weights that the family's `module` reads; matrices are [out, in]."""
@@ -260,12 +269,12 @@ class ModelConfig:
         """This config, adapted to the tensors of a file (name -> shape) where they determine a setting: a separate
         output matrix takes precedence over `tie_embeddings`."""
         tied = self.tie_embeddings and self.names.head not in found
-        return replace(self, tie_embeddings=tied, fp8=None if self.fp8 is None else left_plain(found))
+        return replace(self, tie_embeddings=tied, quantization=self.quantization and self.quantization.fit(found))
 
     def may_dequantize(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether this FP8 weight may have to be dequantized, because it becomes part of a matrix with other blocks of
-        scales."""
-        return bool(shape[-2] % SCALE_BLOCK)
+        """Whether this quantized weight may have to be dequantized, because it becomes part of a matrix with other
+        blocks of scales."""
+        return self.quantization is not None and self.quantization.may_dequantize(shape)
 
     def stacked(self) -> Self:
         """This config for files with all experts of a layer in one tensor."""

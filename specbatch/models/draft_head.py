@@ -180,8 +180,8 @@ def layer_config(described: dict[str, Any], shapes: Shapes | None = None) -> Mod
     if names:
         plain["architectures"] = [re.sub("Eagle3?", "", name) for name in names]
     config = without_windows(ModelConfig.from_dict(plain), "the layers of a draft head")
-    if config.fp8 is not None:
-        raise refuse("quantization_config", "fp8", "quantized draft heads are not supported")
+    if config.quantization is not None:
+        raise refuse("quantization_config", config.quantization.name, "quantized draft heads are not supported")
     if shapes is None:
         return config
     return replace(

@@ -1,71 +1,72 @@
-"""FP8 checkpoints: e4m3 matrices with a scale per block of 128 x 128 values, as published by DeepSeek-V3 and Qwen.
+"""FP8 checkpoints: e4m3 matrices with a scale per block of 128 x 128 values, per output, or per tensor.
 
 The scales of a matrix `X` are the tensor `X_scale_inv` (`...q_proj.weight_scale_inv`; for fused experts
-`...gate_up_proj_scale_inv`). Despite the name they are multiplied.
+`...gate_up_proj_scale_inv`), as DeepSeek-V3, Qwen and transformers name it, or `X_scale` (compressed-tensors,
+ModelOpt). Despite the first name they are multiplied.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from dataclasses import dataclass, replace
+from typing import Self
 
-from specbatch.config_values import names_of, table_of
-from specbatch.errors import refuse
 from specbatch.kernels.gemm.weight import SCALE_BLOCK
+from specbatch.models.quantization import Quantization, Shape, Shapes
 
-SCALES = "_scale_inv"
-# Never quantized: convolutions and routers. Embedding and output matrix are excluded by their names.
-PLAIN = ("conv1d.weight", "conv.conv.weight", ".gate.weight", ".router.weight", "shared_expert_gate.weight")
-Shape = tuple[int, ...]
-
-
-def unconverted(config: dict[str, Any]) -> frozenset[str] | None:
-    """Modules that are not quantized in an FP8 checkpoint; None if the config.json has no quantization."""
-    found = table_of(config, "quantization_config")
-    if not found:
-        return None
-    asked = {
-        "quant_method": ("fp8", found.get("quant_method")),
-        "fmt": ("e4m3", found.get("fmt", "e4m3")),
-        "weight_block_size": ([SCALE_BLOCK, SCALE_BLOCK], found.get("weight_block_size")),
-        "activation_scheme": ("dynamic", found.get("activation_scheme", "dynamic")),
-    }
-    for key, (works, value) in asked.items():
-        if value != works:
-            fp8 = f"quant_method 'fp8' with weight_block_size {[SCALE_BLOCK, SCALE_BLOCK]}"
-            raise refuse(f"quantization_config.{key}", value, f"it must be {works!r}: use unquantized weights, {fp8}, "
-                         "or a GGUF file")  # fmt: skip
-    listed = names_of(found, "modules_to_not_convert") or names_of(found, "ignored_layers") or []
-    return frozenset(listed)
+SCALES = ("_scale_inv", "_scale")
+_SCALED = (".weight", "_proj")  # how the names of scaled tensors end
 
 
-def is_scaled(name: str, shape: Shape, plain: frozenset[str]) -> bool:
-    """Whether a tensor is FP8, given the unquantized modules `plain`. These include their submodules, and a name
-    matches every module that ends with it."""
-    if len(shape) < 2 or name.endswith(PLAIN):
-        return False
-    parts = name.removesuffix(".weight").split(".")
-    places = range(len(parts))
-    inside = any(".".join(parts[: place + 1]) in plain for place in places)
-    return not inside and not any(".".join(parts[place:]) in plain for place in places)
+@dataclass(frozen=True)
+class FP8Weights(Quantization):
+    """per_channel: a scale per output (or the same for all outputs of a tensor) instead of per block; suffix: of the
+    names of scales; quantizes_inputs: the checkpoint was made for FP8 activations, too."""
+
+    per_channel: bool = False
+    suffix: str = SCALES[0]
+    quantizes_inputs: bool = True
+
+    @property
+    def name(self) -> str:
+        return "FP8"
+
+    @property
+    def input_step(self) -> int:
+        return 1 if self.per_channel else SCALE_BLOCK
+
+    def parts(self, name: str, shape: Shape) -> Shapes:
+        return {name: shape, name + self.suffix: self.scale_shape(shape)}
+
+    def scale_shape(self, shape: Shape) -> Shape:
+        """Shape of the scales of a weight [..., out, in]."""
+        *stack, out, inner = shape
+        if self.per_channel:
+            return (*stack, out, 1)
+        return (*stack, -(-out // SCALE_BLOCK), -(-inner // SCALE_BLOCK))
+
+    def memory(self, shape: Shape) -> int:
+        return math.prod(shape) + 4 * math.prod(self.scale_shape(shape))
+
+    def may_dequantize(self, shape: Shape) -> bool:
+        return not self.per_channel and bool(shape[-2] % SCALE_BLOCK)
+
+    def weight_of(self, name: str) -> str | None:
+        return scaled(name)
+
+    def fit(self, found: Shapes) -> Self:
+        inverse = any(name.endswith(SCALES[0]) for name in found)
+        return replace(super().fit(found), suffix=SCALES[0 if inverse else 1])
 
 
-def scale_shape(shape: Shape) -> Shape:
-    """Shape of the scales of a weight [..., out, in]."""
-    *stack, out, inner = shape
-    return (*stack, -(-out // SCALE_BLOCK), -(-inner // SCALE_BLOCK))
+def scaled(name: str) -> str | None:
+    """The FP8 tensor of which `name` is the scales; None if it is anything else."""
+    for suffix in SCALES:
+        if name.endswith(tuple(end + suffix for end in _SCALED)):
+            return name.removesuffix(suffix)
+    return None
 
 
-def with_scales(shapes: dict[str, Shape], plain: frozenset[str]) -> dict[str, Shape]:
-    """`shapes` with the scales after each FP8 tensor."""
-    found: dict[str, Shape] = {}
-    for name, shape in shapes.items():
-        found[name] = shape
-        if is_scaled(name, shape, plain):
-            found[name + SCALES] = scale_shape(shape)
-    return found
-
-
-def left_plain(found: dict[str, Shape]) -> frozenset[str]:
-    """The modules without scales among the tensors of a file (name -> shape)."""
-    names = (name for name, shape in found.items() if len(shape) > 1 and not name.endswith(SCALES))
-    return frozenset(name.removesuffix(".weight") for name in names if name + SCALES not in found)
+def is_per_output(scales: Shape, weight: Shape) -> bool:
+    """Whether scales of this shape are one per tensor or one per output of a weight [out, in], in any spelling."""
+    return len(weight) == 2 and scales in ((), (1,), (1, 1), (weight[0],), (weight[0], 1))

@@ -40,9 +40,9 @@ class GptOssConfig(ModelConfig):
     mxfp4: bool
 
     def __post_init__(self) -> None:
-        if self.fp8 is not None:
+        if self.quantization is not None:
             works = f"the experts of gpt-oss are {METHOD!r}, or unquantized without a quantization_config"
-            raise refuse("quantization_config.quant_method", "fp8", works)
+            raise refuse("quantization_config", self.quantization.name, works)
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> GptOssConfig:

@@ -22,11 +22,12 @@ from specbatch.kernels.common.rowwise import sigmoid
 from specbatch.kernels.gemm.fp8_linear import linear
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.mxfp4 import check_scales, keeps_mxfp4, pack_mxfp4
-from specbatch.kernels.gemm.weight import MX_BLOCK, SCALE_BLOCK, Weight, concat_outputs, contains_nan, keeps_fp8
+from specbatch.kernels.gemm.weight import MX_BLOCK, SCALE_BLOCK, Weight, concat_outputs, contains_nan, keeps_quantized
 from specbatch.models import mxfp4
 from specbatch.models.config import ModelConfig
-from specbatch.models.fp8 import PLAIN, SCALES
+from specbatch.models.fp8 import FP8Weights
 from specbatch.models.partition import RowParallelLinear, VocabParallelHead, part_of, rows_per_rank, vocabulary_part
+from specbatch.models.quantization import PLAIN
 
 Tensors = dict[str, torch.Tensor]
 Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin [positions, head_dim] of rope
@@ -228,11 +229,12 @@ class Reader:
         values = self._part(name, shape).to(self._device)
         if values.dtype != torch.float8_e4m3fn:
             return Weight(self._checked(name, values.to(self._dtype)))
-        blocks = (*shape[:-2], *(-(-size // SCALE_BLOCK) for size in shape[-2:]))
-        scales = self._part(name + SCALES, blocks, SCALE_BLOCK).to(device=self._device, dtype=torch.float32)
+        stored = self.config.quantization
+        assert isinstance(stored, FP8Weights), f"{name} is FP8, and the config does not say how it is scaled"
+        scales = self._part(name, shape, stored).to(device=self._device, dtype=torch.float32)
         self._checked(name, values)
-        found = Weight(values, self._checked(name + SCALES, scales))
-        return found if keeps_fp8(self._device) else Weight(found.dequantize(self._dtype))
+        found = Weight(values, self._checked(name + stored.suffix, scales))
+        return found if keeps_quantized(self._device) else Weight(found.dequantize(self._dtype))
 
     def _upcast(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         stored = self._part(name, shape)
@@ -240,14 +242,17 @@ class Reader:
             return self.dequantize(name, self._stored(name, shape)).to(dtype)
         return self._checked(name, stored.to(device=self._device, dtype=dtype))
 
-    def _part(self, name: str, shape: tuple[int, ...], block: int = 1) -> torch.Tensor:
-        """This rank's part of a tensor. block: how many outputs a row of it is for."""
-        stored = self.read(name)
+    def _part(self, name: str, shape: tuple[int, ...], scales: FP8Weights | None = None) -> torch.Tensor:
+        """This rank's part of a tensor, or of its `scales`."""
+        stored = self.read(name if scales is None else name + scales.suffix)
         if self.ranks is None or not shape:
             return stored
-        if stored.shape[-1] != shape[-1] and len(shape) > 1:
+        sections = self.config.sections(name)
+        if scales is not None:
+            rows = 1 if scales.per_channel else SCALE_BLOCK
+            shape, sections = scales.scale_shape(shape), tuple(size // rows for size in sections)
+        elif stored.shape[-1] != shape[-1] and len(shape) > 1:
             self._row_parallel.add(name)
-        sections = tuple(size // block for size in self.config.sections(name.removesuffix(SCALES)))
         return part_of(stored, shape, self.ranks.rank, self.ranks.size, sections).contiguous()
 
     def _checked(self, name: str, values: torch.Tensor) -> torch.Tensor:

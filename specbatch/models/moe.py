@@ -89,15 +89,20 @@ def with_shared(
     of all experts of the mixture `stem`, and the number of these slices."""
     inner, width = routed[1].values.shape[2], shared[1].values.shape[1]
     (more_up, more_down), scaled = shared, [weight.scales is not None for weight in (*routed, *shared)]
-    if all(scaled) and width % SCALE_BLOCK == 0 == inner % SCALE_BLOCK:
+    step = more_up.scale_rows
+    if all(scaled) and width % step == 0 == inner % step:
         assert more_up.scales is not None
         assert more_down.scales is not None
         up, down = more_up.values.view(torch.uint8), more_down.values.view(torch.uint8)
         values = shared_slices(up, down, inner, activation)
-        scales = shared_slices(more_up.scales, more_down.scales, inner // SCALE_BLOCK, activation)
+        if more_up.is_per_channel:  # each slice has some of the inputs of down, and all of its outputs
+            of_up, _ = shared_slices(more_up.scales, more_up.scales[:width].t(), inner, activation)
+            scales = of_up, more_down.scales.expand(len(of_up), -1, -1)
+        else:
+            scales = shared_slices(more_up.scales, more_down.scales, inner // SCALE_BLOCK, activation)
         sliced = [Weight(one.view(torch.float8_e4m3fn), its) for one, its in zip(values, scales, strict=True)]
     elif any(scaled[:2]):  # they are most of a model, so they are not dequantized to twice the size
-        works = f"{stem} is FP8: its shared expert must be FP8, too, and both widths multiples of {SCALE_BLOCK}"
+        works = f"{stem} is FP8: its shared expert must be FP8, too, and both widths multiples of {step}"
         raise refuse("shared expert", f"widths {inner} and {width}", works)
     else:
         name = f"{stem}.shared_expert"

@@ -14,7 +14,6 @@ import torch
 from specbatch.config_values import count_of, flag_of, limits_of, names_of, positive_of, spelled
 from specbatch.errors import refuse
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.kernels.gemm.weight import SCALE_BLOCK
 from specbatch.kernels.moe.experts import Experts, token_bytes
 from specbatch.kernels.moe.routing import Routing
 from specbatch.kernels.recurrent.mamba2 import SsdHeads
@@ -119,7 +118,7 @@ class NemotronHConfig(ModelConfig):
         )
 
     def divided(self, ranks: int) -> Self:
-        mamba, mixture, step = self.mamba, self.mixture, 1 if self.fp8 is None else SCALE_BLOCK
+        mamba, mixture, step = self.mamba, self.mixture, self.input_step
         groups = shared_out("n_groups", mamba.groups, ranks)
         mamba = replace(mamba, count=mamba.count // mamba.groups * groups, groups=groups)
         if mixture is not None:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Self
 import torch
 
 from specbatch.config_values import flag_of
-from specbatch.kernels.gemm.weight import SCALE_BLOCK
 from specbatch.models import llama
 from specbatch.models.config import ModelConfig, without_windows
 from specbatch.models.layers import Layer, Reader, Tables
@@ -32,8 +31,7 @@ class Qwen3MoeConfig(ModelConfig):
         return cls(**vars(plain), mixture=mixture, sparse=sparse_layers(config, plain.num_layers))
 
     def divided(self, ranks: int) -> Self:
-        step = 1 if self.fp8 is None else SCALE_BLOCK
-        return replace(super().divided(ranks), mixture=self.mixture.divided(ranks, step))
+        return replace(super().divided(ranks), mixture=self.mixture.divided(ranks, self.input_step))
 
     def sections(self, name: str) -> tuple[int, ...]:
         return (self.mixture.inner,) * 2 if name.endswith("experts.gate_up_proj") else ()

@@ -17,7 +17,7 @@ from specbatch.errors import refuse
 from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.gemm.fp8_linear import ConcatLinear, linear
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight, concat_outputs
+from specbatch.kernels.gemm.weight import Weight, concat_outputs
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, chunk_bytes
 from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig, attending, shared_out, without_windows
@@ -96,7 +96,7 @@ class Qwen3NextConfig(ModelConfig):
         )
 
     def divided(self, ranks: int) -> Self:
-        delta, mixture, step = self.delta, self.mixture, 1 if self.fp8 is None else SCALE_BLOCK
+        delta, mixture, step = self.delta, self.mixture, self.input_step
         if delta is not None:
             keys = shared_out("linear_num_key_heads", delta.keys, ranks)
             delta = replace(delta, keys=keys, values=delta.values // delta.keys * keys)
@@ -267,10 +267,10 @@ def _ungrouped(read: Reader, name: str, groups: int, rows: list[int]) -> Weight:
         return torch.cat([part.flatten(0, 1) for part in matrix.unflatten(0, (groups, -1)).split(sizes, 1)])
 
     weight = read.weight({name: groups * sum(rows)}, read.config.hidden_size)
-    if weight.scales is None or any(count % SCALE_BLOCK for count in rows):
+    if weight.scales is None or any(count % weight.scale_rows for count in rows):
         return Weight(regrouped(read.dequantize(name, weight), rows))
     values = regrouped(weight.values.view(torch.uint8), rows).view(weight.values.dtype)
-    return Weight(values, regrouped(weight.scales, [count // SCALE_BLOCK for count in rows]))
+    return Weight(values, regrouped(weight.scales, [count // weight.scale_rows for count in rows]))
 
 
 def _as_qwen3(config: dict[str, Any]) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from specbatch.kernels.attention.prefill_backends import PrefillAttention
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.linear import is_blocked
 from specbatch.kernels.gemm.mxfp4 import keeps_mxfp4
-from specbatch.kernels.gemm.weight import keeps_fp8
+from specbatch.kernels.gemm.weight import keeps_quantized
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models import mxfp4
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.fp8 import SCALES
+from specbatch.models.fp8 import FP8Weights
 from specbatch.models.layers import Reader
 from specbatch.models.partition import rows_per_rank
 from specbatch.progress import Stages
@@ -37,20 +37,26 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     count = config.parameter_count()
     if config.tie_embeddings and is_blocked(dtype, device):  # the head is then a copy of the embedding
         count += rows_per_rank(config.vocab_size, config.ranks) * config.hidden_size
-    kept, shapes = kept_fp8(config, device) | _kept_mxfp4(config, device), config.weight_shapes()
+    kept, shapes = kept_quantized(config, device) | _kept_mxfp4(config, device), config.weight_shapes()
     return count * dtype.itemsize + sum(size - math.prod(shapes[name]) * dtype.itemsize for name, size in kept.items())
 
 
-def kept_fp8(config: ModelConfig, device: torch.device) -> dict[str, int]:
-    """Weights that stay FP8 in memory, and their bytes including scales."""
-    if config.fp8 is None or not keeps_fp8(device):
+def kept_quantized(config: ModelConfig, device: torch.device) -> dict[str, int]:
+    """Weights that stay quantized in memory, and their bytes including scales."""
+    stored = config.quantization
+    if stored is None or not keeps_quantized(device):
         return {}
-    shapes = config.tensor_shapes()
+    stored = stored.except_for(config.unquantized_ends)
     return {
-        name: math.prod(shape) + 4 * math.prod(shapes[name + SCALES])
-        for name, shape in shapes.items()
-        if name + SCALES in shapes and not config.may_dequantize(name, shape)
+        name: stored.memory(shape)
+        for name, shape in config.weight_shapes().items()
+        if stored.is_quantized(name, shape) and not config.may_dequantize(name, shape)
     }
+
+
+def _has_quantized(config: ModelConfig) -> bool:
+    """Whether the files have more tensors than the model has weights: scales."""
+    return len(config.tensor_shapes()) > len(config.weight_shapes())
 
 
 def _kept_mxfp4(config: ModelConfig, device: torch.device) -> dict[str, int]:
@@ -65,32 +71,38 @@ def _kept_mxfp4(config: ModelConfig, device: torch.device) -> dict[str, int]:
 
 def quantizes_activations(asked: bool, dtype: torch.dtype, device: torch.device, *models: ModelConfig) -> bool:
     """Do these models have FP8 GEMMs, which quantize activations, if `asked`? With float32 activations there are
-    none."""
-    return asked and dtype.itemsize == 2 and any(kept_fp8(model, device) for model in models)
+    none, and checkpoints with quantized weights only were not made for FP8 ones."""
+    stored = [model.quantization for model in models if kept_quantized(model, device)]
+    made = any(isinstance(one, FP8Weights) and one.quantizes_inputs for one in stored)
+    return asked and dtype.itemsize == 2 and made
 
 
 def quantization_lines(
     model: Decoder, draft: ModelConfig, *, loads: tuple[bool, bool], quantizes: bool
 ) -> Iterator[str]:
-    """Log lines on how FP8 and MXFP4 weights were loaded and whether activations are quantized. loads: whether the
-    engine loads the target, and the draft; quantizes: see `quantizes_activations`."""
+    """Log lines on how quantized weights were loaded and whether activations are quantized. loads: whether the engine
+    loads the target, and the draft; quantizes: see `quantizes_activations`."""
     name, device = str(model.dtype).removeprefix("torch."), model.device
-    stored = "kept" if keeps_fp8(device) else f"dequantized to {name}, as this device has no FP8 GEMM"
-    if loads[0] and model.config.fp8 is not None:
-        line = f"FP8 weights: {stored}"
+
+    def stored(kind: str) -> str:
+        kept = "kept" if keeps_quantized(device) else f"dequantized to {name}, as this device has no {kind} GEMM"
+        return f"{kind} weights: {kept}"
+
+    if loads[0] and model.config.quantization is not None:
+        line = stored(model.config.quantization.name)
         if model.dequantized:
             line += (
                 f", but {len(model.dequantized)} dequantized to {name}, as their matrices are no whole number of scale "
                 f"blocks, such as {min(model.dequantized)}"
             )
         yield line
-    if loads[1] and any(tensor.endswith(SCALES) for tensor in draft.tensor_shapes()):
-        yield f"draft: FP8 weights: {stored}"
-    stored = "kept" if keeps_mxfp4(device) else f"dequantized to {name}, as this device has no MXFP4 GEMM"
+    if loads[1] and draft.quantization is not None and _has_quantized(draft):
+        yield f"draft: {stored(draft.quantization.name)}"
+    mx = "kept" if keeps_mxfp4(device) else f"dequantized to {name}, as this device has no MXFP4 GEMM"
     for whose, config, is_loaded in zip(("", "draft: "), (model.config, draft), loads, strict=True):
         if is_loaded and any(tensor.endswith(mxfp4.BLOCKS) for tensor in config.tensor_shapes()):
-            yield f"{whose}MXFP4 weights: {stored}"
-    if kept_fp8(model.config, device) or kept_fp8(draft, device):
+            yield f"{whose}MXFP4 weights: {mx}"
+    if any(isinstance(one.quantization, FP8Weights) and kept_quantized(one, device) for one in (model.config, draft)):
         state = "on, quantized per token and 128 columns" if quantizes else f"off, they are {name}"
         yield f"FP8 activations: {state}"
 

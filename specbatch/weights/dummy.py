@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from specbatch.kernels.gemm.weight import MX_BLOCK, byte_chunks
 from specbatch.models import mxfp4
 from specbatch.models.config import ModelConfig
-from specbatch.models.fp8 import SCALES
+from specbatch.models.fp8 import SCALES, scaled
 from specbatch.tokenizer import ByteTokenizer, Tokenizer
 from specbatch.weights.shapes import SHAPES
 
@@ -109,21 +109,21 @@ class DummyCheckpoint:
         if _is_mxfp4(name):
             scales = self._shapes[name.removesuffix(mxfp4.BLOCKS).removesuffix(mxfp4.SCALES) + mxfp4.SCALES]
             return random_mxfp4(name, shape, scales[-1] * MX_BLOCK, *made)
-        if name.endswith(SCALES):
-            return random_scales(name, shape, self._shapes[name.removesuffix(SCALES)][-1], *made)
+        if (weight := scaled(name)) in self._shapes and weight is not None:
+            return random_scales(name, shape, self._shapes[weight][-1], *made)
         return random_tensor(name, shape, *made, getattr(torch, self._dtype_name))
 
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer or ByteTokenizer(self.config.vocab_size)
 
     def _is_fp8(self, name: str) -> bool:
-        return name + SCALES in self._shapes
+        return any(name + suffix in self._shapes for suffix in SCALES)
 
     def _item(self, name: str) -> int:
         """Bytes per value."""
         if self._is_fp8(name) or _is_mxfp4(name):
             return 1
-        return 4 if name.endswith(SCALES) or self._dtype_name == "float32" else 2
+        return 4 if scaled(name) is not None or self._dtype_name == "float32" else 2
 
 
 def _is_mxfp4(name: str) -> bool:

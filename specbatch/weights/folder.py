@@ -7,10 +7,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbatch.config_values import table_of
 from specbatch.errors import SpecbatchError, refuse, shown
 from specbatch.models import mxfp4
 from specbatch.models.config import ModelConfig
-from specbatch.models.fp8 import SCALES
+from specbatch.models.fp8 import SCALES, FP8Weights, is_per_output, scaled
+from specbatch.models.quantization import is_unused_scale
+from specbatch.models.quantization_config import KEY
 from specbatch.text_files import UnreadableError, open_regular
 from specbatch.tokenizer import Tokenizer
 from specbatch.weights.checkpoint import Log, Read, read_config
@@ -61,10 +64,12 @@ class SafetensorsFiles:
                 self.shapes[name] = tuple(view.get_shape())
                 self.bytes += math.prod(view.get_shape()) * (_BYTES | {_MXFP4: 1}).get(view.get_dtype(), 8)
         for name, path in fp8.items():
-            if name + SCALES not in self.shapes:
-                raise _damaged(path, f"tensor {name} is {FP8} and there is no {name}{SCALES}")
+            if not any(name + suffix in self.shapes for suffix in SCALES):
+                raise _damaged(
+                    path, f"tensor {name} is {FP8} and there is no {' or '.join(name + end for end in SCALES)}"
+                )
         for name in self.shapes:
-            if name.endswith(SCALES) and name.removesuffix(SCALES) not in fp8:
+            if scaled(name) is not None and scaled(name) not in fp8:
                 raise _damaged(folder, f"there is {name}, but no {FP8} tensor that it scales")
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -91,16 +96,24 @@ class FolderCheckpoint:
         self._tokenizer = tokenizer
         if not (folder / "config.json").is_file():
             raise refuse("model", str(folder), "the folder has safetensors but no config.json")
-        self.config = read(read_config(folder / "config.json"))
+        self.config = read(_described(folder))
         self._tensors = SafetensorsFiles(folder)
         self.bytes = self._tensors.bytes
-        found = self._tensors.shapes
+        # Scales per tensor or per output, and for how many outputs. They are spelled in several shapes.
+        self._outputs = _outputs(self.config, self._tensors.shapes)
+        found = self._tensors.shapes | {name: (outputs, 1) for name, outputs in self._outputs.items()}
+        unused = [name for name in found if self.config.quantization is not None and is_unused_scale(name)]
+        if unused and log is not None:
+            works = "activations get scales as the model runs, and a KV cache has none"
+            log(f"{name}: {len(unused)} scales are not used, such as {min(unused)}: {works}")
+        self.config = self.config.fit(found)
+        found = {name: shape for name, shape in found.items() if name not in unused}
         self.mtp = {name: shape for name, shape in found.items() if name.startswith(MTP)}
         spare = [name for name in found if self.config.is_spare(name)]
         if spare and log is not None:
             log(f"{name}: {len(spare)} tensors are not used for text and not read, such as {min(spare)}")
         own = {name: shape for name, shape in found.items() if name not in self.mtp and name not in spare}
-        self.config = self.config.fit(own)
+        _check_ends(self.config, own, folder)
         check_tensors(self.config.tensor_shapes(), own, folder)
         self._names = list(own)
 
@@ -108,7 +121,8 @@ class FolderCheckpoint:
         return self._names
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self._tensors.tensor(name)
+        stored = self._tensors.tensor(name)
+        return stored.reshape(-1, 1).expand(self._outputs[name], 1) if name in self._outputs else stored
 
     def tokenizer(self) -> Tokenizer:
         found = self._tokenizer or Tokenizer.from_folder(self.folder, name=self.name)
@@ -117,6 +131,33 @@ class FolderCheckpoint:
             raise refuse("tokenizer", found.name, works)
         self._tokenizer = found  # cached: a draft's vocabulary is compared with it
         return found
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    """The config.json, with the quantization that ModelOpt describes in a file beside it."""
+    described, beside = read_config(folder / "config.json"), folder / "hf_quant_config.json"
+    if described.get(KEY) is None and beside.is_file():
+        described[KEY] = {"quant_method": "modelopt"} | table_of(read_config(beside), "quantization")
+    return described
+
+
+def _outputs(config: ModelConfig, found: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    """The names of scales that are not per block, and how many outputs their weights have."""
+    if not isinstance(config.quantization, FP8Weights) or not config.quantization.per_channel:
+        return {}
+    pairs = [(name, found[weight]) for name in found if (weight := scaled(name)) in found]
+    return {name: shape[-2] for name, shape in pairs if is_per_output(found[name], shape)}
+
+
+def _check_ends(config: ModelConfig, found: dict[str, tuple[int, ...]], folder: Path) -> None:
+    """Refuse a quantized embedding or output matrix."""
+    if config.quantization is None:
+        return
+    for name in found:
+        weight = config.quantization.weight_of(name) or ""
+        if weight.removesuffix(".weight") in config.unquantized_ends:
+            works = f"{weight} is quantized, and an embedding or output matrix must not be; put it on the ignore list"
+            raise refuse("model", str(folder), works)
 
 
 def check_tensors(

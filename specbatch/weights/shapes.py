@@ -168,6 +168,21 @@ _FP8 = {
     "activation_scheme": "dynamic",
     "modules_to_not_convert": ["lm_head", "linear_attn.conv1d", "linear_attn.in_proj_ba", "mtp.fc"],
 }
+# As llm-compressor writes it, with activations quantized per token.
+_FP8_PER_CHANNEL = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+            "input_activations": {
+                "num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True,
+            },
+        }
+    },
+    "ignore": ["lm_head"],
+}  # fmt: skip
 
 _QWEN3_8B = {
     **_QWEN3,
@@ -279,6 +294,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "qwen3-8b": _QWEN3_8B,
     "qwen3-8b-fp8": {**_QWEN3_8B, "quantization_config": _FP8},
+    "qwen3-8b-fp8-dynamic": {**_QWEN3_8B, "quantization_config": _FP8_PER_CHANNEL},
     "qwen3-32b": {
         **_QWEN3,
         "hidden_size": 5120,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbatch.memory.recurrent_state import state_bytes, state_types
-from specbatch.runtime.loader import kept_fp8
+from specbatch.runtime.loader import kept_quantized
 
 if TYPE_CHECKING:
     from specbatch.engine.engine import Engine
@@ -41,7 +41,7 @@ def used_bytes(model: ModelConfig, tokens: int, dtype: torch.dtype, device: torc
     """Bytes of weights that a step of so many tokens reads: all except an embedding table that is not also the head (a
     row per token), and of a mixture the shared weights and the experts that are hit (`hit_experts`)."""
     share = 1.0 if model.chosen is None else hit_experts(*model.chosen, tokens) / model.chosen[0]
-    kept, total = kept_fp8(model, device), 0.0
+    kept, total = kept_quantized(model, device), 0.0
     for name, shape in model.weight_shapes().items():
         if name == model.names.embedding and not model.tie_embeddings:
             continue
@@ -67,4 +67,4 @@ def without_gemms(model: ModelConfig) -> str | None:
         return "which experts' matrices a step multiplies by depends on its tokens"
     if model.state_shapes:
         return "recurrent layers have GEMMs of other shapes"
-    return "torch's linear does not multiply FP8 weights" if model.fp8 is not None else None
+    return "torch's linear does not multiply quantized weights" if model.quantization is not None else None

@@ -59,7 +59,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     """`build(shape, **settings)`; weights stay FP8 on a CPU, too."""
     engines: list[Engine] = []
     for module in ("models.layers", "runtime.loader"):
-        monkeypatch.setattr(f"specbatch.{module}.keeps_fp8", lambda device: True)
+        monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: True)
 
     def build(
         shape: dict[str, Any],

@@ -1,5 +1,5 @@
-"""Compiles kernels for Hopper, which needs no GPU: the deterministic ones and those of gpt-oss. One JSON line for
-each: shared memory and instructions of the tensor cores. A process of its own: in the tests, kernels are
+"""Compiles kernels for Hopper, which needs no GPU: deterministic ones, those of gpt-oss and of quantized weights. One
+JSON line for each: shared memory and instructions of the tensor cores. A process of its own: in the tests, kernels are
 interpreted."""
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from specbatch.kernels.attention import span_attention_triton as spans
 from specbatch.kernels.attention import verify_attention_triton as verifies
 from specbatch.kernels.attention.verify_attention_configs import Tile
 from specbatch.kernels.gemm import fixed_order_gemm_triton as gemms
+from specbatch.kernels.gemm import fp8_linear_triton as fp8s
 from specbatch.kernels.gemm import skinny_gemm_triton as skinny
 from specbatch.kernels.gemm.skinny_gemm_configs import undivided_tile_for
 from specbatch.kernels.moe import experts_triton as experts
@@ -120,6 +121,19 @@ def few_rows(n: int, k: int, *, gated: bool) -> dict[str, Any]:
     return compiled(skinny._skinny_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
+def fp8(rows: int, *, per_channel: bool, quantized: bool) -> dict[str, Any]:
+    kinds = dict.fromkeys(("x", "bias", "residual", "y"), "*bf16") | {"scales": "*fp32", "weight": "*fp8e4nv"}
+    kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "residual_stride", "y_stride"), "i32")
+    kinds |= {"x": "*fp8e4nv", "x_scales": "*fp32"} if quantized else {}
+    inner, stages = (64, 4) if rows == 128 and not quantized else (128, 4)
+    fixed: dict[str, Any] = {
+        "QUANTIZED": quantized, "PER_CHANNEL": per_channel, "HAS_BIAS": False, "HAS_RESIDUAL": True, "SCALE_BLOCK": 128,
+        "EVEN_K": True, "BM": rows, "BN": 128 if rows > 16 else 64, "BK": inner, "PDL": True,
+    }  # fmt: skip
+    fixed |= {} if quantized else {"x_scales": None}
+    return compiled(fp8s._fp8_linear_kernel, kinds, fixed, num_warps=8 if inner == 64 else 4, num_stages=stages)
+
+
 def every() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "prompt", attention(64, 64, is_prompt=True, is_spread=False)
     yield "prompt, FP8 keys", attention(32, 32, is_prompt=True, is_spread=False, cache="fp8e4nv")
@@ -140,6 +154,8 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"GEMM of {rows} rows", gemm(rows)
     for n, k, gated in ((6144, 4096, False), (4096, 4096, False), (151936, 4096, False), (12288, 4096, True)):
         yield f"GEMM of few rows, {n} x {k}", few_rows(n, k, gated=gated)
+    for rows, quantized in ((16, False), (128, False), (64, True)):
+        yield f"FP8 GEMM of {rows} rows, scaled per output", fp8(rows, per_channel=True, quantized=quantized)
 
 
 if __name__ == "__main__":

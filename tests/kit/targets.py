@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from quantized_weights import FORMATS
 from safetensors.torch import save_file
 
 from specbatch.config import EngineConfig, Speculation
@@ -84,6 +86,16 @@ GPT_OSS: dict[str, Any] = {
 WINDOWED["gpt-oss"] = GPT_OSS
 TARGETS: dict[str, dict[str, Any]] = {"llama": {"architectures": ["LlamaForCausalLM"]}, **WINDOWED, **HYBRIDS}
 
+# Llamas by the format of their weights; their widths are whole groups of inputs.
+QUANTIZED = {
+    name: {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "quantization_config": described,
+    }
+    for name, (described, _) in FORMATS.items()
+}
 DRAFTS = {"drafts": TARGETS["llama"], "recurrent-drafts": TARGETS["qwen3.5"]}
 
 MTP = ("qwen3-next", "qwen3.5", "qwen3.5-moe")  # whose checkpoints hold a draft head
@@ -123,10 +135,12 @@ class TargetCheckpoint:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.config = ModelConfig.from_dict(SIZES | (TARGETS | DRAFTS)[name])
-        self.tensors = random_weights(self.config.tensor_shapes(), 0.05 if name in DRAFTS else 1.0)
+        self.config = ModelConfig.from_dict(SIZES | (TARGETS | DRAFTS | QUANTIZED)[name])
+        self.tensors = random_weights(self.config.weight_shapes(), 0.05 if name in DRAFTS else 1.0)
         vocabulary, hidden = self.config.vocab_size, self.config.hidden_size
-        embedding = STRENGTHS[name] * torch.randn(vocabulary, hidden, generator=torch.Generator().manual_seed(2))
+        embedding = STRENGTHS.get(name, STRENGTHS["llama"]) * torch.randn(
+            vocabulary, hidden, generator=torch.Generator().manual_seed(2)
+        )
         last = torch.arange(vocabulary) // 4 * 4 + (torch.arange(vocabulary) - 1) % 4
         self.tensors[self.config.names.embedding] = embedding
         self.tensors[self.config.names.head] = embedding[last.clamp(max=vocabulary - 1)] / math.sqrt(hidden)
@@ -134,6 +148,19 @@ class TargetCheckpoint:
         if name in MTP:
             self.mtp = mtp_config(self.config).tensor_shapes()
             self.tensors |= head_weights(self.mtp, "mtp.fc.weight", -1.0)
+        self.meant, quantization = self.tensors, self.config.quantization
+        if quantization is not None:  # `tensors` as they are stored, in place of those that are `meant`
+            stored = quantization.except_for(self.config.unquantized_ends)
+            pairs = {
+                name: FORMATS[self.name][1](name, tensor)
+                for name, tensor in self.meant.items()
+                if stored.is_quantized(name, tensor.shape)
+            }
+            self.meant = self.tensors | {name: meant for name, (_, meant) in pairs.items()}
+            self.tensors = self.tensors | {name: part for parts, _ in pairs.values() for name, part in parts.items()}
+            scales = self.config.tensor_shapes()
+            for name, shape in scales.items():  # per tensor: a folder spreads them over the outputs
+                self.tensors[name] = self.tensors[name].expand(shape)
 
     def names(self) -> list[str]:
         return list(self.config.tensor_shapes())
@@ -212,7 +239,8 @@ class Targets:
     @cache  # noqa: B019
     def _reference(self, name: str) -> Decoder:
         found, cpu = self.checkpoint(name), torch.device("cpu")
-        return Decoder(found.config, found.tensor, dtype=torch.float64, device=cpu, max_positions=64)
+        config = replace(found.config, quantization=None)
+        return Decoder(config, found.meant.__getitem__, dtype=torch.float64, device=cpu, max_positions=64)
 
     @cache  # noqa: B019
     def _decoded(self, name: str) -> list[tuple[list[int], list[int]]]:

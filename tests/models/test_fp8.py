@@ -171,7 +171,7 @@ def test_fp8_model_matches_dequantized_model(
     sizes = {"dtype": torch.float32, "device": torch.device(device), "max_positions": 64}
     expected = logits(Decoder(unquantized, meant.__getitem__, **sizes))
     if device == "cpu":
-        monkeypatch.setattr("specbatch.models.layers.keeps_fp8", lambda device: keeps)
+        monkeypatch.setattr("specbatch.models.layers.keeps_quantized", lambda device: keeps)
     model = Decoder(checkpoint.config, checkpoint.tensor, **sizes)
     assert model.dequantized == (dequantized if keeps else set())
     assert device == "cuda" or (linear_types(model) & {FP8Linear, ConcatLinear} != set()) is keeps
@@ -183,7 +183,8 @@ def write_head(folder: Path, unquantized: set[str]) -> tuple[MtpConfig, dict[str
     and its dequantized weights."""
     target = open_checkpoint(str(folder)).config
     stored, meant = load_file(folder / "model.safetensors"), {}
-    config = replace(mtp_config(target), fp8=None, mixture=target.mixture and replace(target.mixture, fused=False))
+    mixture = target.mixture and replace(target.mixture, fused=False)
+    config = replace(mtp_config(target), quantization=None, mixture=mixture)
     generator = torch.Generator().manual_seed(5)
     for name, shape in config.weight_shapes().items():
         stored[name] = meant[name] = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
@@ -209,7 +210,7 @@ def test_fp8_mtp_head_matches_dequantized_head(
     described, plain, fused, _ = CASES[case]
     write(tmp_path, described | changes, plain, fused)
     config, meant = write_head(tmp_path, unquantized)
-    monkeypatch.setattr("specbatch.models.layers.keeps_fp8", lambda device: keeps)
+    monkeypatch.setattr("specbatch.models.layers.keeps_quantized", lambda device: keeps)
     checkpoint = open_checkpoint(str(tmp_path))
     target = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=64)
     lines: list[str] = []
@@ -238,7 +239,7 @@ def test_fp8_mtp_head_takes_half_the_memory(tmp_path: Path, monkeypatch: pytest.
     found = mtp_config(open_checkpoint(str(tmp_path)).config, open_checkpoint(str(tmp_path)).mtp)
     count = sum(item.numel() for item in meant.values())
     assert weight_bytes(found, torch.bfloat16, CPU) == weight_bytes(config, torch.bfloat16, CPU) == 2 * count
-    monkeypatch.setattr("specbatch.runtime.loader.keeps_fp8", lambda device: True)
+    monkeypatch.setattr("specbatch.runtime.loader.keeps_quantized", lambda device: True)
     small = [256 * 256, *[128 * 256] * 9, *[384 * 256] * 3]  # o_proj, experts, shared
     scales = 4 * sum(item // 128**2 for item in small)
     assert weight_bytes(found, torch.bfloat16, CPU) == 2 * count - sum(small) + scales
@@ -276,7 +277,7 @@ def test_fp8_weights_stay_fp8_in_memory(tmp_path: Path, monkeypatch: pytest.Monk
     checkpoint = open_checkpoint(str(tmp_path))
     count = sum(item.numel() for item in meant.values())
     assert weight_bytes(checkpoint.config, torch.bfloat16, CPU) == 2 * count
-    monkeypatch.setattr("specbatch.runtime.loader.keeps_fp8", lambda device: True)
+    monkeypatch.setattr("specbatch.runtime.loader.keeps_quantized", lambda device: True)
     # 160 rows may have to be split, and are planned as dequantized; 160 columns are two blocks.
     small = 2 * 160 * (256 + 128 + 128) + 2 * 160 * 256
     scales = 2 * (4 + 2 + 2) + 2 * 4
@@ -308,7 +309,7 @@ def test_fp8_weights_and_scales_must_match(tmp_path: Path, name: str, change: An
 @pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
 def test_nan_fp8_weights_are_refused(keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any part of a fused tensor; GEMMs would read it as 480."""
-    monkeypatch.setattr("specbatch.models.layers.keeps_fp8", lambda device: keeps)
+    monkeypatch.setattr("specbatch.models.layers.keeps_quantized", lambda device: keeps)
     monkeypatch.setattr("specbatch.kernels.gemm.weight._PART", 1000)
     write(tmp_path, QWEN3, ["lm_head"], False)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -340,11 +341,11 @@ def test_unannounced_scales_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"weight_block_size": None}, "weight_block_size=None: it must be .128, 128."),
+        ({"weight_block_size": 128}, "weight_block_size=128: it must be .128, 128."),
         ({"weight_block_size": [64, 128]}, "weight_block_size=.64, 128."),
         ({"fmt": "e5m2"}, "fmt='e5m2'"),
         ({"activation_scheme": "static"}, "activation_scheme='static'"),
-        ({"quant_method": "compressed-tensors"}, "quant_method='compressed-tensors'"),
+        ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes'"),
         ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert='lm_head'"),
     ],
 )

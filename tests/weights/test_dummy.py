@@ -31,6 +31,7 @@ PARAMETERS = {
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
     "qwen3-8b-fp8": 8_190_735_360,
+    "qwen3-8b-fp8-dynamic": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-next-80b-a3b": 79_674_391_296,
@@ -46,7 +47,7 @@ def test_named_shapes(name: str) -> None:
     assert checkpoint.config.parameter_count() == PARAMETERS.get(name, checkpoint.config.parameter_count())
     assert checkpoint.tokenizer().vocab_size == checkpoint.config.vocab_size
     assert checkpoint.config.rope.source in ("rope_theta", "rope_parameters", "the family")
-    if checkpoint.config.fp8 is None and not name.startswith("gpt-oss"):
+    if checkpoint.config.quantization is None and not name.startswith("gpt-oss"):
         assert checkpoint.bytes == 4 * checkpoint.config.parameter_count()
 
 

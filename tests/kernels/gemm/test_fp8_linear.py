@@ -1,4 +1,4 @@
-"""Linear layers with block-scaled FP8 weights match float64."""
+"""Linear layers with FP8 weights, scaled per block or per output, match float64."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from specbatch.kernels.gemm.weight import Weight
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
 
 
-def random_weight(n: int, k: int, device: torch.device) -> tuple[Weight, torch.Tensor]:
+def random_weight(n: int, k: int, device: torch.device, scaled: str = "blocks") -> tuple[Weight, torch.Tensor]:
     """A weight, and its values dequantized to float64."""
     values = (torch.randn(n, k) * 60).to(torch.float8_e4m3fn).to(device)
+    if scaled == "outputs":
+        scales = torch.rand(n, 1, device=device) / 60 + 1e-3
+        return Weight(values, scales), torch.einsum("nk,n->nk", values.double(), scales[:, 0].double())
     scales = torch.rand(-(-n // 128), -(-k // 128), device=device) / 60 + 1e-3
     dequantized = values.double()
     for i in range(scales.shape[0]):
@@ -39,10 +42,16 @@ def check(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "n", "k"), [(1, 130, 256), (5, 32, 300), (17, 70, 40), (40, 129, 136), (130, 16, 128)]
+    ("rows", "n", "k", "scaled"),
+    [
+        *((*sizes, "blocks") for sizes in [(1, 130, 256), (5, 32, 300), (17, 70, 40), (40, 129, 136), (130, 16, 128)]),
+        *((*sizes, "outputs") for sizes in [(5, 130, 300), (40, 129, 136), (130, 16, 128)]),
+    ],
 )
-def test_fp8_linear_matches_reference(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
-    weight, dequantized = random_weight(n, k, device)
+def test_fp8_linear_matches_reference(
+    rows: int, n: int, k: int, scaled: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    weight, dequantized = random_weight(n, k, device, scaled)
     x, bias = torch.randn(rows, k + 9).to(device, dtype)[:, 4 : 4 + k], torch.randn(n).to(device, dtype)
     residual = torch.randn(rows, n + 5).to(device, dtype)[:, 3 : 3 + n]
     expected = x.double() @ dequantized.t()
@@ -122,12 +131,16 @@ def random_rows(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(
-    ("rows", "n", "k"), [(1, 130, 256), (5, 32, 300), (70, 129, 64), (40, 70, 136), (130, 16, 128), (3, 40, 8)]
+    ("rows", "n", "k", "scaled"),
+    [
+        *((1, 130, 256, "blocks"), (5, 32, 300, "blocks"), (70, 129, 64, "blocks"), (40, 70, 136, "blocks")),
+        *((130, 16, 128, "blocks"), (3, 40, 8, "blocks"), (5, 130, 300, "outputs"), (70, 129, 64, "outputs")),
+    ],
 )
 def test_fp8_linear_with_fp8_activations_matches_reference(
-    rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device
+    rows: int, n: int, k: int, scaled: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    weight, dequantized = random_weight(n, k, device)
+    weight, dequantized = random_weight(n, k, device, scaled)
     x, bias = random_rows(rows, k, dtype, device), torch.randn(n).to(device, dtype)
     residual = torch.randn(rows, n + 5).to(device, dtype)[:, 3 : 3 + n]
     expected = x.dequantize().double() @ dequantized.t()

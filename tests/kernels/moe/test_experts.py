@@ -213,19 +213,22 @@ def test_expert_outputs_are_summed_in_float32(device: torch.device) -> None:
 # FP8 weights
 
 
-def scaled(case: Case) -> tuple[Weight, Weight]:
+def scaled(case: Case, per: str = "block") -> tuple[Weight, Weight]:
     def quantized(values: torch.Tensor) -> Weight:
         count, outer, inner = values.shape
-        scales = torch.rand(count, -(-outer // 128), -(-inner // 128), device=values.device) / 100 + 0.001
+        shape = (outer, 1) if per == "output" else (-(-outer // 128), -(-inner // 128))
+        scales = torch.rand(count, *shape, device=values.device) / 100 + 0.001
         return Weight((values * 100).to(torch.float8_e4m3fn), scales)
 
     return quantized(case.up), quantized(case.down)
 
 
-@pytest.mark.parametrize(("tokens", "activation"), [(1, "relu2"), (5, "swiglu")])
-def test_fp8_weights(tokens: int, activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "activation", "per"), [(1, "relu2", "block"), (5, "swiglu", "block"), (5, "swiglu", "output")]
+)
+def test_fp8_weights(tokens: int, activation: Activation, per: str, dtype: torch.dtype, device: torch.device) -> None:
     case = Case(Routing(3, 2, shared=1), tokens, device, dtype, hidden=136, inner=130, activation=activation)
-    up, down = scaled(case)
+    up, down = scaled(case, per)
     case.up, case.down = up.dequantize(torch.float32), down.dequantize(torch.float32)
     expected = case.dense()
     check(experts_ref(case.x, case.weights, case.experts, up, down, activation), expected, dtype)
@@ -295,16 +298,19 @@ def of_rounded(x: FP8Activations, weight: Weight, owner: torch.Tensor, activatio
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(
-    ("hidden", "inner", "activation"),
-    [(136, 128, "swiglu"), (64, 130, "relu2"), (40, 256, "swiglu"), (300, 40, "relu2")],
+    ("hidden", "inner", "activation", "per"),
+    [
+        *((136, 128, "swiglu", "block"), (64, 130, "relu2", "block"), (40, 256, "swiglu", "block")),
+        *((300, 40, "relu2", "block"), (136, 130, "swiglu", "output")),
+    ],
 )
 def test_fp8_activations_match_reference(
-    hidden: int, inner: int, activation: Activation, dtype: torch.dtype, device: torch.device
+    hidden: int, inner: int, activation: Activation, per: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Both GEMMs, each from the kernel's own input: a value next to a tie could round the other way."""
     tokens, rule = (9 if device.type == "cpu" else 500), Routing(3, 2, shared=1)
     case = Case(rule, tokens, device, dtype, hidden=hidden, inner=inner, activation=activation)
-    up, down = scaled(case)
+    up, down = scaled(case, per)
     rows = rows_for(tokens, rule, quantize=True)
     weights, _, plan = route(case.logits, rule, rows)
     owner = case.experts.flatten().long()

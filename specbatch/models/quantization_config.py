@@ -1,0 +1,113 @@
+"""Reads the `quantization_config` of a config.json: FP8 in the spellings of transformers, compressed-tensors, ModelOpt.
+
+compressed-tensors: vllm-project/compressed-tensors, `QuantizationConfig`. ModelOpt: NVIDIA/TensorRT-Model-Optimizer,
+whose older files have the same settings in a file of their own, hf_quant_config.json.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from specbatch.config_values import flag_of, names_of, spelled, table_of
+from specbatch.errors import SpecbatchError, refuse
+from specbatch.kernels.gemm.weight import SCALE_BLOCK
+from specbatch.models.fp8 import SCALES, FP8Weights
+from specbatch.models.quantization import PATTERN, Quantization
+
+KEY = "quantization_config"
+_BLOCKS = [SCALE_BLOCK, SCALE_BLOCK]
+
+
+def quantization_of(config: dict[str, Any]) -> Quantization | None:
+    """How the weights of a checkpoint are quantized; None if its config.json has no quantization. Raises SpecbatchError
+    for one that is not supported."""
+    found = table_of(config, KEY)
+    if not found:
+        return None
+    method = found.get("quant_method")
+    reader = _METHODS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        raise _refuse("quant_method", method, f"use one of {', '.join(_METHODS)}")
+    return reader(found)
+
+
+def _fp8(found: dict[str, Any]) -> Quantization:
+    """What transformers calls `FineGrainedFP8Config`; without blocks, one scale per tensor."""
+    _expect(found, "fmt", "e4m3", default="e4m3")
+    blocks = found.get("weight_block_size")
+    if blocks is not None:
+        _expect(found, "weight_block_size", _BLOCKS)
+    schemes = ("dynamic", "static") if blocks is None else ("dynamic",)
+    _expect(found, "activation_scheme", *schemes, default="dynamic")
+    return FP8Weights(*_plain(found, "modules_to_not_convert", "ignored_layers"), per_channel=blocks is None)
+
+
+def _modelopt(found: dict[str, Any]) -> Quantization:
+    _expect(found, "quant_algo", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+    return FP8Weights(*_plain(found, "ignore", "exclude_modules"), per_channel=True, suffix=SCALES[1])
+
+
+def _compressed_tensors(found: dict[str, Any]) -> Quantization:
+    if table_of(found, "transform_config").get("config_groups"):
+        raise _refuse("transform_config", found["transform_config"], "weights must not need rotated activations")
+    sparsity = table_of(found, "sparsity_config").get("format", "dense")
+    if sparsity != "dense":
+        raise _refuse("sparsity_config.format", sparsity, "it must be 'dense'")
+    groups = table_of(found, "config_groups")
+    plain = _plain(found, "ignore")
+    schemes = [_scheme(f"config_groups.{name}", table_of(groups, name), found, plain) for name in groups]
+    if not schemes:
+        raise _refuse("config_groups", groups, "it must describe how weights are quantized")
+    if any(scheme != schemes[0] for scheme in schemes):
+        raise _refuse("config_groups", sorted(groups), "weights must be quantized in one way; leave others out")
+    return schemes[0]
+
+
+def _scheme(
+    where: str, group: dict[str, Any], found: dict[str, Any], plain: tuple[frozenset[str], tuple[str, ...]]
+) -> Quantization:
+    """A group of compressed-tensors."""
+    weights, inputs = table_of(group, "weights"), table_of(group, "input_activations")
+    kind = (weights.get("type"), weights.get("num_bits"))
+    if kind != ("float", 8):
+        raise _refuse(f"{where}.weights", kind, "use FP8 (type 'float' with num_bits 8)")
+    _expect(group, "format", "float-quantized", default=found.get("format", "float-quantized"), where=where)
+    if not flag_of(weights, "symmetric", True):
+        raise _refuse(f"{where}.weights.symmetric", False, "FP8 has no zero points; it must be true")
+    _expect(weights, "strategy", "tensor", "channel", "block", where=f"{where}.weights")
+    per_channel = weights["strategy"] != "block"
+    if not per_channel:
+        _expect(weights, "block_structure", _BLOCKS, default=_BLOCKS, where=f"{where}.weights")
+    if inputs and (inputs.get("type"), inputs.get("num_bits")) != ("float", 8):
+        kind = (inputs.get("type"), inputs.get("num_bits"))
+        raise _refuse(f"{where}.input_activations", kind, "activations must be in FP8 or not quantized")
+    return FP8Weights(*plain, per_channel=per_channel, suffix=SCALES[1], quantizes_inputs=bool(inputs))
+
+
+_METHODS = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt}
+
+
+def _plain(found: dict[str, Any], *keys: str) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Names and patterns of the modules that are not quantized, listed under one of these keys."""
+    key = spelled(found, *keys)
+    listed = names_of(found, key) or []
+    patterns = [name for name in listed if name.startswith(PATTERN) or "*" in name]
+    for pattern in patterns:
+        try:
+            re.compile(pattern.removeprefix(PATTERN) if pattern.startswith(PATTERN) else "")
+        except re.error as error:
+            raise _refuse(key, pattern, f"it is no regular expression ({error})") from None
+    return frozenset(listed) - set(patterns), tuple(patterns)
+
+
+def _expect(found: dict[str, Any], key: str, *works: Any, default: Any = None, where: str = "") -> None:
+    value = found.get(key)
+    value = default if value is None else value
+    if value not in works:
+        wanted = " or ".join(repr(one) for one in works)
+        raise _refuse(f"{where}.{key}".lstrip("."), value, f"it must be {wanted}")
+
+
+def _refuse(key: str, value: Any, works: str) -> SpecbatchError:
+    return refuse(f"{KEY}.{key}", value, f"{works}; else use unquantized weights or a GGUF file")

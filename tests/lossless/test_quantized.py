@@ -1,0 +1,41 @@
+"""Speculative decoding of quantized targets, on one device and on two, is lossless: tokens are those of the same model
+with dequantized weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lossless
+import pytest
+from targets import QUANTIZED, SPECULATIONS, Targets
+from thread_ranks import thread_group
+
+KEPT = "kept"
+_QUICK = ("ngram", "model-tree", "eagle3", "dflash")
+_DRAFTERS = tuple(name for name in SPECULATIONS if "budget" not in name)  # for one device
+
+
+def _cases() -> list[Any]:
+    """Quick: each format once. Slow: each with every drafter."""
+    found = []
+    for place, target in enumerate(QUANTIZED):
+        for drafter in _DRAFTERS:
+            schedule, ranks = ("v1", "v2", "v2-late")[place % 3], 1 + place % 2
+            case = lossless.Case(drafter, schedule, "both" if place % 2 else "eager", "roomy", target)
+            marks = () if drafter == _QUICK[place % len(_QUICK)] else (pytest.mark.slow,)
+            found.append(pytest.param(case, ranks, id=f"{case} {ranks}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("case", "ranks"), _cases())
+def test_quantized_targets_are_lossless(
+    targets: Targets, monkeypatch: pytest.MonkeyPatch, case: lossless.Case, ranks: int
+) -> None:
+    """Weights stay quantized on a CPU, too."""
+    for module in ("models.layers", "runtime.loader"):
+        monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: True)
+    if ranks > 1:
+        thread_group(monkeypatch)
+    settings = lossless.Case.settings
+    monkeypatch.setattr(lossless.Case, "settings", lambda self: settings(self) | {"tensor_parallel": ranks})
+    lossless.check(case, targets, monkeypatch, "cpu")
