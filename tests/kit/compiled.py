@@ -91,8 +91,8 @@ def mxfp4_experts(rows: int, *, is_gated: bool) -> dict[str, Any]:
     kinds |= dict.fromkeys(("order", "blocks", "used"), "*i32") | dict.fromkeys(("N", "K", "x_stride"), "i32")
     fixed: dict[str, Any] = {
         "x_scales": None, "QUANTIZED": False, "SHARE": 4 if is_gated else 1, "GATED": is_gated, "CLAMPED": is_gated,
-        "SQUARED": False, "SCALED": False, "MXFP4": True, "SCALE_BLOCK": 128, "ONCE": rows == 16, "EARLY": False,
-        "EVEN_K": 2880 % tile.k == 0, "BM": rows, "BN": tile.n, "BK": tile.k, "PDL": True,
+        "SQUARED": False, "SCALED": False, "PER_CHANNEL": False, "MXFP4": True, "SCALE_BLOCK": 128, "ONCE": rows == 16,
+        "EARLY": False, "EVEN_K": 2880 % tile.k == 0, "BM": rows, "BN": tile.n, "BK": tile.k, "PDL": True,
     }  # fmt: skip
     return compiled(experts._grouped_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
