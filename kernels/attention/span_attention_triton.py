@@ -5,7 +5,9 @@ own. They are reduced in spans of SPAN keys, counted from key 0, and tiles of KE
 its own; the spans are merged in order. One program may take all spans of its queries, or several programs some each.
 Then the last one to arrive merges them by the same operations: how many programs share the spans changes no bit.
 
-A node of a tree is a sequence of its own: its ancestors take the places that they would have in a chain.
+A node of a tree is a sequence of its own: its ancestors take the places that they would have in a chain. With a
+sliding window a program begins with the span of the oldest key that its rows see; keys before a row's own window change
+nothing.
 
 All sums over keys are sums of a tensor core, that of the weights too, whose order does not depend on the tile (see
 `gemm/fixed_order`): 16 to 64 rows, tokens times the query heads that share a KV head. Multiplications and additions
@@ -47,14 +49,15 @@ def prefill_attention(
     v_cache: torch.Tensor,
     spans: RaggedBatch,
     out: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, dim], the rows of `spans`, over caches [pages, page_size, kv, dim] that hold all
-    of their keys. Returns [T, heads, dim]."""
+    of their keys, of which a row sees the last `window`. Returns [T, heads, dim]."""
     tokens = max(1, _most_rows(k_cache) // (q.shape[1] // k_cache.shape[2]))
     table = spans.table
     return _launch(
         q, k_cache, v_cache, (table[0], table[1], table[2], table[3]), spans.tiles(tokens), spans.page_table,
-        spans.page_size, max(spans.ends), 0, out,
+        spans.page_size, max(spans.ends), 0, out, window=window,
     )  # fmt: skip
 
 
@@ -67,7 +70,7 @@ class Lineages(NamedTuple):
 
 
 def decode_attention(queries: DecodeQueries) -> partial[torch.Tensor]:
-    """The attention of a decode or verify pass for all layers, whose masks are `Mask()`: `DecodeAttentionRef` of
+    """The attention of a decode or verify pass for all layers, whose masks are causal: `DecodeAttentionRef` of
     `queries`."""
     table, count, first, ancestors = queries.page_table, queries.num_queries, queries.first_node, queries.ancestors
     tokens, device = len(queries.lengths) * count, table.device
@@ -131,13 +134,16 @@ def _decode(
     v_cache: torch.Tensor,
     mask: Mask,
 ) -> torch.Tensor:
-    assert mask == Mask(), "tokens of a target see all keys before them"
+    assert mask.causal, "tokens of a target see no keys after them"
     assert heads.sinks is None, "there is no deterministic kernel for sinks"
     q = split_qkv_rope(qkv, heads, positions, slots, k_cache, v_cache)[0]
     table, size = queries.page_table, queries.page_size
     longest = table.shape[1] * size if queries.bound is None else queries.bound
     bounds = queries.lengths, queries.lengths, queries.slots, queries.slots
-    out = _launch(q, k_cache, v_cache, bounds, None, table, size, longest, queries.num_queries, None, lineages=lineages)
+    out = _launch(
+        q, k_cache, v_cache, bounds, None, table, size, longest, queries.num_queries, None, lineages=lineages,
+        window=mask.window,
+    )  # fmt: skip
     return out.flatten(1)
 
 
@@ -155,6 +161,7 @@ def _launch(
     splits: int | None = None,
     rows: int | None = None,
     lineages: Lineages | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """tiles: of a prompt pass, whose bounds are starts, ends, rows and offsets; None: `count` rows for each sequence,
     with bounds lengths and slots. lineages: of a tree. splits: programs that share the spans of a tile; rows: of a
@@ -173,6 +180,8 @@ def _launch(
     programs = sequences * per_sequence * kv
     block = max(16, triton.next_power_of_2(dim))
     spans = triton.cdiv(longest, SPAN)
+    if window is not None:
+        spans = min(spans, triton.cdiv(window + tokens - 1, SPAN) + 1)
     few = rows if tiles is not None else min(rows, triton.next_power_of_2(together * group))
     cells = programs * spans * few * (block + 2)
     if splits is None:
@@ -186,7 +195,7 @@ def _launch(
         partials, arrivals = reserve(q.device, cells, programs)
     _span_attention[(kv, sequences * per_sequence, splits)](
         q, k_cache, v_cache, out, partials, arrivals, *bounds, tiles, nodes, seen, page_table, page_table.stride(0),
-        q.stride(0), width, spans, count, per_sequence, dim**-0.5 * LOG2E,
+        q.stride(0), width, spans, count, per_sequence, window, dim**-0.5 * LOG2E,
         GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=page_size, TOKENS=tokens,
         ROWS=rows, FEW=few, KEYS=KEYS, SPAN=SPAN, SPREAD=splits > 1,
         AT_ONCE=max(1, min(16, 32 * warps // few)), **pdl(q), num_warps=warps, num_stages=stages,
@@ -217,10 +226,10 @@ def _slots(pages, lineage, key, start, high, page_stride, PAGE: tl.constexpr):
     return slot
 
 
-@triton.jit(do_not_specialize=["page_stride", "q_stride", "width", "spans", "count", "per_sequence"])
+@triton.jit(do_not_specialize=["page_stride", "q_stride", "width", "spans", "count", "per_sequence", "window"])
 def _span_attention(
     q, k_cache, v_cache, out, partials, arrivals, starts, ends, rows, offsets, tiles, lineages, seen, page_table,
-    page_stride, q_stride, width, spans, count, per_sequence, scale,
+    page_stride, q_stride, width, spans, count, per_sequence, window, scale,
     GROUP: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
     SPREAD: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
@@ -259,11 +268,15 @@ def _span_attention(
         lineage = lineages + (offset + first) * width
         last = start + tl.load(seen + offset + first)
         newest = last - 1
-    low, high = 0, tl.minimum(last, page_stride * PAGE)
-    filled = tl.cdiv(high, SPAN)
+    low, high, oldest = 0, tl.minimum(last, page_stride * PAGE), 0
+    if window is not None:  # pages before it may be others' by now
+        oldest = tl.maximum((start + first if lineages is None else last - 1) - window + 1, 0)
+        low = oldest // SPAN * SPAN
+    skipped = low // SPAN
+    filled = tl.cdiv(high, SPAN) - skipped
     if SPREAD:
         share = tl.cdiv(filled, tl.num_programs(2)) * SPAN
-        low, high = split * share, tl.minimum((split + 1) * share, high)
+        low, high = low + split * share, tl.minimum(low + (split + 1) * share, high)
 
     size: tl.constexpr = FEW * (BLOCK_D + 2)
     program = index * KV + head
@@ -280,12 +293,17 @@ def _span_attention(
     for at in tl.range(low, high, KEYS):
         key = at + tl.arange(0, KEYS)
         held = (key < high)[:, None]
+        if window is not None:
+            held = held & (key >= oldest)[:, None]
         place = (slot * (KV * DIM) + head * DIM)[:, None] + column[None, :]
         k = tl.load(k_cache + place, held & inside, 0.0)
         v = tl.load(v_cache + place, held & inside, 0.0)
         slot = _slots(pages, lineage, key + KEYS, start, high, page_stride, PAGE)
         scores = tl.dot(queries, k.to(queries.dtype).T, input_precision="ieee") * scale
-        scores = tl.where(key[None, :] <= newest, scores, float("-inf"))
+        sees = key[None, :] <= newest
+        if window is not None:
+            sees = sees & (key[None, :] > newest - window)
+        scores = tl.where(sees, scores, float("-inf"))
         # Keys that a row does not see change nothing: its maximum stays, and 0 is added.
         peak = tl.maximum(top, tl.max(scores, 1)[:, None])
         base = tl.where(peak == float("-inf"), 0.0, peak)
@@ -297,7 +315,7 @@ def _span_attention(
         if ((at + KEYS) % SPAN == 0) | (at + KEYS >= high):
             sums = tl.max(total, 1)[:, None]
             if SPREAD:
-                part = parts + at // SPAN * size
+                part = parts + (at // SPAN - skipped) * size
                 tl.store(part + row[:, None] * BLOCK_D + column[None, :], acc, real[:, None])
                 tl.store(part + FEW * BLOCK_D + row[:, None], top, real[:, None])
                 tl.store(part + FEW * (BLOCK_D + 1) + row[:, None], sums, real[:, None])

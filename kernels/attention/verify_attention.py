@@ -75,7 +75,7 @@ def decode_attention(
         from specbatch.kernels.attention import span_attention_triton, verify_attention_triton
 
         # All else are drafts, which change no result.
-        if is_deterministic() and all(mask == Mask() for mask in masks):
+        if is_deterministic() and all(mask.causal for mask in masks):
             return span_attention_triton.decode_attention(queries)
         return partial(verify_attention_triton.verify_attention, queries)
     if is_deterministic():

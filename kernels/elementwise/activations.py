@@ -33,7 +33,7 @@ def relu_squared_ref(x: torch.Tensor) -> torch.Tensor:
     return x.relu_().square_()
 
 
-def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def gelu_and_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
     """gelu(gate) * up for gate_up [T, 2 * I], gate first -> [T, I]. GELU by tanh: 0.5 (1 + tanh(z)) = sigmoid(2 z) for
     z = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and Gimpel, 2016)."""
     gate, up = gate_up.chunk(2, -1)
@@ -44,4 +44,5 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 silu_and_mul = op(silu_and_mul_ref, "specbatch.kernels.elementwise.elementwise_triton:silu_and_mul")
+gelu_and_mul = op(gelu_and_mul_ref, "specbatch.kernels.elementwise.elementwise_triton:gelu_and_mul")
 relu_squared = op(relu_squared_ref, "specbatch.kernels.elementwise.elementwise_triton:relu_squared")

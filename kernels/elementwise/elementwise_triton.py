@@ -31,11 +31,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2I], gate first -> silu(gate) * up [T, I], computed in float32 and cast once."""
+    return _gated(gate_up, gelu=False)
+
+
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gelu_and_mul_ref`, computed in float32 and cast once."""
+    return _gated(gate_up, gelu=True)
+
+
+def _gated(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(rows, width)
     block = min(triton.next_power_of_2(width), 2 * PROGRAM)
     grid = (rows * triton.cdiv(width, block),)  # one side: the others end at 65535
-    _silu_and_mul[grid](gate_up, y, width, BLOCK=block, num_warps=max(1, block // 512), **pdl(gate_up))
+    _gated_kernel[grid](gate_up, y, width, GELU=gelu, BLOCK=block, num_warps=max(1, block // 512), **pdl(gate_up))
     return y
 
 
@@ -83,7 +92,7 @@ def _rms_norm(x, weight, y, rows, width, eps, TILE: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _silu_and_mul(gate_up, y, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gated_kernel(gate_up, y, width, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     let_next_kernel_start(PDL)
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -93,7 +102,10 @@ def _silu_and_mul(gate_up, y, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     source = gate_up + row * 2 * width + column
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row * width + column, gate / (1 + tl.exp(-gate)) * up, mask=inside)
+    slope = gate
+    if GELU:
+        slope = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308  # 2 sqrt(2 / pi)
+    tl.store(y + row * width + column, gate / (1 + tl.exp(-slope)) * up, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -49,9 +49,10 @@ from specbatch.tokenizer import Tokenizer
 from specbatch.weights import Checkpoint, Log
 
 MOST_RANKS = 16  # that are tried when others do not work
-# Whether deterministic mode runs recurrent layers on a CUDA device. Their kernels were compared in the interpreter
-# only; `tests/lossless/test_deterministic_gpu.py` compares them on a device.
+# Whether deterministic mode runs recurrent layers and sliding windows on a CUDA device. Their kernels were compared in
+# the interpreter only; `tests/lossless/test_deterministic_gpu.py` compares them on a device.
 DETERMINISTIC_RECURRENCES_ON_CUDA = False
+DETERMINISTIC_WINDOWS_ON_CUDA = False
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,8 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     if config.deterministic and device.type == "cuda":
         _check_deterministic_on_cuda(config, device, target.config, dtype)
     draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, log)
-    if config.deterministic and device.type == "cuda" and (draft.config.windows or draft.config.has_sinks):
-        works = "a CUDA device has no such kernels for a draft model with sliding windows or sinks; use device='cpu'"
-        raise refuse("deterministic", True, works)
+    if config.deterministic and device.type == "cuda":
+        _check_kernels_on_cuda(draft.config, "a draft model with ")
     if draft.drafted is not None:
         asked = config.speculation
         if asked.is_auto:  # an upper limit
@@ -497,9 +497,7 @@ def _check_deterministic_on_cuda(
     if target.attention_layers < target.num_layers and not DETERMINISTIC_RECURRENCES_ON_CUDA:
         works = "its kernels for recurrent layers were never run on a CUDA device; use device='cpu'"
         raise refuse("deterministic", True, works)
-    if target.windows or target.has_sinks:
-        what = "attention sinks" if target.has_sinks else "sliding windows"
-        raise refuse("deterministic", True, f"a CUDA device has no such kernels for {what}; use device='cpu'")
+    _check_kernels_on_cuda(target)
     if target.quantization is not None and target.chosen:
         raise refuse("deterministic", True, "a CUDA device has no such kernels for FP8 experts; use device='cpu'")
     widths = target.hidden_size, target.intermediate_size, target.num_heads * target.head_dim, target.mixer_widths[1]
@@ -507,6 +505,16 @@ def _check_deterministic_on_cuda(
         if size % 8:
             works = f"{why} needs matrices whose columns are a multiple of 8, not {size}; use device='cpu'"
             raise refuse("deterministic", True, works)
+
+
+def _check_kernels_on_cuda(model: ModelConfig, whose: str = "") -> None:
+    """Refuse attention without deterministic kernels, in a draft, too: of these kernels there are none to run."""
+    if model.has_sinks:
+        works = f"a CUDA device has no such kernels for {whose}attention sinks; use device='cpu'"
+        raise refuse("deterministic", True, works)
+    if model.windows and not DETERMINISTIC_WINDOWS_ON_CUDA:
+        works = f"its kernels for {whose}sliding windows were never run on a CUDA device; use device='cpu'"
+        raise refuse("deterministic", True, works)
 
 
 def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:

@@ -37,13 +37,20 @@ def compiled(kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], **option
 
 
 def attention(
-    rows: int, few: int, *, is_prompt: bool, is_spread: bool, cache: str = "bf16", is_tree: bool = False
+    rows: int,
+    few: int,
+    *,
+    is_prompt: bool,
+    is_spread: bool,
+    cache: str = "bf16",
+    is_tree: bool = False,
+    has_window: bool = False,
 ) -> dict[str, Any]:
     warps, stages = spans.SHARED_LAUNCH if is_spread else spans.LAUNCHES[rows]
     at_once = max(1, min(16, 32 * warps // few))
     kinds = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("k_cache", "v_cache"), f"*{cache}")
     kinds |= dict.fromkeys(("starts", "ends", "rows", "offsets", "tiles", "page_table"), "*i64")
-    kinds |= dict.fromkeys(("page_stride", "q_stride", "width", "spans", "count", "per_sequence"), "i32")
+    kinds |= dict.fromkeys(("page_stride", "q_stride", "width", "spans", "count", "per_sequence", "window"), "i32")
     kinds |= {"partials": "*fp32", "arrivals": "*i32", "lineages": "*i32", "seen": "*i32", "scale": "fp32"}
     fixed = {
         "GROUP": 4, "KV": 8, "DIM": 128, "BLOCK_D": 128, "PAGE": 16, "TOKENS": rows // 4, "ROWS": rows, "FEW": few,
@@ -51,6 +58,7 @@ def attention(
     }  # fmt: skip
     fixed |= {} if is_prompt else {"tiles": None}
     fixed |= {"TOKENS": 1} if is_tree else {"lineages": None, "seen": None}
+    fixed |= {} if has_window else {"window": None}
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
     return compiled(spans._span_attention, kinds, fixed, **options)
 
@@ -143,6 +151,9 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "step, FP8 keys", attention(16, 4, is_prompt=False, is_spread=True, cache="fp8e4nv")
     yield "tree", attention(16, 4, is_prompt=False, is_spread=True, is_tree=True)
     yield "verify", attention(32, 32, is_prompt=False, is_spread=True)
+    yield "prompt, window", attention(64, 64, is_prompt=True, is_spread=False, has_window=True)
+    yield "step, window", attention(16, 4, is_prompt=False, is_spread=True, has_window=True)
+    yield "tree, window", attention(16, 4, is_prompt=False, is_spread=True, is_tree=True, has_window=True)
     yield "sinks", sinks(is_tree=False)
     yield "sinks of a tree", sinks(is_tree=True)
     for source in ("slots", "pages", "rows"):

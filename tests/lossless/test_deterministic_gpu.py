@@ -32,6 +32,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 RECURRENT = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "nemotron-h", "nemotron-h-moe", "lfm2")
+WINDOWS = ("mistral", "ministral", "gemma3")
 
 
 class Wide(TargetCheckpoint):
@@ -89,6 +90,17 @@ def test_logits_of_wide_recurrent_models_do_not_depend_on_company(name: str) -> 
     }  # fmt: skip
     company = Company(Wide(name, **(mamba if "Nemotron" in name else delta)), BF16, device=torch.device("cuda"))
     assert differing(company, [400, 150, 9, 70], Random(name), 2) == 0
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("name", [*WINDOWS, "Gemma3ForCausalLM"])
+def test_logits_of_models_with_windows_do_not_depend_on_company(name: str, kv_dtype: torch.dtype | None) -> None:
+    """Windows of a few keys, and in a model with wide heads of more than a span."""
+    wide = {"head_dim": 256, "num_attention_heads": 8, "sliding_window": 200, "sliding_window_pattern": 2}
+    target = name if name in WINDOWS else Wide(name, **wide)
+    company, rng = Company(target, BF16, device=torch.device("cuda"), kv_dtype=kv_dtype), Random(name)
+    assert differing(company, [600, 150, 9, 70, 300], rng, 3) == 0
+    assert differing(company, [rng.randrange(1, 60) for _ in range(128)], rng, 1) == 0
 
 
 def test_fp8_logits_do_not_depend_on_company() -> None:
@@ -169,9 +181,10 @@ def test_results_do_not_depend_on_draft_schedule_graphs_and_memory(
         assert record.metrics["drafted_tokens"]
 
 
-def _recurrent_cases() -> list[Any]:
+def _cases_of_other_models() -> list[Any]:
     turns = itertools.cycle(itertools.product(("v1", "v2", "v2-late"), ("both", "eager", "whole"), lossless.MEMORY))
-    pairs = itertools.product(("none", "ngram", "ngram-tree", "mtp", "eagle3", "model-auto"), RECURRENT)
+    targets = *RECURRENT, *WINDOWS
+    pairs = itertools.product(("none", "ngram", "ngram-tree", "mtp", "eagle3", "model-auto"), targets)
     return [
         pytest.param(case := Case(drafter, *next(turns), target), id=str(case))
         for drafter, target in pairs
@@ -179,9 +192,10 @@ def _recurrent_cases() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("case", _recurrent_cases())
-def test_results_of_recurrent_models(targets: Targets, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+@pytest.mark.parametrize("case", _cases_of_other_models())
+def test_results_of_other_models(targets: Targets, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     monkeypatch.setattr(builder, "DETERMINISTIC_RECURRENCES_ON_CUDA", True)
+    monkeypatch.setattr(builder, "DETERMINISTIC_WINDOWS_ON_CUDA", True)
     test_results_do_not_depend_on_draft_schedule_graphs_and_memory(targets, monkeypatch, case)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 import torch
+from company import Company, differing
 from trees import ancestor_masks, path_of, random_parents
 
-from specbatch.kernels.attention import span_attention_triton
+from specbatch.kernels.attention import prefill_backends, span_attention, span_attention_triton
 from specbatch.kernels.attention.paged_attention import prefill_attention_ref
 from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
@@ -24,7 +26,11 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 class Case:
     """A cache of two sequences on scattered pages, and queries [LENGTH, heads, dim] of the second one."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, heads: int = 4, kv: int = 2, dim: int = 16) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, heads: int = 4, kv: int = 2, dim: int = 16,
+        window: int | None = None,
+    ) -> None:  # fmt: skip
+        self.window = window
         generator = torch.Generator().manual_seed(0)
         pages = 2 * -(-LENGTH // PAGE)
         self.table = (torch.randperm(pages, generator=generator) + 1).view(2, -1).to(device)
@@ -33,7 +39,7 @@ class Case:
 
     def prompt(self, start: int, end: int) -> torch.Tensor:
         spans = RaggedBatch([start], [end], [1], self.table, PAGE)
-        return span_attention_triton.prefill_attention(self.q[start:end], self.k, self.v, spans)
+        return span_attention_triton.prefill_attention(self.q[start:end], self.k, self.v, spans, window=self.window)
 
     def verify(self, start: int, rows: int, splits: int, tile: int | None = None) -> torch.Tensor:
         """The rows at `start` beside others of the first sequence."""
@@ -43,20 +49,27 @@ class Case:
         bounds = (lengths, lengths, slots, slots)
         capacity = self.table.shape[1] * PAGE
         return span_attention_triton._launch(
-            q, self.k, self.v, bounds, None, self.table, PAGE, capacity, rows, None, splits, tile
+            q, self.k, self.v, bounds, None, self.table, PAGE, capacity, rows, None, splits, tile, window=self.window
         )[rows:]
 
 
+@pytest.mark.parametrize("window", [None, 5, 200])
 def test_prompts_and_verifies_match_the_reference(
-    dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None]
+    dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None], window: int | None
 ) -> None:
-    case = Case(dtype, device)
+    case = Case(dtype, device, window=window)
     every = case.prompt(0, LENGTH)
-    expected = prefill_attention_ref(case.q, case.k, case.v, case.table[1], 0)
+    expected = prefill_attention_ref(case.q, case.k, case.v, case.table[1], 0, window or 0)
     torch.testing.assert_close(every, expected, rtol=0, atol=TOLERANCE[dtype])
     assert_same(case.prompt(250, 300), every[250:300])
     for start, rows, splits in ((1, 1, 1), (255, 3, 1), (513, 16, 2), (511, 1, 3)):
         assert_same(case.verify(start, rows, splits), every[start : start + rows])
+    if window is not None:  # whatever is before it
+        keys = torch.arange(513 - window + 1, device=device)
+        for cache in (case.k, case.v):
+            cache[case.table[1][keys // PAGE], keys % PAGE] = torch.nan
+        for splits in (1, 2):
+            assert_same(case.verify(513, 16, splits), every[513:529])
 
 
 def test_a_decode_pass_matches_the_reference(dtype: torch.dtype, device: torch.device) -> None:
@@ -79,9 +92,9 @@ def test_a_decode_pass_matches_the_reference(dtype: torch.dtype, device: torch.d
     assert changed == [[0, 0], [int(case.table[0, -1]), PAGE - 1]]
 
 
-@pytest.mark.parametrize("left", [9, 5])
+@pytest.mark.parametrize(("left", "window"), [(9, None), (5, None), (9, 3), (9, 200)])
 def test_nodes_of_a_tree_are_computed_as_chains(
-    dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None], left: int
+    dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None], left: int, window: int | None
 ) -> None:
     """In one pass and in two. The second sequence has pages for `left` of the 9 nodes."""
     case, count = Case(dtype, device), 9
@@ -100,7 +113,7 @@ def test_nodes_of_a_tree_are_computed_as_chains(
         )
         attend = span_attention_triton.decode_attention(queries) if kernel else DecodeAttentionRef(queries, 2, dtype)
         rows, positions = qkv[:, first:end].flatten(0, 1), (lengths[:, None] + depths[:, first:end]).flatten()
-        return attend(rows, layout, positions, keys, values, Mask()).unflatten(0, (2, -1))
+        return attend(rows, layout, positions, keys, values, Mask(window=window)).unflatten(0, (2, -1))
 
     k, v = case.k.clone(), case.v.clone()
     whole = run(True, k, v, 0, count)
@@ -116,31 +129,50 @@ def test_nodes_of_a_tree_are_computed_as_chains(
             positions = lengths[sequence] + torch.arange(len(path), device=device)
             caches = case.k.clone(), case.v.clone()
             chain = span_attention_triton.decode_attention(queries)(
-                qkv[sequence, path], layout, positions, *caches, Mask()
+                qkv[sequence, path], layout, positions, *caches, Mask(window=window)
             )
             assert_same(chain[-1], whole[sequence, path[-1]])
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/lossless/test_deterministic_gpu.py runs them on a device")
+@pytest.mark.parametrize("name", ["llama", "mistral", "ministral", "gemma3"])
+def test_logits_do_not_depend_on_company(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """With tiles of one size, of which numpy adds all alike; the rest of a model runs the references."""
+
+    def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: RaggedBatch, window: int, _: None) -> Any:
+        return span_attention_triton.prefill_attention(q, k, v, spans, window=window or None)
+
+    monkeypatch.setattr(span_attention_triton, "ROWS", 16)
+    monkeypatch.setattr(span_attention_triton, "SPAN", 32)
+    monkeypatch.setattr(span_attention, "SpanDecodeAttention", span_attention_triton.decode_attention)
+    monkeypatch.setattr(prefill_backends, "span_prefill_attention", prefill)
+    assert differing(Company(name, torch.float32), [70, 20], Random(0), 1) == 0
+
+
 @pytest.mark.parametrize(
-    ("heads", "kv", "dim", "keys", "dtype"),
+    ("heads", "kv", "dim", "keys", "dtype", "window"),
     [
-        (32, 8, 128, 32, torch.bfloat16),
-        (32, 8, 128, 64, torch.bfloat16),
-        (32, 8, 128, 32, torch.float16),
-        (4, 2, 16, 32, torch.bfloat16),
-        (14, 2, 64, 32, torch.bfloat16),
-        (24, 24, 80, 32, torch.float16),
-        (32, 8, 128, 32, FP8),  # caches; queries have BF16
-        (16, 2, 256, 32, FP8),
+        (32, 8, 128, 32, torch.bfloat16, None),
+        (32, 8, 128, 64, torch.bfloat16, None),
+        (32, 8, 128, 32, torch.float16, None),
+        (4, 2, 16, 32, torch.bfloat16, None),
+        (14, 2, 64, 32, torch.bfloat16, None),
+        (24, 24, 80, 32, torch.float16, None),
+        (32, 8, 128, 32, FP8, None),  # caches; queries have BF16
+        (16, 2, 256, 32, FP8, None),
+        (32, 8, 128, 32, torch.bfloat16, 100),
+        (8, 4, 256, 32, torch.bfloat16, 300),
+        (32, 8, 128, 32, FP8, 7),
     ],
 )
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 def test_bits_depend_on_own_keys_alone(
-    monkeypatch: pytest.MonkeyPatch, heads: int, kv: int, dim: int, keys: int, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv: int, dim: int, keys: int, dtype: torch.dtype, window: int | None
 ) -> None:
     monkeypatch.setattr(span_attention_triton, "KEYS", keys)
-    case = Case(dtype, torch.device("cuda"), heads, kv, dim)
+    case = Case(dtype, torch.device("cuda"), heads, kv, dim, window)
     every = case.prompt(0, LENGTH)
     for start, end in ((0, 1), (0, 257), (1, 300), (256, 600), (599, 600), (300, 420)):
         assert torch.equal(case.prompt(start, end), every[start:end]), f"chunk {start}..{end}"

@@ -10,7 +10,7 @@ from dtypes import DTYPES
 from specbatch.kernels.attention.paged_attention import write_kv_ref
 from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope_ref
 from specbatch.kernels.attention.qkv_triton import split_qkv_rope
-from specbatch.kernels.elementwise.elementwise_triton import relu_squared, rms_norm, silu_and_mul
+from specbatch.kernels.elementwise.elementwise_triton import gelu_and_mul, relu_squared, rms_norm, silu_and_mul
 from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.elementwise.rope import rope_table
 
@@ -36,6 +36,7 @@ def test_silu_and_mul(device: torch.device, dtype: torch.dtype, rows: int, width
     gate_up = torch.randn(rows, 2 * width, device=device).to(dtype) * 4
     gate, up = gate_up.double().chunk(2, -1)
     close(silu_and_mul(gate_up), (F.silu(gate) * up).to(dtype))
+    close(gelu_and_mul(gate_up), (F.gelu(gate, approximate="tanh") * up).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
