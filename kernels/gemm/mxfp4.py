@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from specbatch.errors import refuse
 from specbatch.kernels.gemm.weight import MX_BLOCK
 
 LARGEST_SCALE = 252  # 2^125: with more, the largest value is not finite in float32; 255 is NaN
@@ -48,10 +47,3 @@ def dequantize_mxfp4(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
 def keeps_mxfp4(device: torch.device) -> bool:
     """Do weights stay MXFP4 on this device? A CPU has no such GEMM: they are dequantized once, at load."""
     return device.type == "cuda"
-
-
-def check_scales(name: str, scales: torch.Tensor) -> None:
-    """Refuse scales with which values are not finite."""
-    if len(scales) and int(scales.max()) > LARGEST_SCALE:
-        works = f"it has a scale of {int(scales.max())}, with which values are not finite; the file is damaged"
-        raise refuse("model", name, works)

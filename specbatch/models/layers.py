@@ -21,7 +21,7 @@ from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.common.rowwise import sigmoid
 from specbatch.kernels.gemm.fp8_linear import linear
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.kernels.gemm.mxfp4 import check_scales, keeps_mxfp4, pack_mxfp4
+from specbatch.kernels.gemm.mxfp4 import LARGEST_SCALE, keeps_mxfp4, pack_mxfp4
 from specbatch.kernels.gemm.weight import MX_BLOCK, SCALE_BLOCK, Weight, concat_outputs, contains_nan, keeps_quantized
 from specbatch.models import mxfp4
 from specbatch.models.config import ModelConfig
@@ -199,8 +199,7 @@ class Reader:
         groups = count, outputs, inputs // MX_BLOCK
         values = pack_mxfp4(self._part(name + mxfp4.BLOCKS, (*groups, MX_BLOCK // 2)).to(self._device))
         scales = self._part(name + mxfp4.SCALES, groups).to(self._device)
-        check_scales(name + mxfp4.SCALES, scales)
-        found = Weight(values, scales)
+        found = Weight(values, self._checked(name + mxfp4.SCALES, scales))
         return found if keeps_mxfp4(self._device) else Weight(found.dequantize(self._dtype))
 
     def norm(self, stem: str, size: int | None = None) -> Norm:
@@ -258,11 +257,14 @@ class Reader:
     def _checked(self, name: str, values: torch.Tensor) -> torch.Tensor:
         if values.dtype == torch.float8_e4m3fn:
             is_finite = not contains_nan(values)
+        elif values.dtype == torch.uint8:  # scales of MXFP4
+            is_finite = int(values.max()) <= LARGEST_SCALE
         else:
             is_checked = self._of_draft or values.dim() == 1 or name.endswith(PLAIN)
             is_finite = not is_checked or bool(values.isfinite().all())
         if not is_finite:
-            works = f"the tensor holds values that are not finite in {values.dtype}; the file is damaged"
+            kind = "e8m0" if values.dtype == torch.uint8 else values.dtype
+            works = f"the tensor holds values that are not finite in {kind}; the file is damaged"
             raise refuse("draft" if self._of_draft else "model", name, works)
         return values
 

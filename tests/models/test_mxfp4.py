@@ -130,11 +130,7 @@ def test_damaged_checkpoints_are_refused(folder: Path, tmp_path: Path) -> None:
     scales = load_file(folder / "model.safetensors")[f"{EXPERTS}.down_proj_scales"].clone()
     scales[1, 3, 2] = 255
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        (
-            {"down_proj_scales": scales},
-            {},
-            "down_proj_scales': it has a scale of 255, with which values are not finite",
-        ),
+        ({"down_proj_scales": scales}, {}, "down_proj_scales': .* not finite in e8m0"),
         ({"down_proj_scales": None}, {}, "tensor .*down_proj_scales is missing"),
         ({"down_proj_scales": scales[:, :, :2].contiguous()}, {}, r"down_proj_scales is \[4, 64, 2\]; .*\[4, 64, 4\]"),
         ({"down_proj_scales": scales.bfloat16()}, {}, "down_proj_scales is BF16; blocks and scales are U8"),
