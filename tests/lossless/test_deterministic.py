@@ -18,7 +18,7 @@ from stand_ins import late_results, random_draft_lengths
 from targets import SPECULATIONS, TARGETS, Targets
 
 from specbatch import Completion, EngineConfig, SamplingParams, SpecbatchError, Speculation
-from specbatch.engine.builder import _check_deterministic_on_cuda, prepare
+from specbatch.engine.builder import prepare
 from specbatch.kernels.attention import span_attention
 from specbatch.kernels.attention.verify_attention import DecodeAttentionRef, DecodeQueries
 from specbatch.kernels.common.rowwise import row_sum
@@ -249,24 +249,15 @@ def test_gemm_whose_bits_depend_on_the_place_takes_one_row_at_a_time(monkeypatch
     assert calls[-40:] == [1] * 40
 
 
-@pytest.mark.parametrize(("name", "what"), [("lfm2", "recurrent layers"), ("gemma3", "sliding windows")])
-def test_what_has_not_run_on_a_device_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, what: str) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    config = EngineConfig(deterministic=True)
-    with pytest.raises(SpecbatchError, match=f"deterministic=True: .* kernels for {what}.*; use device='cpu'"):
-        _check_deterministic_on_cuda(config, torch.device("cuda"), Targets.checkpoint(name).config, BF16)
-
-
 def test_what_it_does_not_cover_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specbatch.engine.builder.find_device", lambda device: torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     with pytest.raises(SpecbatchError, match="deterministic=True: its kernels were compared on Hopper only"):
         prepare(EngineConfig(deterministic=True), print)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    for shape, what in (("gpt-oss-20b", "attention sinks"), ("gemma-3-270m", "sliding windows")):
-        with pytest.raises(
-            SpecbatchError, match=f"deterministic=True: .* no such kernels for {what}; use device='cpu'"
-        ):
+    models = ("gpt-oss-20b", "attention sinks"), ("gemma-3-270m", "sliding windows"), ("lfm2-1.2b", "recurrent layers")
+    for shape, what in models:
+        with pytest.raises(SpecbatchError, match=f"deterministic=True: .* kernels for {what}.*; use device='cpu'"):
             prepare(EngineConfig(shape, load_format="dummy", deterministic=True), print)
     with pytest.raises(SpecbatchError, match="tensor_parallel=2: with deterministic=True"):
         EngineConfig(deterministic=True, tensor_parallel=2)
