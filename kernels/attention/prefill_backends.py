@@ -132,9 +132,8 @@ class _Triton:
         from specbatch.kernels.attention import span_attention_triton
         from specbatch.kernels.attention.prefill_attention_triton import prefill_attention
 
-        # Of deterministic targets none has sinks on a GPU; drafts change no result.
-        if is_deterministic() and sinks is None:
-            return span_attention_triton.prefill_attention(q, k_cache, v_cache, spans, out, window or None)
+        if is_deterministic():
+            return span_attention_triton.prefill_attention(q, k_cache, v_cache, spans, out, window or None, sinks)
         return prefill_attention(q, k_cache, v_cache, spans, window, k_new, v_new, out=out, sinks=sinks)
 
 

@@ -39,6 +39,7 @@ FP8_ROWS = 32
 LAUNCHES = {16: (2, 4), 32: (2, 4), 64: (4, 3)}  # by rows of a tile: warps and stages
 SHARED_LAUNCH = 4, 3  # where programs share the spans of a tile
 LOG2E = 1.4426950408889634
+_LOG2E = tl.constexpr(LOG2E)
 PROGRAMS = 2  # for each processor; with fewer tiles than that, spans are shared out
 WORKSPACE = 256 << 20  # bytes of partial results, at most
 
@@ -50,14 +51,15 @@ def prefill_attention(
     spans: RaggedBatch,
     out: torch.Tensor | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, dim], the rows of `spans`, over caches [pages, page_size, kv, dim] that hold all
-    of their keys, of which a row sees the last `window`. Returns [T, heads, dim]."""
+    of their keys, of which a row sees the last `window`. sinks: see `QKVLayout`. Returns [T, heads, dim]."""
     tokens = max(1, _most_rows(k_cache) // (q.shape[1] // k_cache.shape[2]))
     table = spans.table
     return _launch(
         q, k_cache, v_cache, (table[0], table[1], table[2], table[3]), spans.tiles(tokens), spans.page_table,
-        spans.page_size, max(spans.ends), 0, out, window=window,
+        spans.page_size, max(spans.ends), 0, out, window=window, sinks=sinks,
     )  # fmt: skip
 
 
@@ -135,14 +137,13 @@ def _decode(
     mask: Mask,
 ) -> torch.Tensor:
     assert mask.causal, "tokens of a target see no keys after them"
-    assert heads.sinks is None, "there is no deterministic kernel for sinks"
     q = split_qkv_rope(qkv, heads, positions, slots, k_cache, v_cache)[0]
     table, size = queries.page_table, queries.page_size
     longest = table.shape[1] * size if queries.bound is None else queries.bound
     bounds = queries.lengths, queries.lengths, queries.slots, queries.slots
     out = _launch(
         q, k_cache, v_cache, bounds, None, table, size, longest, queries.num_queries, None, lineages=lineages,
-        window=mask.window,
+        window=mask.window, sinks=heads.sinks,
     )  # fmt: skip
     return out.flatten(1)
 
@@ -162,6 +163,7 @@ def _launch(
     rows: int | None = None,
     lineages: Lineages | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """tiles: of a prompt pass, whose bounds are starts, ends, rows and offsets; None: `count` rows for each sequence,
     with bounds lengths and slots. lineages: of a tree. splits: programs that share the spans of a tile; rows: of a
@@ -194,8 +196,8 @@ def _launch(
     if splits > 1:
         partials, arrivals = reserve(q.device, cells, programs)
     _span_attention[(kv, sequences * per_sequence, splits)](
-        q, k_cache, v_cache, out, partials, arrivals, *bounds, tiles, nodes, seen, page_table, page_table.stride(0),
-        q.stride(0), width, spans, count, per_sequence, window, dim**-0.5 * LOG2E,
+        q, k_cache, v_cache, sinks, out, partials, arrivals, *bounds, tiles, nodes, seen,
+        page_table, page_table.stride(0), q.stride(0), width, spans, count, per_sequence, window, dim**-0.5 * LOG2E,
         GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=page_size, TOKENS=tokens,
         ROWS=rows, FEW=few, KEYS=KEYS, SPAN=SPAN, SPREAD=splits > 1,
         AT_ONCE=max(1, min(16, 32 * warps // few)), **pdl(q), num_warps=warps, num_stages=stages,
@@ -214,6 +216,14 @@ def _merge(acc, top, total, part, part_top, part_total):
 
 
 @triton.jit
+def _softmax_of(acc, top, total, sinks, query_head):
+    """The end of a softmax: a weighted sum [M, D] over the sum of its weights. The sinks of heads [M] come last."""
+    if sinks is not None:
+        acc, top, total = _merge(acc, top, total, 0.0, tl.load(sinks + query_head)[:, None] * _LOG2E, 1.0)
+    return acc / tl.where(total > 0, total, 1.0)
+
+
+@triton.jit
 def _slots(pages, lineage, key, start, high, page_stride, PAGE: tl.constexpr):
     """Where keys are stored; page 0, which is for padding, for keys from `high` on. lineage: of a node of a tree, whose
     keys from `start` on are its ancestors."""
@@ -228,7 +238,7 @@ def _slots(pages, lineage, key, start, high, page_stride, PAGE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["page_stride", "q_stride", "width", "spans", "count", "per_sequence", "window"])
 def _span_attention(
-    q, k_cache, v_cache, out, partials, arrivals, starts, ends, rows, offsets, tiles, lineages, seen, page_table,
+    q, k_cache, v_cache, sinks, out, partials, arrivals, starts, ends, rows, offsets, tiles, lineages, seen, page_table,
     page_stride, q_stride, width, spans, count, per_sequence, window, scale,
     GROUP: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
@@ -352,11 +362,11 @@ def _span_attention(
                     mixed, mixed_top, mixed_total, accs[step], tops[step], totals[step]
                 )
         result = out + ((offset + token) * (KV * GROUP) + query_head)[:, None] * DIM + column[None, :]
-        mixed = mixed / tl.where(mixed_total > 0, mixed_total, 1.0)
+        mixed = _softmax_of(mixed, mixed_top, mixed_total, sinks, query_head)
         tl.store(result, mixed.to(out.dtype.element_ty), mask=there & inside)
     else:
         result = out + ((offset + token) * (KV * GROUP) + query_head)[:, None] * DIM + column[None, :]
-        whole = whole / tl.where(whole_total > 0, whole_total, 1.0)
+        whole = _softmax_of(whole, whole_top, whole_total, sinks, query_head)
         tl.store(result, whole.to(out.dtype.element_ty), mask=real[:, None] & inside)
 
 

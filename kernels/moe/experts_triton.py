@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.elementwise.activations import GATE_LIMIT, GATE_SLOPE
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8
 from specbatch.kernels.gemm.gemm_mainloop_triton import gemm_mainloop, gemm_mainloop_fp8, gemm_mainloop_mxfp4
@@ -58,8 +59,9 @@ def tile_for(rows: int, weight: Weight, item: int) -> Tile:
         return Tile(32, 32, 4, 2)
     if item == 1:
         return _FP8_TILE
-    if weight.is_mxfp4:
-        return _MXFP4_TILES[rows]
+    if weight.is_mxfp4:  # columns are added step by step, hence in one order with steps of one size only
+        tile = _MXFP4_TILES[rows]
+        return tile._replace(k=64) if is_deterministic() else tile
     return _TILES[rows][weight.scales is not None]
 
 

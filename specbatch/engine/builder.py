@@ -53,6 +53,7 @@ MOST_RANKS = 16  # that are tried when others do not work
 # the interpreter only; `tests/lossless/test_deterministic_gpu.py` compares them on a device.
 DETERMINISTIC_RECURRENCES_ON_CUDA = False
 DETERMINISTIC_WINDOWS_ON_CUDA = False
+DETERMINISTIC_SINKS_ON_CUDA = False
 
 
 @dataclass(frozen=True)
@@ -509,8 +510,8 @@ def _check_deterministic_on_cuda(
 
 def _check_kernels_on_cuda(model: ModelConfig, whose: str = "") -> None:
     """Refuse attention without deterministic kernels, in a draft, too: of these kernels there are none to run."""
-    if model.has_sinks:
-        works = f"a CUDA device has no such kernels for {whose}attention sinks; use device='cpu'"
+    if model.has_sinks and not DETERMINISTIC_SINKS_ON_CUDA:
+        works = f"its kernels for {whose}attention sinks were never run on a CUDA device; use device='cpu'"
         raise refuse("deterministic", True, works)
     if model.windows and not DETERMINISTIC_WINDOWS_ON_CUDA:
         works = f"its kernels for {whose}sliding windows were never run on a CUDA device; use device='cpu'"

@@ -45,13 +45,21 @@ def attention(
     cache: str = "bf16",
     is_tree: bool = False,
     has_window: bool = False,
+    has_sinks: bool = False,
 ) -> dict[str, Any]:
     warps, stages = spans.SHARED_LAUNCH if is_spread else spans.LAUNCHES[rows]
     at_once = max(1, min(16, 32 * warps // few))
     kinds = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("k_cache", "v_cache"), f"*{cache}")
     kinds |= dict.fromkeys(("starts", "ends", "rows", "offsets", "tiles", "page_table"), "*i64")
     kinds |= dict.fromkeys(("page_stride", "q_stride", "width", "spans", "count", "per_sequence", "window"), "i32")
-    kinds |= {"partials": "*fp32", "arrivals": "*i32", "lineages": "*i32", "seen": "*i32", "scale": "fp32"}
+    kinds |= {
+        "sinks": "*fp32",
+        "partials": "*fp32",
+        "arrivals": "*i32",
+        "lineages": "*i32",
+        "seen": "*i32",
+        "scale": "fp32",
+    }
     fixed = {
         "GROUP": 4, "KV": 8, "DIM": 128, "BLOCK_D": 128, "PAGE": 16, "TOKENS": rows // 4, "ROWS": rows, "FEW": few,
         "KEYS": spans.KEYS, "SPAN": spans.SPAN, "SPREAD": is_spread, "AT_ONCE": at_once, "PDL": True,
@@ -59,6 +67,7 @@ def attention(
     fixed |= {} if is_prompt else {"tiles": None}
     fixed |= {"TOKENS": 1} if is_tree else {"lineages": None, "seen": None}
     fixed |= {} if has_window else {"window": None}
+    fixed |= {} if has_sinks else {"sinks": None}
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
     return compiled(spans._span_attention, kinds, fixed, **options)
 
@@ -154,6 +163,10 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "prompt, window", attention(64, 64, is_prompt=True, is_spread=False, has_window=True)
     yield "step, window", attention(16, 4, is_prompt=False, is_spread=True, has_window=True)
     yield "tree, window", attention(16, 4, is_prompt=False, is_spread=True, is_tree=True, has_window=True)
+    yield (
+        "verify, window and sinks",
+        attention(64, 64, is_prompt=False, is_spread=True, has_window=True, has_sinks=True),
+    )
     yield "sinks", sinks(is_tree=False)
     yield "sinks of a tree", sinks(is_tree=True)
     for source in ("slots", "pages", "rows"):

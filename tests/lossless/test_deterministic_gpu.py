@@ -32,7 +32,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 RECURRENT = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "nemotron-h", "nemotron-h-moe", "lfm2")
-WINDOWS = ("mistral", "ministral", "gemma3")
+WINDOWS = ("mistral", "ministral", "gemma3", "gpt-oss")
 
 
 class Wide(TargetCheckpoint):
@@ -196,6 +196,7 @@ def _cases_of_other_models() -> list[Any]:
 def test_results_of_other_models(targets: Targets, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     monkeypatch.setattr(builder, "DETERMINISTIC_RECURRENCES_ON_CUDA", True)
     monkeypatch.setattr(builder, "DETERMINISTIC_WINDOWS_ON_CUDA", True)
+    monkeypatch.setattr(builder, "DETERMINISTIC_SINKS_ON_CUDA", True)
     test_results_do_not_depend_on_draft_schedule_graphs_and_memory(targets, monkeypatch, case)
 
 

@@ -28,18 +28,21 @@ class Case:
 
     def __init__(
         self, dtype: torch.dtype, device: torch.device, heads: int = 4, kv: int = 2, dim: int = 16,
-        window: int | None = None,
+        window: int | None = None, sinks: bool = False,
     ) -> None:  # fmt: skip
         self.window = window
         generator = torch.Generator().manual_seed(0)
         pages = 2 * -(-LENGTH // PAGE)
         self.table = (torch.randperm(pages, generator=generator) + 1).view(2, -1).to(device)
         self.k, self.v = torch.randn(2, pages + 1, PAGE, kv, dim, generator=generator).to(device, dtype)
+        self.sinks = 3 * torch.randn(heads, generator=generator).to(device) if sinks else None
         self.q = torch.randn(LENGTH, heads, dim, generator=generator).to(device, dtype if dtype.itemsize > 1 else BF16)
 
     def prompt(self, start: int, end: int) -> torch.Tensor:
         spans = RaggedBatch([start], [end], [1], self.table, PAGE)
-        return span_attention_triton.prefill_attention(self.q[start:end], self.k, self.v, spans, window=self.window)
+        return span_attention_triton.prefill_attention(
+            self.q[start:end], self.k, self.v, spans, window=self.window, sinks=self.sinks
+        )
 
     def verify(self, start: int, rows: int, splits: int, tile: int | None = None) -> torch.Tensor:
         """The rows at `start` beside others of the first sequence."""
@@ -49,17 +52,18 @@ class Case:
         bounds = (lengths, lengths, slots, slots)
         capacity = self.table.shape[1] * PAGE
         return span_attention_triton._launch(
-            q, self.k, self.v, bounds, None, self.table, PAGE, capacity, rows, None, splits, tile, window=self.window
-        )[rows:]
+            q, self.k, self.v, bounds, None, self.table, PAGE, capacity, rows, None, splits, tile,
+            window=self.window, sinks=self.sinks,
+        )[rows:]  # fmt: skip
 
 
-@pytest.mark.parametrize("window", [None, 5, 200])
+@pytest.mark.parametrize(("window", "sinks"), [(None, False), (5, True), (200, False), (None, True)])
 def test_prompts_and_verifies_match_the_reference(
-    dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None], window: int | None
+    dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None], window: int | None, sinks: bool
 ) -> None:
-    case = Case(dtype, device, window=window)
+    case = Case(dtype, device, window=window, sinks=sinks)
     every = case.prompt(0, LENGTH)
-    expected = prefill_attention_ref(case.q, case.k, case.v, case.table[1], 0, window or 0)
+    expected = prefill_attention_ref(case.q, case.k, case.v, case.table[1], 0, window or 0, case.sinks)
     torch.testing.assert_close(every, expected, rtol=0, atol=TOLERANCE[dtype])
     assert_same(case.prompt(250, 300), every[250:300])
     for start, rows, splits in ((1, 1, 1), (255, 3, 1), (513, 16, 2), (511, 1, 3)):
@@ -136,12 +140,14 @@ def test_nodes_of_a_tree_are_computed_as_chains(
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/lossless/test_deterministic_gpu.py runs them on a device")
-@pytest.mark.parametrize("name", ["llama", "mistral", "ministral", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "ministral", "gemma3", "gpt-oss"])
 def test_logits_do_not_depend_on_company(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """With tiles of one size, of which numpy adds all alike; the rest of a model runs the references."""
 
-    def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: RaggedBatch, window: int, _: None) -> Any:
-        return span_attention_triton.prefill_attention(q, k, v, spans, window=window or None)
+    def prefill(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: RaggedBatch, window: int, sinks: torch.Tensor | None
+    ) -> Any:
+        return span_attention_triton.prefill_attention(q, k, v, spans, window=window or None, sinks=sinks)
 
     monkeypatch.setattr(span_attention_triton, "ROWS", 16)
     monkeypatch.setattr(span_attention_triton, "SPAN", 32)
@@ -164,6 +170,7 @@ def test_logits_do_not_depend_on_company(monkeypatch: pytest.MonkeyPatch, name: 
         (32, 8, 128, 32, torch.bfloat16, 100),
         (8, 4, 256, 32, torch.bfloat16, 300),
         (32, 8, 128, 32, FP8, 7),
+        (64, 8, 64, 32, torch.bfloat16, 128),
     ],
 )
 @pytest.mark.gpu
@@ -172,7 +179,7 @@ def test_bits_depend_on_own_keys_alone(
     monkeypatch: pytest.MonkeyPatch, heads: int, kv: int, dim: int, keys: int, dtype: torch.dtype, window: int | None
 ) -> None:
     monkeypatch.setattr(span_attention_triton, "KEYS", keys)
-    case = Case(dtype, torch.device("cuda"), heads, kv, dim, window)
+    case = Case(dtype, torch.device("cuda"), heads, kv, dim, window, sinks=window is not None)
     every = case.prompt(0, LENGTH)
     for start, end in ((0, 1), (0, 257), (1, 300), (256, 600), (599, 600), (300, 420)):
         assert torch.equal(case.prompt(start, end), every[start:end]), f"chunk {start}..{end}"
