@@ -111,6 +111,14 @@ def test_fp8_logits_do_not_depend_on_company() -> None:
         assert differing(company, [600, 150, 9, 70, 300], rng, 3) == 0
 
 
+def test_logits_of_mxfp4_experts_do_not_depend_on_company() -> None:
+    few = {"num_hidden_layers": 2, "vocab_size": 1000, "num_local_experts": 8, "eos_token_id": None}
+    sizes = SHAPES["gpt-oss-20b"] | few
+    checkpoint = DummyCheckpoint(ModelConfig.from_dict(sizes), name="mxfp4", seed=0, tokenizer=None, device="cuda")
+    company, rng = Company(checkpoint, BF16, device=torch.device("cuda"), trees=False), Random(0)
+    assert differing(company, [600, 150, 9, 70, 300], rng, 3) == 0
+
+
 def test_without_the_mode_they_do() -> None:
     company, rng = Company(Wide("Qwen3ForCausalLM"), BF16, device=torch.device("cuda"), trees=False), Random(0)
     texts = [[rng.randrange(3, 37) for _ in range(length)] for length in (150, 40)]
