@@ -16,6 +16,7 @@ from specbatch.chat_template import ChatTemplate
 from specbatch.config_values import flag_of, table_of, token_ids
 from specbatch.errors import refuse, refuse_json
 from specbatch.text_files import read_json, read_text
+from specbatch.token_bytes import token_bytes
 
 BYTE_EOS = 256
 _MOST_IDS = 1 << 24
@@ -142,6 +143,14 @@ class Tokenizer:
             strings[index] = token
         return strings
 
+    def token_bytes(self) -> list[bytes | None]:
+        """The bytes of each token's text by id; None for special tokens and unused ids. Raises SpecbatchError if tokens
+        do not join to a text."""
+        found = token_bytes(self._backend)
+        if found is None:
+            raise refuse("tokenizer", self.name, "regex and json_schema need byte-level BPE or SentencePiece")
+        return found
+
 
 class ByteTokenizer(Tokenizer):
     """One id per byte, and 256 for end of text, for models with random weights. Larger ids are shown as `<id>`."""
@@ -170,6 +179,9 @@ class ByteTokenizer(Tokenizer):
 
     def vocabulary(self) -> list[str]:
         return [self._name(index) for index in range(self.vocab_size)]
+
+    def token_bytes(self) -> list[bytes | None]:
+        return [bytes([index]) if index < BYTE_EOS else None for index in range(self.vocab_size)]
 
     @staticmethod
     def _name(index: int) -> str:

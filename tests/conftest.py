@@ -77,6 +77,9 @@ class ToyTokenizer:
     def __init__(self, size: int = len(_PIECES)) -> None:
         self.vocab_size = size
 
+    def token_bytes(self) -> list[bytes | None]:
+        return [None if token in (0, BOS, EOS) else piece for token, piece in enumerate(_PIECES[: self.vocab_size])]
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [_PIECES.index(letter.encode()) for letter in text]
 

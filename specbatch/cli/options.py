@@ -84,6 +84,7 @@ _OVERRIDES: dict[str, tuple[Any, Any, str]] = {
     "draft_tokens": (str | None, None, ""),
     "aux_layers": (str | None, None, ""),
     "simulate_accept": (str | None, None, ""),
+    "json_schema": (str | None, None, ""),
     "max_running": (int | None, None, f"Default: the concurrency, else {EngineConfig.max_running}."),
     "prefix_cache": (bool | None, None, "Default: on; off in trace, send-one and sweep (on for gsp)."),
     "decode_graph": (str | None, None, "Default: whole on a CUDA device, off on a CPU."),

@@ -1,5 +1,5 @@
-"""Penalties, logit bias and bad words, for all rows of a verify. Each row sees the drafted tokens before it as if they
-had been generated, so that speculation changes neither greedy tokens nor distributions.
+"""Penalties, logit bias, bad words and grammars, for all rows of a verify. Each row sees the drafted tokens before it
+as if they had been generated, so that speculation changes neither greedy tokens nor distributions.
 
 The rules are those of OpenAI's API (bias, presence, frequency) and of CTRL (Keskar et al. 2019, repetition). A bias is
 added first, and penalties change the sum, as in vLLM.
@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+
+from specbatch.core.token_constraint import Constraint
 
 ANY, NONE = -1, -2  # in place of tokens: before the first token of a word; one that no word has
 
@@ -23,6 +25,7 @@ class Adjustments(NamedTuple):
     prompts      int64 [B]: tokens of the prompt
     banned       int64 [B, W, L]: words whose last token is not chosen after the others; ANY before the first token of a
                  word, and throughout where there is none
+    constraint   the grammars
     """
 
     bias_tokens: torch.Tensor | None
@@ -30,6 +33,7 @@ class Adjustments(NamedTuple):
     penalties: torch.Tensor | None
     prompts: torch.Tensor
     banned: torch.Tensor | None = None
+    constraint: Constraint | None = None
 
 
 class History(NamedTuple):
@@ -47,18 +51,26 @@ class History(NamedTuple):
     ancestors: torch.Tensor | None = None
 
 
-def adjusted_logits(logits: torch.Tensor, adjustments: Adjustments, history: History) -> torch.Tensor:
+def adjusted_logits(
+    logits: torch.Tensor, adjustments: Adjustments, history: History, states: torch.Tensor | None = None
+) -> torch.Tensor:
     """Logits [B, n, V] with biases, penalties and without bad words, as float32: a small penalty would be lost in
-    BF16."""
+    BF16. states: of the grammars, int64 [B, n]; where they allow bad words only, these stay."""
     adjusted = logits.to(torch.float32, copy=True)
-    tokens, values, penalties, prompts, banned = adjustments
+    tokens, values, penalties, prompts, banned, constraint = adjustments
     if tokens is not None and values is not None:
         shape = (*logits.shape[:2], tokens.shape[1])
         adjusted.scatter_add_(-1, tokens[:, None].expand(shape), values[:, None].expand(shape))
     if penalties is not None:
         _penalize(adjusted, penalties, prompts, history)
+    if constraint is not None and states is not None:
+        constraint.mask(adjusted, states)
     if banned is not None:
+        with_banned = None if constraint is None else adjusted.clone()
         _ban(adjusted, banned, prompts, history)
+        if with_banned is not None:
+            is_empty = adjusted.amax(-1, keepdim=True) == -torch.inf
+            adjusted = torch.where(is_empty, with_banned, adjusted)
     return adjusted
 
 
@@ -103,6 +115,14 @@ def _recent(row: int, count: int, prompts: torch.Tensor, history: History) -> to
     known = history.tokens.gather(1, place.clamp(0, history.tokens.shape[1] - 1))
     recent = torch.where(place >= lengths, drafted, known) if row and drafts is not None else known
     return torch.where(place >= prompts[:, None], recent, NONE)
+
+
+def parent_of(row: int, history: History) -> torch.Tensor | int:
+    """The row before a row, which is at least 1: int64 [B] for a tree, where it is the last of those before it."""
+    if history.ancestors is None:
+        return row - 1
+    node = torch.arange(row, device=history.ancestors.device)
+    return torch.where(history.ancestors[:, row, None] >> node & 1 == 1, node, 0).amax(1)
 
 
 def _before(row: int, history: History) -> torch.Tensor:

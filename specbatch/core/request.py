@@ -15,6 +15,8 @@ from specbatch.core.sampling_params import SamplingParams
 if TYPE_CHECKING:
     import torch
 
+    from specbatch.grammar.token_automaton import TokenAutomaton
+
 __all__ = ["INCOMPLETE", "Completion", "Logprobs", "Request", "RequestMetrics", "SamplingParams"]
 
 INCOMPLETE = ("abort", "error")  # finish reasons without a complete answer
@@ -115,14 +117,16 @@ class Request:
         request_id: str | None = None,
         streams_text: bool = False,
         banned: tuple[tuple[int, ...], ...] = (),
+        automaton: TokenAutomaton | None = None,
     ) -> None:
         """embeddings: see `EmbeddedPrompt`; streams_text: whether `new_text` will be called; banned: the tokens of each
-        spelling of `params.bad_words`."""
+        spelling of `params.bad_words`; automaton: of `params.grammar`."""
         self.index = index
         self.sample = sample
         self.request_id = request_id
         self.params = params
         self.banned = banned
+        self.automaton = automaton
         self.tokens = list(prompt)  # prompt and output
         self.prompt_len = len(prompt)
         self.finish_reason: str | None = None
@@ -137,6 +141,7 @@ class Request:
 
         # Written by the scheduler only.
         self.slot: int | None = None
+        self.table = 0  # where the table of its automaton starts
         self.pages: list[int] = []
         self.freed = 0  # so many of `pages`, the first ones, are outside of all windows and freed
         self.shared = 0  # pages that it took from the prefix cache, the first of `pages`

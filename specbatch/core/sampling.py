@@ -29,6 +29,7 @@ class SamplingFlags(NamedTuple):
     penalized     some request has a penalty
     biased        some request has a logit bias
     banned        some request has bad words
+    constrained   some request has a grammar
     """
 
     sampled: bool = False
@@ -39,6 +40,12 @@ class SamplingFlags(NamedTuple):
     penalized: bool = False
     biased: bool = False
     banned: bool = False
+    constrained: bool = False
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits change before a token is chosen."""
+        return self.penalized or self.biased or self.banned or self.constrained
 
     @property
     def needs_logits(self) -> bool:
@@ -59,6 +66,7 @@ class SamplingFlags(NamedTuple):
             penalized=any(p.is_penalized for p in params),
             biased=any(p.logit_bias for p in params),
             banned=any(item.banned for item in requests),
+            constrained=any(item.automaton is not None for item in requests),
         )
 
 
@@ -91,7 +99,11 @@ class Sampling:
         index = self.end_tokens[:, None].expand(*positions.shape, -1)
         values = logits.gather(-1, index)
         early = (positions < self.end_from[:, None])[..., None]
-        logits.scatter_(-1, index, values.masked_fill(early, -torch.inf))
+        masked = values.masked_fill(early, -torch.inf)
+        logits.scatter_(-1, index, masked)
+        if self.flags.constrained:  # where a grammar allows nothing else, end tokens stay
+            is_empty = logits.amax(-1, keepdim=True) == -torch.inf
+            logits.scatter_(-1, index, torch.where(is_empty, values, masked))
         yield
         logits.scatter_(-1, index, values)  # log-probabilities are those of the model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ MOST_TOP_LOGPROBS = 20
 MOST_BIASES, MOST_BIAS = 300, 100  # of `logit_bias`, as in OpenAI's API
 MOST_BAD_WORDS, MOST_WORD_TOKENS = 64, 16  # of a request, in all their spellings as tokens; of one of these
 _UNSUPPORTED = "it is not supported; leave it out"
+_GRAMMAR = "use json_schema or regex"
 # Parameters of vLLM, OpenAI's API and transformers that users try, and what works here.
 FOREIGN_NAMES = {
     "max_tokens": "use max_new_tokens",
@@ -29,9 +31,12 @@ FOREIGN_NAMES = {
     "do_sample": "use temperature; 0 is greedy",
     "length_penalty": _UNSUPPORTED,
     "use_beam_search": _UNSUPPORTED,
-    "guided_decoding": _UNSUPPORTED,
-    "structured_outputs": _UNSUPPORTED,
-    "response_format": _UNSUPPORTED,
+    "guided_json": "use json_schema",
+    "guided_regex": "use regex",
+    "guided_choice": "use regex, such as yes|no",
+    "guided_decoding": _GRAMMAR,
+    "structured_outputs": _GRAMMAR,
+    "response_format": _GRAMMAR,
     "include_stop_str_in_output": _UNSUPPORTED,
 }
 _STOP = Rule(
@@ -53,6 +58,8 @@ _BIAS = Rule(
     f"use a mapping of at most {MOST_BIASES} token ids to numbers from -{MOST_BIAS} to {MOST_BIAS}",
 )  # fmt: skip
 _PENALTY = number(lambda x: abs(x) <= 2, "use a number from -2 to 2; 0 is off")
+_REGEX = Rule(lambda x: isinstance(x, str), "use a regular expression")
+_SCHEMA = Rule(lambda x: isinstance(x, str), "use a JSON schema, as an object or as JSON")
 _LOGPROBS = Rule(FLAG.fits, "use a boolean; top_logprobs=K adds the K most likely tokens")
 
 
@@ -74,6 +81,10 @@ class SamplingParams:
     `frequency_penalty` as often as it has them. `repetition_penalty` divides positive and multiplies negative logits of
     tokens that the prompt or the answer has. `bad_words` are not completed: the last token of a word, as the tokenizer
     encodes it alone and after a space, is not chosen after the others of the word.
+
+    `regex` is an expression that the whole answer matches, and `json_schema` a schema that it is a document of: tokens
+    that lead to no match are not chosen, and end tokens where the answer is one. It is kept as JSON. Where bad words
+    and `min_tokens` leave none of the tokens that the grammar allows, they do not apply.
     """
 
     temperature: float = setting(
@@ -125,6 +136,8 @@ class SamplingParams:
     )
     logit_bias: Any = setting((), "", _BIAS)
     bad_words: Sequence[str] = setting((), "", _STOP)
+    regex: str | None = setting(None, "A regular expression that the whole answer matches.", _REGEX)
+    json_schema: Any = setting(None, "A JSON schema that the answer is a document of, as JSON.", _SCHEMA)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logit_bias", _pairs_of(self.logit_bias))
@@ -132,6 +145,8 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", _tuple_of(words))
         object.__setattr__(self, "stop", _tuple_of([self.stop] if isinstance(self.stop, str) else self.stop))
         object.__setattr__(self, "stop_token_ids", _tuple_of(self.stop_token_ids))
+        if isinstance(self.json_schema, Mapping | bool):
+            object.__setattr__(self, "json_schema", _json_of(self.json_schema))
         check_fields(self)
         if not all(self.stop):
             raise refuse("stop", self.stop, "a stop string must not be empty")
@@ -139,8 +154,37 @@ class SamplingParams:
             raise refuse("bad_words", self.bad_words, "a word must not be empty")
         if self.min_tokens > self.max_new_tokens:
             raise refuse("min_tokens", self.min_tokens, f"use at most max_new_tokens={self.max_new_tokens}")
+        self._check_grammar()
         if self.top_logprobs:
             object.__setattr__(self, "logprobs", True)
+
+    @property
+    def grammar(self) -> tuple[str, str] | None:
+        """The parameter that constrains the answer, and the regular expression that it must match."""
+        if self.regex is not None:
+            return "regex", self.regex
+        if self.json_schema is None:
+            return None
+        from specbatch.grammar.json_schema import regex_of_schema
+
+        return "json_schema", regex_of_schema(self.json_schema)
+
+    def _check_grammar(self) -> None:
+        if self.regex is None and self.json_schema is None:
+            return
+        if self.regex is not None and self.json_schema is not None:
+            raise refuse("regex", self.regex, "there is a json_schema as well; use one of them")
+        if self.ignore_eos:
+            raise refuse("ignore_eos", True, "an end token ends what matches regex or json_schema; leave it out")
+        from specbatch.grammar.regex import RegexError, parse_regex  # imports NumPy, which --help does without
+
+        name, value = ("json_schema", self.json_schema) if self.regex is None else ("regex", self.regex)
+        try:
+            found = self.grammar
+            if found is not None:
+                parse_regex(found[1])
+        except RegexError as error:
+            raise refuse(name, value, str(error)) from None
 
     @property
     def penalties(self) -> tuple[float, float, float]:
@@ -194,6 +238,14 @@ def _pairs_of(bias: Any) -> Any:
         return tuple(sorted(ids.items()))
     except TypeError:  # keys that are no token ids
         return bias
+
+
+def _json_of(schema: Any) -> Any:
+    """A schema as JSON; what has none stays as it is, and is refused."""
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError, RecursionError):
+        return schema
 
 
 def _tuple_of(values: Any) -> Any:

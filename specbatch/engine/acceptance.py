@@ -33,10 +33,11 @@ from typing import NamedTuple
 
 import torch
 
-from specbatch.core.logit_adjustments import History, adjusted_logits
+from specbatch.core.logit_adjustments import History, adjusted_logits, parent_of
 from specbatch.core.sampling import Sampling
 from specbatch.core.sampling_params import MOST_TOP_LOGPROBS
 from specbatch.core.step_input import Proposal, StepInput
+from specbatch.core.token_constraint import Constraint
 from specbatch.kernels.common.rowwise import log_softmax
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.sampling.accept import BatchRows, commit_ref
@@ -79,17 +80,40 @@ def accept(
     """Apply the acceptance rule to logits [B, N, V] of nodes at `positions` [B, N], or their `Maxima` if the step is
     greedy, and commit tokens and lengths to the batch; on a CUDA device one kernel does both. simulate,
     verification: see `accept_ref`."""
+    constraint = states = None
     if step.sampling.adjustments is not None:
         assert isinstance(logits, torch.Tensor), "single logits are adjusted"
+        vocabulary = logits.shape[2]
         tokens = step.batch.tokens[step.slots, : step.bound + 1]
         history = History(tokens, step.lengths + 1, proposal.tokens, proposal.ancestors)
-        logits = adjusted_logits(logits, step.sampling.adjustments, history)
+        constraint = step.sampling.adjustments.constraint
+        if constraint is not None:
+            states = node_states(constraint, history, vocabulary)
+        logits = adjusted_logits(logits, step.sampling.adjustments, history, states)
     with step.sampling.end_tokens_masked(logits, positions + 1):
         rows = step.batch.rows(step.slots)
         packed, path = _accept_and_commit(logits, proposal, rows, positions, step.sampling, simulate, verification)
+    if constraint is not None and states is not None:
+        accepted = packed[:, -3, None]
+        last = accepted if path is None else path.gather(1, accepted)
+        after = constraint.after(states.gather(1, last)[:, 0], packed.gather(1, accepted)[:, 0], vocabulary)
+        step.batch.set_states(step.slots, after)
     if proposal.of_corpus is not None:
         packed[:, -1].add_(proposal.of_corpus, alpha=2)
     return Accepted(packed, path)
+
+
+def node_states(constraint: Constraint, history: History, vocabulary: int) -> torch.Tensor:
+    """The states of grammars after each row: int64 [B, n]."""
+    states = constraint.states[:, None]
+    count = 0 if history.drafts is None else history.drafts.shape[1]
+    for row in range(1, count + 1):
+        assert history.drafts is not None
+        parent = parent_of(row, history)
+        before = states[:, parent] if isinstance(parent, int) else states.gather(1, parent[:, None])[:, 0]
+        after = constraint.after(before, history.drafts[:, row - 1], vocabulary)
+        states = torch.cat([states, after[:, None]], 1)
+    return states
 
 
 def accept_and_commit_ref(

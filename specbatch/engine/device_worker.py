@@ -188,6 +188,11 @@ class DeviceWorker:
             self.decode_step.budget.admit([item.slot for item in admissions])
 
     @launches
+    def load_grammar(self, start: int, cells: np.ndarray, most: int) -> None:
+        """Write the table of a grammar to its place; see `DeviceBatch.load_grammar`."""
+        self.batch.load_grammar(start, cells, most)
+
+    @launches
     def add_pages(self, pages: list[tuple[int, int, int]]) -> None:
         """Extend page rows: (slot, index in its row, page) each."""
         self._clear([page for _, _, page in pages])

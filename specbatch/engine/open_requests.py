@@ -85,6 +85,7 @@ class OpenRequests:
             request_id=item.request_id,
             streams_text=self._streams_text,
             banned=self._prompts.banned(item.params.bad_words),
+            automaton=self._prompts.automaton(item.params),
         )
         self._active[item.index, item.sample] = request
         self._scheduler.add(request)

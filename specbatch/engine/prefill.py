@@ -140,15 +140,19 @@ class PrefillStep:
         logits = self.model.logits(hidden)[:, None]
         if self.on_logits is not None:
             self.on_logits(logits[:, 0])
-        chosen_from = logits
+        chosen_from, constraint = logits, None
         if sampling.adjustments is not None:
+            constraint = sampling.adjustments.constraint
             known = batch.tokens[slots, : max(chunks[index].end for index in ending)]
-            chosen_from = adjusted_logits(logits, sampling.adjustments, History(known, lengths))
+            states = None if constraint is None else constraint.states[:, None]
+            chosen_from = adjusted_logits(logits, sampling.adjustments, History(known, lengths), states)
         with sampling.end_tokens_masked(chosen_from, lengths[:, None]):
             first = sampling.sample(chosen_from, lengths[:, None], TARGET)
             finite = are_finite(chosen_from, first, sampling)
         batch.tokens[slots, lengths] = first[:, 0]
         batch.lengths[slots] = lengths
+        if constraint is not None:
+            batch.set_states(slots, constraint.after(constraint.states, first[:, 0], logits.shape[2]))
         logprobs = logprobs_of(logits, first) if flags.logprobs else None
         top = top_logprobs_of(logits) if flags.top_logprobs else ()
         return Result(torch.stack([first[:, 0], finite.long()], 1), logprobs, *top)

@@ -9,12 +9,16 @@ from specbatch.core.device_batch import MOST_END_TOKENS
 from specbatch.core.embedded_prompt import EmbeddedPrompt
 from specbatch.core.sampling_params import MOST_BAD_WORDS, MOST_WORD_TOKENS, SamplingParams
 from specbatch.errors import refuse
+from specbatch.grammar.regex import RegexError, compile_regex
+from specbatch.grammar.token_automaton import TokenAutomaton, compile_tokens
+from specbatch.memory.grammar_pool import CELLS
 from specbatch.memory.page_pool import pages_for, reach_of
 from specbatch.models.config import ModelConfig
 from specbatch.tokenizer import Tokenizer, refuse_longer
 
 Prompt = str | list[int] | EmbeddedPrompt
 Message = Mapping[str, Any]
+_MOST_AUTOMATA = 64  # compiled ones that are kept
 
 
 class PromptReader:
@@ -29,6 +33,8 @@ class PromptReader:
         self._vocabulary = config.vocab_size
         self._hidden = config.hidden_size
         self._caps = caps
+        self._automata: dict[str, TokenAutomaton] = {}
+        self._token_bytes: list[bytes | None] | None = None
         self._spellings: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
         self.end_tokens = frozenset(token for token in tokenizer.eos_ids if token < self._vocabulary)
 
@@ -78,6 +84,7 @@ class PromptReader:
         if highest >= self._vocabulary:
             raise refuse("logit_bias", highest, f"token ids go from 0 to {self._vocabulary - 1}")
         self.banned(params.bad_words)
+        self.automaton(params)
 
     def banned(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each spelling of bad words: alone, and after a space. Refuses what is too much."""
@@ -96,6 +103,31 @@ class PromptReader:
                 raise refuse("bad_words", list(words), works)
             self._spellings[key] = tuple(word for word in found if word)
         return self._spellings[key]
+
+    def automaton(self, params: SamplingParams) -> TokenAutomaton | None:
+        """What constrains the answer, compiled for this vocabulary. Refuses what cannot be compiled."""
+        if (grammar := params.grammar) is None:
+            return None
+        name, regex = grammar
+        value = getattr(params, name)
+        if not self.end_tokens:
+            raise refuse(name, value, f"{self._tokenizer.name} has no end token, with which an answer could end")
+        try:
+            found = self._automata.pop(regex) if regex in self._automata else self._compiled(regex)
+        except RegexError as error:
+            raise refuse(name, value, str(error)) from None
+        self._automata[regex] = found  # the last used come last
+        while len(self._automata) > _MOST_AUTOMATA:
+            del self._automata[next(iter(self._automata))]
+        return found
+
+    def _compiled(self, regex: str) -> TokenAutomaton:
+        if self._token_bytes is None:
+            self._token_bytes = self._tokenizer.token_bytes()
+        found = compile_tokens(compile_regex(regex), self._token_bytes, self.end_tokens, self._vocabulary)
+        if found.size > CELLS:
+            raise RegexError(f"its table takes {found.size >> 19} MiB; simplify it to at most {CELLS >> 19}")
+        return found
 
     def _check_end_tokens(self, params: SamplingParams) -> None:
         """Refuse end tokens that cannot be masked."""

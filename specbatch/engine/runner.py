@@ -19,6 +19,7 @@ from specbatch.engine.device_worker import DeviceWorker
 from specbatch.engine.draft_length import DraftLength
 from specbatch.engine.prefill import PrefillWork
 from specbatch.engine.scheduler import PrefillPlan, ScheduledChunk, ScheduledRequest, Scheduler
+from specbatch.grammar.token_automaton import FREE
 from specbatch.runtime.cuda_graphs import Result
 
 # Odd, and no small multiple of the offset between the streams of a seed (`rng.offset_of`), so that no two samples share
@@ -105,6 +106,8 @@ class Runner:
         plan = self.scheduler.plan_prefill(start)
         if plan is None:
             return None
+        for place, automaton in self.scheduler.grammars.take_new():
+            self._worker.load_grammar(place, automaton.cells, self.scheduler.grammars.cells)
         if plan.admitted:
             self._worker.admit([self._admission(request) for request in plan.admitted])
         scored = [(chunk, _scored(chunk)) for chunk in plan.chunks]
@@ -295,6 +298,7 @@ class Runner:
             penalties=p.penalties,
             bias=p.logit_bias,
             banned=request.banned,
+            grammar=_grammar_of(request),
         )
 
 
@@ -302,6 +306,13 @@ def _scored(chunk: ScheduledChunk) -> int:
     """After so many of its tokens, the first ones, the log-probability of the next token is asked for."""
     request = chunk.request
     return max(min(chunk.end, request.prompt_len - 1) - chunk.start, 0) if request.lacks_prompt_logprobs else 0
+
+
+def _grammar_of(request: Request) -> tuple[int, int, int]:
+    automaton = request.automaton
+    if automaton is None:
+        return 0, 0, FREE
+    return request.table, automaton.next.shape[1], automaton.after(request.output)
 
 
 def _work_of(plan: PrefillPlan, scored: Sequence[tuple[ScheduledChunk, int]]) -> PrefillWork:

@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from specbatch.core.request import Request
+from specbatch.memory.grammar_pool import GrammarPool
 from specbatch.memory.page_pool import PagePool, pages_for, reach_of
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.memory.state_cache import Found, StateCache
@@ -96,6 +97,7 @@ class Scheduler:
         self.kv_slots_per_step = kv_slots_per_step
         self._uncached_tail = uncached_tail
         self._window = window
+        self.grammars = GrammarPool()
         self._slots = list(range(max_running, 0, -1))
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []
@@ -136,7 +138,7 @@ class Scheduler:
         # A spare page for each request that may need one: admitting must not force a retraction in the next step.
         spare = sum(len(item.pages) < self._most_pages(item) for item in (*self._running, *self._prefilling))
         need = self._pages_for(reach_of(len(request.tokens), self.kv_slots_per_step)) - len(shared)
-        if not self._make_free(need + spare):
+        if not self._make_free(need + spare) or not self._place_grammar(request):
             for page in shared:
                 self._pool.release(page)
             return False
@@ -154,6 +156,14 @@ class Scheduler:
             request.admitted = now
             request.metrics.cached_tokens = request.prefilled
         return True
+
+    def _place_grammar(self, request: Request) -> bool:
+        """Whether there is a place for its grammar, if it has one."""
+        if request.automaton is None:
+            return True
+        start = self.grammars.hold(request.automaton)
+        request.table = 0 if start is None else start
+        return start is not None
 
     def _shares(self, request: Request) -> bool:
         """Whether it shares its prompt with other samples."""
@@ -348,6 +358,8 @@ class Scheduler:
         self._new_pages = {place: page for place, page in self._new_pages.items() if place[0] != request.slot}
         self._slots.append(request.slot)
         request.slot = None
+        if request.automaton is not None:
+            self.grammars.drop(request.automaton)
         (self._running if request in self._running else self._prefilling).remove(request)
 
     def _make_free(self, count: int) -> bool:

@@ -54,6 +54,18 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
+class _NamedSchema(_Strict):
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class _ResponseFormat(_Strict):
+    type: Literal["json_schema"]
+    json_schema: _NamedSchema
+
+
 class Envelope(_Strict):
     """One line of a batch file."""
 
@@ -152,12 +164,17 @@ class _Body(_Strict):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[str, float] = {}
+    response_format: _ResponseFormat | None = None
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Self:
         """Raises UnsupportedError and pydantic's ValidationError."""
         fields = {name: value for name, value in body.items() if value is not None and name not in _WITHOUT_EFFECT}
-        for name in [name for name in fields if name not in cls.model_fields]:
+        form = fields.get("response_format")
+        known = set(cls.model_fields)
+        if not isinstance(form, Mapping) or form.get("type") != "json_schema":
+            known.remove("response_format")
+        for name in [name for name in fields if name not in known]:
             neutral = _NEUTRAL.get(name, ())
             if fields[name] not in neutral and not (name == "best_of" and fields[name] == fields.get("n")):
                 works = f"leave it out, or use {' or '.join(map(shown_json, neutral))}" if neutral else "leave it out"
@@ -179,6 +196,8 @@ class _Body(_Strict):
         """Values of `SamplingParams`. given: those for fields that the request leaves out, in place of OpenAI's."""
         found: dict[str, Any] = {"temperature": 1.0, **given}
         found |= {name: getattr(self, name) for name in _SAMPLING if name in self.model_fields_set}
+        if self.response_format is not None:
+            found["json_schema"] = self.response_format.json_schema.schema_
         if "top_k" in self.model_fields_set:
             found["top_k"] = 0 if self.top_k == -1 else self.top_k  # both mean off
         if self.limit is not None:

@@ -116,6 +116,9 @@ class Letters:
     def vocabulary(self) -> list[str]:
         return [self.decode([token]) for token in range(self.vocab_size)]
 
+    def token_bytes(self) -> list[bytes | None]:
+        return [text.encode() for text in self.vocabulary()]
+
 
 # Scale of the embedding relative to the layers, so that about every other token is the one it predicts.
 STRENGTHS = {

@@ -6,10 +6,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from lossless import LONGER, Case, target_logits
+from naive_choice import chosen
 from stand_ins import fake_graphs, late_results, random_draft_lengths
-from targets import SPECULATIONS, Letters, Targets
+from targets import SPECULATIONS, Targets
 
 from specbatch import Completion, SamplingParams
 
@@ -57,34 +57,13 @@ def test_tokens_are_those_of_one_at_a_time(targets: Targets, monkeypatch: pytest
         history = list(one.prompt_token_ids)
         for token, row in zip(one.token_ids, logits, strict=True):
             ends = params.stop_token_ids if len(history) - len(one.prompt_token_ids) < params.min_tokens else ()
-            assert token == _chosen(row, history, len(one.prompt_token_ids), params, ends)
+            assert token == chosen(row, history, len(one.prompt_token_ids), params, ends)
             history.append(token)
     changed = [one.token_ids != plain for one, plain in zip(done, _plain(targets, case.target), strict=True)]
     assert sum(changed) >= 3
     assert not changed[2]
     if case.keeps_seeds:
         assert [one.token_ids for one in engine.generate(prompts, SAMPLED)] == _sampled(targets, case.target)
-
-
-def _chosen(row: torch.Tensor, history: list[int], prompt: int, params: SamplingParams, ends: tuple[int, ...]) -> int:
-    """The most likely token after `history`, by the rules as OpenAI and vLLM describe them."""
-    values = row.double().tolist()
-    for token, bias in params.logit_bias:
-        values[token] += bias
-    for token in set(history):
-        rule = params.repetition_penalty
-        values[token] = values[token] / rule if values[token] > 0 else values[token] * rule
-    for token in set(history[prompt:]):
-        values[token] -= params.frequency_penalty * history[prompt:].count(token) + params.presence_penalty
-    for token in (*ends, *_completing(history[prompt:], params)):
-        values[token] = float("-inf")
-    return max(range(len(values)), key=values.__getitem__)
-
-
-def _completing(answer: list[int], params: SamplingParams) -> list[int]:
-    """Tokens that complete a bad word."""
-    words = [Letters().encode(text) for text in params.bad_words]
-    return [word[-1] for word in words if answer[len(answer) - len(word) + 1 :] == word[:-1]]
 
 
 @cache

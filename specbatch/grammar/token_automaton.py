@@ -1,0 +1,153 @@
+"""Finite automata over tokens: which tokens may follow, and the state after each of them.
+
+A token takes every state of an automaton over bytes to another one, or to none. Tokens that do the same in all states
+share a class, so that a table has one column per class and not one per token. The functions of prefixes are composed
+byte by byte, each pair of a function and a byte once, so that the time hardly depends on the size of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+
+from specbatch.grammar.regex import ByteAutomaton, RegexError
+
+FREE = -1  # the state of a request that nothing constrains
+_MOST = 2**15 - 1  # states or classes that an int16 holds
+
+
+class TokenAutomaton:
+    """State 0 is the first, and the last one is after an end token, where anything may follow. Every other state leads
+    to an end token.
+
+    classes    int16 [V]: of each token
+    next       int16 [S, C]: the state after a token of each class, -1 where it may not follow
+    """
+
+    def __init__(self, classes: np.ndarray, next: np.ndarray) -> None:
+        self.classes = classes
+        self.next = next
+
+    @property
+    def cells(self) -> np.ndarray:
+        """int16 [V + S * C]: classes, then transitions."""
+        return np.concatenate([self.classes, self.next.ravel()])
+
+    @property
+    def size(self) -> int:
+        """Number of cells."""
+        return self.classes.size + self.next.size
+
+    def after(self, tokens: Iterable[int]) -> int:
+        """The state after tokens, `FREE` after one that may not follow."""
+        state = 0
+        for token in tokens:
+            state = int(self.next[state, self.classes[token]])
+            if state < 0:
+                return FREE
+        return state
+
+    def allowed(self, state: int) -> list[int]:
+        """Tokens that may follow."""
+        found: list[int] = np.flatnonzero(self.next[state, self.classes] >= 0).tolist()
+        return found
+
+
+def compile_tokens(
+    automaton: ByteAutomaton, tokens: Sequence[bytes | None], ends: Collection[int], vocabulary: int
+) -> TokenAutomaton:
+    """The automaton over the tokens of a vocabulary.
+
+    tokens      the bytes of each token; None for those that may not be part of a text
+    ends        end tokens, which are allowed where the text may end
+    vocabulary  number of ids; those after `tokens` never follow
+
+    Raises RegexError if no sequence of these tokens is a match.
+    """
+    states = len(automaton.table)
+    # Two more states: after an end token, and none at all, which every byte leads to itself.
+    end, none = states, states + 1
+    table = np.full((states + 2, 256), none, dtype=np.int16)
+    table[:states] = np.where(automaton.table < 0, none, automaton.table)
+    table[end] = end
+    texts = np.array([i for i, text in enumerate(tokens[:vocabulary]) if text and i not in ends], dtype=np.int64)
+    functions = _Functions(table)
+    found = np.zeros(vocabulary, dtype=np.int64)
+    found[:] = functions.index(np.full(states + 2, none, dtype=np.int16))
+    found[texts] = functions.of([tokens[i] or b"" for i in texts])
+    ending = np.full(states + 2, none, dtype=np.int16)
+    ending[:states][automaton.accepting] = end
+    ending[end] = end
+    found[list(ends)] = functions.index(ending)
+    used, classes = np.unique(found, return_inverse=True)
+    next = functions.stacked(used)[:, : states + 1].T
+    next[end] = end
+    return _without_dead_ends(classes, np.where(next == none, -1, next), end)
+
+
+class _Functions:
+    """Functions from states to states, each once: those of sequences of bytes."""
+
+    def __init__(self, table: np.ndarray) -> None:
+        self._table = table
+        self._indices: dict[bytes, int] = {}
+        self._known: list[np.ndarray] = []
+
+    def index(self, function: np.ndarray) -> int:
+        """The number of a function int16 [S]."""
+        key = function.tobytes()
+        if key not in self._indices:
+            self._indices[key] = len(self._known)
+            self._known.append(function)
+        return self._indices[key]
+
+    def stacked(self, indices: np.ndarray) -> np.ndarray:
+        """Functions by number: int16 [n, S]."""
+        return np.stack([self._known[index] for index in indices.tolist()])
+
+    def of(self, texts: list[bytes]) -> np.ndarray:
+        """The number of the function of each text: int64 [n]."""
+        lengths = np.array([len(text) for text in texts], dtype=np.int64)
+        found = np.full(len(texts), self.index(np.arange(len(self._table), dtype=np.int16)))
+        order = np.argsort(-lengths, kind="stable")
+        joined = np.frombuffer(b"".join(texts), dtype=np.uint8)
+        starts = np.cumsum(lengths) - lengths
+        for place in range(int(lengths.max(initial=0))):
+            longer = order[: int(np.count_nonzero(lengths > place))]
+            pairs, inverse = np.unique(found[longer] * 256 + joined[starts[longer] + place], return_inverse=True)
+            numbers = [self.index(self._table[self._known[pair >> 8], pair & 255]) for pair in pairs.tolist()]
+            found[longer] = np.array(numbers, dtype=np.int64)[inverse]
+        return found
+
+
+def _without_dead_ends(classes: np.ndarray, next: np.ndarray, end: int) -> TokenAutomaton:
+    """The same automaton without states that lead to no end, or that nothing leads to."""
+    after = [np.unique(row[row >= 0]).tolist() for row in next]
+    before: list[list[int]] = [[] for _ in after]
+    for state, others in enumerate(after):
+        for other in others:
+            before[other].append(state)
+    live = _reached(end, before)
+    if 0 not in live:
+        raise RegexError("no sequence of the tokens of this vocabulary matches it")
+    kept = sorted((_reached(0, [[x for x in others if x in live] for others in after]) | {end}) & live)
+    if len(kept) > _MOST:
+        raise RegexError(f"its automaton has {len(kept)} states; simplify it to at most {_MOST}")
+    renamed = np.full(len(next) + 1, -1, dtype=np.int16)  # the last one is that of -1
+    renamed[kept] = np.arange(len(kept))
+    columns, merged = np.unique(renamed[next[kept]].T, axis=0, return_inverse=True)
+    if len(columns) > _MOST:
+        raise RegexError(f"its automaton has {len(columns)} classes of tokens; simplify it to at most {_MOST}")
+    return TokenAutomaton(merged.reshape(-1)[classes].astype(np.int16), np.ascontiguousarray(columns.T))
+
+
+def _reached(first: int, steps: list[list[int]]) -> set[int]:
+    found, left = {first}, deque([first])
+    while left:
+        for state in steps[left.popleft()]:
+            if state not in found:
+                found.add(state)
+                left.append(state)
+    return found

@@ -1,0 +1,53 @@
+"""Places for the tables of grammars in one array on the device. Host only.
+
+A table stays where it is while a request uses it, and after that until its place is needed, the longest unused first.
+"""
+
+from __future__ import annotations
+
+from specbatch.grammar.token_automaton import TokenAutomaton
+
+CELLS = 32 << 20  # int16: 64 MiB
+
+
+class GrammarPool:
+    """Each table that is placed, with its start and the number of requests that use it."""
+
+    def __init__(self, cells: int = CELLS) -> None:
+        self.cells = cells
+        self._placed: dict[TokenAutomaton, list[int]] = {}  # start and users; the last used come last
+        self._new: list[tuple[int, TokenAutomaton]] = []
+
+    def hold(self, automaton: TokenAutomaton) -> int | None:
+        """Place a table for a request. Returns its start, None if there is no room before another request ends."""
+        if automaton in self._placed:
+            start, users = self._placed.pop(automaton)
+            self._placed[automaton] = [start, users + 1]
+            return start
+        while (room := self._room(automaton.size)) is None:
+            unused = next((item for item, (_, users) in self._placed.items() if not users), None)
+            if unused is None:
+                return None
+            del self._placed[unused]
+            self._new = [item for item in self._new if item[1] is not unused]
+        self._placed[automaton] = [room, 1]
+        self._new.append((room, automaton))
+        return room
+
+    def drop(self, automaton: TokenAutomaton) -> None:
+        """A request no longer uses a table."""
+        self._placed[automaton][1] -= 1
+
+    def take_new(self) -> list[tuple[int, TokenAutomaton]]:
+        """Tables that were placed since the last call, and where."""
+        new, self._new = self._new, []
+        return new
+
+    def _room(self, size: int) -> int | None:
+        """The first place with so many free cells."""
+        start = 0
+        for item, (taken, _) in sorted(self._placed.items(), key=lambda pair: pair[1][0]):
+            if taken - start >= size:
+                return start
+            start = taken + item.size
+        return start if self.cells - start >= size else None

@@ -1,0 +1,65 @@
+"""The bytes that each token of a vocabulary stands for: byte-level BPE, and SentencePiece with byte pieces."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def token_bytes(backend: Any) -> list[bytes | None] | None:
+    """The bytes of each token of a `tokenizers.Tokenizer`, by id; None for special tokens and unused ids. None in place
+    of the list for a tokenizer whose tokens do not join to a text (WordPiece)."""
+    described = json.loads(backend.to_str())
+    decoders = _flattened(described["decoder"] or {})
+    kinds = {item["type"] for item in decoders}
+    space = next((text for item in decoders if (text := _space(item)) is not None), None)
+    if "ByteLevel" not in kinds and space is None:
+        return None
+    added = {item["id"]: item for item in described["added_tokens"]}
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    found: list[bytes | None] = [None] * (1 + max(vocabulary.values(), default=-1))
+    for token, index in vocabulary.items():
+        if index in added:
+            found[index] = None if added[index]["special"] else token.encode()
+        elif "ByteLevel" in kinds:
+            found[index] = _of_characters(token)
+        elif "ByteFallback" in kinds and (piece := _BYTE_PIECE.fullmatch(token)):
+            found[index] = bytes.fromhex(piece[1])
+        else:
+            found[index] = token.replace(space or " ", " ").encode()
+    return found
+
+
+def _flattened(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    parts = decoder.get("decoders")
+    return [item for part in parts for item in _flattened(part)] if parts is not None else [decoder] if decoder else []
+
+
+def _space(decoder: dict[str, Any]) -> str | None:
+    """What SentencePiece writes for a space, if the decoder makes spaces of it."""
+    if decoder["type"] == "Metaspace":
+        return str(decoder["replacement"])
+    if decoder["type"] == "Replace" and decoder["content"] == " ":
+        return str(decoder["pattern"].get("String"))
+    return None
+
+
+def _of_characters(token: str) -> bytes:
+    """The bytes of a byte-level token, each written as one character (GPT-2, Radford et al. 2019)."""
+    try:
+        return bytes(_BYTES[character] for character in token)
+    except KeyError:
+        return token.encode()
+
+
+def _byte_characters() -> dict[str, int]:
+    """Printable Latin-1 characters stand for themselves, and characters from 256 on for the other bytes in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()

@@ -1,0 +1,123 @@
+"""JSON schemas as regular expressions: every match is a document that the schema accepts."""
+
+from __future__ import annotations
+
+import json
+import re
+from random import Random
+from typing import Any
+
+import jsonschema
+import pytest
+
+from specbatch.grammar.json_schema import SchemaError, regex_of_schema
+from specbatch.grammar.regex import compile_regex
+from specbatch.grammar.token_automaton import TokenAutomaton, compile_tokens
+
+END = 256
+BYTES: list[bytes | None] = [bytes([byte]) for byte in range(END)]
+SCHEMAS: tuple[dict[str, Any], ...] = (
+    {},
+    {"type": "object", "description": "any"},
+    {"type": "array"},
+    {"type": "object", "additionalProperties": {"type": "integer"}},
+    {"type": "object", "additionalProperties": False},
+    {"type": "number", "minimum": 0},
+    {"type": "integer", "minimum": -75, "exclusiveMaximum": 1234.5},
+    {"type": ["string", "null"], "minLength": 2, "maxLength": 4},
+    {"type": "string", "pattern": r"^[a-c]+\$$"},
+    {"type": "array", "prefixItems": [{"type": "integer"}, {"enum": [None, 'x"\n', 1.5, {"k": [1]}]}], "minItems": 2},
+    {
+        "type": "object",
+        "properties": {
+            form: {"type": "string", "format": form} for form in ("date", "time", "date-time", "uuid", "ipv4", "email")
+        },
+    },
+    {
+        "type": "object",
+        "properties": {
+            "a": {"type": "boolean"},
+            'b"\u00e9': {"const": 3},
+            "c": {"allOf": [{"$ref": "#/$defs/C~1C"}]},
+            "d": {"type": "integer"},
+        },
+        "required": ["c", 'b"\u00e9'],
+        "additionalProperties": False,
+        "$defs": {
+            "C/C": {
+                "type": "array",
+                "minItems": 2,
+                "maxItems": 4,
+                "items": {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "array", "maxItems": 0}]},
+            }
+        },
+    },
+)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_matches_are_documents_of_the_schema(schema: dict[str, Any]) -> None:
+    checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    expression = regex_of_schema(json.dumps(schema))
+    automaton, random = compile_tokens(compile_regex(expression), BYTES, {END}, END + 1), Random(0)
+    seen = {text for _ in range(60) if (text := walked(automaton, random)) is not None}
+    for text in seen:
+        assert re.fullmatch(expression, text)
+        checker.validate(json.loads(text))
+    assert len(seen) > (20 if "additionalProperties" not in schema or "properties" in schema else 0)
+
+
+def walked(automaton: TokenAutomaton, random: Random) -> str | None:
+    """A random match; None for one that is too long. Closing characters are likely, so that most end."""
+    found = b""
+    for _ in range(1500):
+        allowed = automaton.allowed(automaton.after(found))
+        if END in allowed and (allowed == [END] or random.random() < 0.3):
+            return found.decode()
+        closing = [byte for byte in allowed if byte != END and byte in b'"}]']
+        among = closing if closing and random.random() < 0.4 else [byte for byte in allowed if byte != END]
+        found += bytes([random.choice(among)])
+    return None
+
+
+def test_ranges_of_integers() -> None:
+    for low in (-30, -9, -1, 0, 1, 7, 10, 98, 101):
+        for high in (None, low, low + 1, low + 45, low + 400):
+            schema = {"type": "integer", "minimum": low} | ({} if high is None else {"maximum": high})
+            expression = re.compile(regex_of_schema(json.dumps(schema)))
+            for value in range(-40, 1200):
+                assert bool(expression.fullmatch(str(value))) == (low <= value and (high is None or value <= high))
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ("{", "is not JSON"),
+        ([], "# must be an object"),
+        ({"not": {}}, "#/not is not supported"),
+        ({"oneOf": [{}]}, "#/oneOf is not supported; use anyOf"),
+        ({"allOf": [{}, {}]}, "#/allOf is not supported"),
+        ({"type": "object", "properties": {"c": {"$ref": "#"}}}, "#/properties/c/.ref is recursive"),
+        ({"$ref": "#/$defs/x"}, "which is not there"),
+        ({"$ref": "http://x"}, "must refer to a place in the schema"),
+        ({"type": "array", "items": {"type": "array", "uniqueItems": True}}, "#/items/uniqueItems is not supported"),
+        ({"type": "array", "prefixItems": [{}], "minItems": 2}, "prefixItems has 1 schemas"),
+        ({"type": "string", "format": "uri"}, "use one of date, "),
+        ({"type": "string", "pattern": "a.*"}, "matches quotation marks"),
+        ({"type": "string", "pattern": "(?=a)"}, "#/pattern: lookahead"),
+        ({"type": "string", "pattern": "a", "maxLength": 3}, "several of pattern, format and lengths"),
+        ({"type": "string", "minLength": 4, "maxLength": 3}, "#/minLength is above maxLength"),
+        ({"minLength": 3}, "#/minLength is not supported; add a type"),
+        ({"type": "text"}, "#/type must be one of string, integer"),
+        ({"type": "string", "enum": [1]}, "# has 1, which is not of its type"),
+        ({"type": "number", "maximum": 3}, "#/maximum is not supported"),
+        ({"type": "number", "minimum": 3}, "of a number only 0"),
+        ({"type": "integer", "minimum": 5, "maximum": 4}, "no integer is within"),
+        ({"type": "object", "required": ["a"]}, "#/required needs properties"),
+        ({"type": "object", "properties": {}, "required": ["a"]}, "'a', which is not in properties"),
+        ({"const": "\ud800"}, "half of a surrogate pair"),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused(schema: Any, why: str) -> None:
+    with pytest.raises(SchemaError, match=why):
+        regex_of_schema(schema if isinstance(schema, str) else json.dumps(schema))

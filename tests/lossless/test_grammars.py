@@ -1,0 +1,82 @@
+"""Grammars with every drafter: tokens are those that the target chooses one at a time."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+from lossless import LONGER, Case, target_logits
+from naive_choice import chosen
+from stand_ins import fake_graphs, late_results, random_draft_lengths
+from targets import SPECULATIONS, Targets
+
+from specbatch import Completion, SamplingParams
+
+# Letters are @ to d; B is the end token, and most tokens are followed by the next of their four.
+_HOW: tuple[dict[str, Any], ...] = (
+    {"regex": r"[@-d]{2}(?:[D-GL-Oab]|[TX]{1,2}|_)*"},
+    {"regex": r"(?:[@-S]{2}[T-d]|[T-d])+", "repetition_penalty": 1.3},
+    {},
+    {"regex": r"[@-d]{3}(?:[^TU]|TU)*", "frequency_penalty": 1.0, "bad_words": ("TU", "c`", "I")},
+    {"regex": r"(?:D|H|L|P|T|X|\\|`)[@-d]{1,4}(?:EF)?", "logit_bias": {2: 3.0}},
+    {"regex": r"[@-d]{3}[W-Z]?", "min_tokens": 6, "bad_words": ("W",)},
+)
+GREEDY = [SamplingParams(max_new_tokens=LONGER, logprobs=True, **how) for how in _HOW]
+SAMPLED = [SamplingParams(max_new_tokens=LONGER, temperature=0.9, seed=seed, **how) for seed, how in enumerate(_HOW)]
+_QUICK = ("ngram", "model", "model-tree", "dflash2")
+_SCHEDULES, _MEMORY = ("v2", "v1", "v2-late"), ("roomy", "tight", "no-cache")
+
+
+def _cases() -> list[Any]:
+    pairs = [(drafter, target) for target in ("llama", "qwen3.5") for drafter in SPECULATIONS]
+    chosen = [
+        Case(drafter, _SCHEDULES[place % 3], ("both", "eager")[place % 2], _MEMORY[place // 3 % 3], target)
+        for place, (drafter, target) in enumerate(pairs)
+    ]
+    return [
+        pytest.param(
+            case, id=str(case), marks=() if case.target == "llama" and case.drafter in _QUICK else pytest.mark.slow
+        )
+        for case in chosen
+    ]
+
+
+@pytest.mark.parametrize("case", _cases())
+def test_tokens_are_those_of_one_at_a_time(targets: Targets, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    fake_graphs(monkeypatch)
+    if case.schedule == "v2-late":
+        late_results(monkeypatch)
+    if case.is_auto:
+        random_draft_lengths(monkeypatch)
+    engine = targets.engine(case.target, case.drafter, case.schedule[:2], dtype="float32", **case.settings())
+    prompts = targets.prompts(case.target)
+    done = engine.generate(prompts, GREEDY)
+    for one, params, logits in zip(done, GREEDY, target_logits(case, targets, done), strict=True):
+        history, prompt = list(one.prompt_token_ids), len(one.prompt_token_ids)
+        for token, row in zip(one.token_ids, logits, strict=True):
+            ends = (2,) if len(history) - prompt < params.min_tokens else ()
+            assert token == chosen(row, history, prompt, params, ends)
+            history.append(token)
+        _check_match(one, params)
+    if case.drafter != "none":
+        assert engine.record().metrics["drafted_tokens"]
+    sampled = engine.generate(prompts, SAMPLED)
+    for one, params in zip(sampled, SAMPLED, strict=True):
+        _check_match(one, params)
+    if case.keeps_seeds:
+        assert [one.token_ids for one in sampled] == _sampled(targets, case.target)
+
+
+def _check_match(one: Completion, params: SamplingParams) -> None:
+    if params.regex is not None:
+        assert one.finish_reason in ("stop", "length")
+        assert one.finish_reason == "length" or re.fullmatch(params.regex, one.text.removesuffix("B"))
+
+
+@cache
+def _sampled(targets: Targets, name: str) -> list[list[int]]:
+    engine = targets.engine(name, "none", "v1", dtype="float32", max_running=1, prefix_cache=False)
+    pairs = zip(targets.prompts(name), SAMPLED, strict=True)
+    return [one.token_ids for prompt, params in pairs for one in engine.generate([prompt], [params])]

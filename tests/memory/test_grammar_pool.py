@@ -1,0 +1,49 @@
+"""Places of the tables of grammars: none overlap, those in use stay, unused ones make room."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+
+from specbatch.grammar.token_automaton import TokenAutomaton
+from specbatch.memory.grammar_pool import GrammarPool
+
+
+def table(size: int) -> TokenAutomaton:
+    return TokenAutomaton(np.zeros(size - 2, np.int16), np.zeros((2, 1), np.int16))
+
+
+def test_tables_in_use_never_overlap() -> None:
+    random, pool = Random(0), GrammarPool(100)
+    tables = [table(random.randint(10, 60)) for _ in range(12)]
+    held: list[tuple[int, TokenAutomaton]] = []
+    written: list[TokenAutomaton | None] = [None] * 100
+    refused = 0
+    for _ in range(2000):
+        if held and random.random() < 0.5:
+            pool.drop(held.pop(random.randrange(len(held)))[1])
+            continue
+        item = random.choice(tables)
+        start = pool.hold(item)
+        if start is None:
+            assert held
+            refused += 1
+            continue
+        held.append((start, item))
+        for place, new in pool.take_new():
+            written[place : place + new.size] = [new] * new.size
+        assert len(written) == 100
+        for place, other in held:
+            assert written[place : place + other.size] == [other] * other.size
+    assert refused > 20
+
+
+def test_a_table_stays_until_its_place_is_needed() -> None:
+    pool, first, second, third = GrammarPool(100), table(50), table(50), table(50)
+    assert (pool.hold(first), pool.hold(second), pool.hold(third)) == (0, 50, None)
+    assert pool.take_new() == [(0, first), (50, second)]
+    pool.drop(second)
+    pool.drop(first)
+    assert (pool.hold(second), pool.take_new()) == (50, [])
+    assert (pool.hold(third), pool.take_new()) == (0, [(0, third)])

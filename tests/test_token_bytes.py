@@ -1,0 +1,37 @@
+"""The bytes of tokens: byte-level BPE, SentencePiece with byte pieces, and tokenizers that have none."""
+
+from __future__ import annotations
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from specbatch.token_bytes import token_bytes
+
+
+def backend(vocabulary: list[str], decoder: object) -> Tokenizer:
+    found = Tokenizer(models.BPE({token: index for index, token in enumerate(vocabulary)}, []))
+    found.decoder = decoder
+    found.add_special_tokens([AddedToken("<end>", special=True)])
+    found.add_tokens([AddedToken("<tool> é", special=False)])
+    return found
+
+
+def test_byte_level() -> None:
+    every = sorted(pre_tokenizers.ByteLevel.alphabet())
+    found = backend([*every, "Ġhi", "Ã©"], decoders.ByteLevel())
+    bytes_of = token_bytes(found)
+    assert bytes_of is not None
+    assert sorted(item for item in bytes_of[:256] if item) == [bytes([byte]) for byte in range(256)]
+    assert bytes_of[256:] == [b" hi", "é".encode(), None, "<tool> é".encode()]
+    assert found.decode([256, 257]) == " hié"
+
+
+def test_sentencepiece() -> None:
+    decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    found = backend(["▁a", "é", "<0xC3>", "<0x0A>", "▁▁"], decoder)
+    assert token_bytes(found) == [b" a", "é".encode(), b"\xc3", b"\n", b"  ", None, "<tool> é".encode()]
+    found.decoder = decoders.Metaspace()
+    assert (token_bytes(found) or [])[:3] == [b" a", "é".encode(), b"<0xC3>"]
+
+
+def test_wordpiece_has_none() -> None:
+    assert token_bytes(backend(["a", "##b"], decoders.WordPiece())) is None
