@@ -10,8 +10,9 @@ sliding window a program begins with the span of the oldest key that its rows se
 nothing.
 
 All sums over keys are sums of a tensor core, that of the weights too, whose order does not depend on the tile (see
-`gemm/fixed_order`): 16 to 64 rows, tokens times the query heads that share a KV head. Multiplications and additions
-elsewhere are not fused (`enable_fp_fusion`), because the compiler may choose differently in two places.
+`gemm/fixed_order`): 16 to 64 rows, tokens times the query heads that share a KV head. Those of float32 are added one by
+one, in the order of the keys. Multiplications and additions elsewhere are not fused (`enable_fp_fusion`), because the
+compiler may choose differently in two places.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ ROWS = 64  # of a tile of a prompt
 # With FP8 caches: above, Hopper's `wgmma` multiplies, and Triton's `mma.sync` groups the columns of converted operands
 # in another order.
 FP8_ROWS = 32
+FP32_ROWS, FP32_LAUNCH = 16, (8, 2)  # without TF32, in registers
 LAUNCHES = {16: (2, 4), 32: (2, 4), 64: (4, 3)}  # by rows of a tile: warps and stages
 SHARED_LAUNCH = 4, 3  # where programs share the spans of a tile
 LOG2E = 1.4426950408889634
@@ -55,7 +57,7 @@ def prefill_attention(
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, dim], the rows of `spans`, over caches [pages, page_size, kv, dim] that hold all
     of their keys, of which a row sees the last `window`. sinks: see `QKVLayout`. Returns [T, heads, dim]."""
-    tokens = max(1, _most_rows(k_cache) // (q.shape[1] // k_cache.shape[2]))
+    tokens = max(1, _most_rows(q, k_cache) // (q.shape[1] // k_cache.shape[2]))
     table = spans.table
     return _launch(
         q, k_cache, v_cache, (table[0], table[1], table[2], table[3]), spans.tiles(tokens), spans.page_table,
@@ -173,7 +175,7 @@ def _launch(
     group = heads // kv
     together = count if lineages is None else 1  # rows of a sequence that see the same keys up to a place
     if rows is None:
-        most = _most_rows(k_cache)
+        most = _most_rows(q, k_cache)
         rows = most if tiles is not None else min(most, max(16, triton.next_power_of_2(together * group)))
     rows = max(rows, triton.next_power_of_2(group))
     tokens = max(1, rows // group) if lineages is None else 1
@@ -190,6 +192,8 @@ def _launch(
         splits = max(1, min(PROGRAMS * _processors(q.device) // programs, spans))
         splits = splits if 4 * cells <= WORKSPACE else 1
     warps, stages = LAUNCHES.get(rows, (8, 2)) if splits == 1 or rows > 64 else SHARED_LAUNCH
+    if q.element_size() == 4:
+        warps, stages = FP32_LAUNCH
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     nodes, seen, width = (None, None, 0) if lineages is None else (*lineages, lineages.nodes.shape[1])
     partials, arrivals = out, out
@@ -370,7 +374,9 @@ def _span_attention(
         tl.store(result, whole.to(out.dtype.element_ty), mask=real[:, None] & inside)
 
 
-def _most_rows(cache: torch.Tensor) -> int:
+def _most_rows(q: torch.Tensor, cache: torch.Tensor) -> int:
+    if q.element_size() == 4:
+        return FP32_ROWS
     return FP8_ROWS if cache.element_size() == 1 else ROWS
 
 

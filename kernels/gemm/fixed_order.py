@@ -2,8 +2,8 @@
 
 An element is one sum over the columns from the first to the last, which a tensor core adds 16 at a time. On Hopper the
 bits of such a sum are the same for every instruction, `mma.sync` or `wgmma` of any width, with the weight as either
-operand, and so for every tile. What changes bits is dividing the columns among programs whose sums are added later
-(split-K, stream-K). So no kernel here divides them:
+operand, and so for every tile. Products of float32 are added one by one in any tile, without TF32. What changes bits is
+dividing the columns among programs whose sums are added later (split-K, stream-K). So no kernel here divides them:
 
 * up to 16 rows: the kernels of `skinny_gemm_triton`, undivided;
 * more rows: the library (cuBLAS), which is fastest. It may divide columns, and by which rule is not documented. So the

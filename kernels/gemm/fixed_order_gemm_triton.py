@@ -27,7 +27,7 @@ class Tile:
 
 def tile_for(rows: int, item: int) -> Tile:
     """The tile for so many rows of x, and elements of `item` bytes."""
-    if item == 4:  # the interpreter
+    if item == 4:  # without tensor cores, each product added to the last; larger tiles need too many registers
         return Tile(min(32, max(16, triton.next_power_of_2(rows))), 64, 32, 4, 2)
     if rows <= 32:
         return Tile(16 if rows <= 16 else 32, 64, 128, 4, 7)

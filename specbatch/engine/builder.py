@@ -49,11 +49,12 @@ from specbatch.tokenizer import Tokenizer
 from specbatch.weights import Checkpoint, Log
 
 MOST_RANKS = 16  # that are tried when others do not work
-# Whether deterministic mode runs recurrent layers and sliding windows on a CUDA device. Their kernels were compared in
-# the interpreter only; `tests/lossless/test_deterministic_gpu.py` compares them on a device.
+# Whether deterministic mode runs recurrent layers, sliding windows, attention sinks and float32 on a CUDA device. Their
+# kernels were compared in the interpreter only; `tests/lossless/test_deterministic_gpu.py` compares them on a device.
 DETERMINISTIC_RECURRENCES_ON_CUDA = False
 DETERMINISTIC_WINDOWS_ON_CUDA = False
 DETERMINISTIC_SINKS_ON_CUDA = False
+DETERMINISTIC_FP32_ON_CUDA = False
 
 
 @dataclass(frozen=True)
@@ -489,8 +490,9 @@ def _check_deterministic_on_cuda(
     if capability != (9, 0):
         works = f"its kernels were compared on Hopper only, and {device} has compute capability {capability}"
         raise refuse("deterministic", True, f"{works}; use an H100 or H200, or device='cpu'")
-    if dtype == torch.float32:
-        raise refuse("dtype", type_name(dtype), f"{why} computes in bfloat16 and float16 only; use one of them")
+    if dtype == torch.float32 and not DETERMINISTIC_FP32_ON_CUDA:
+        works = f"{why} runs bfloat16 and float16; its kernels for float32 were never run on one. Use one of them"
+        raise refuse("dtype", type_name(dtype), works)
     if config.attention_backend not in ("auto", "triton"):
         raise refuse("attention_backend", config.attention_backend, f"{why} runs triton only; use auto or triton")
     if target.quantization is not None and not quantizes_activations(config.fp8_activations, dtype, device, target):

@@ -46,10 +46,13 @@ def attention(
     is_tree: bool = False,
     has_window: bool = False,
     has_sinks: bool = False,
+    dtype: str = "bf16",
 ) -> dict[str, Any]:
     warps, stages = spans.SHARED_LAUNCH if is_spread else spans.LAUNCHES[rows]
+    if dtype == "fp32":
+        warps, stages = spans.FP32_LAUNCH
     at_once = max(1, min(16, 32 * warps // few))
-    kinds = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("k_cache", "v_cache"), f"*{cache}")
+    kinds = dict.fromkeys(("q", "out"), f"*{dtype}") | dict.fromkeys(("k_cache", "v_cache"), f"*{cache}")
     kinds |= dict.fromkeys(("starts", "ends", "rows", "offsets", "tiles", "page_table"), "*i64")
     kinds |= dict.fromkeys(("page_stride", "q_stride", "width", "spans", "count", "per_sequence", "window"), "i32")
     kinds |= {
@@ -114,13 +117,13 @@ def mxfp4_experts(rows: int, *, is_gated: bool) -> dict[str, Any]:
     return compiled(experts._grouped_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
-def gemm(rows: int) -> dict[str, Any]:
-    tile = gemms.tile_for(rows, 2)
-    kinds = dict.fromkeys(("bias", "residual", "y"), "*bf16")
+def gemm(rows: int, dtype: str = "bf16") -> dict[str, Any]:
+    tile = gemms.tile_for(rows, {"bf16": 2, "fp32": 4}[dtype])
+    kinds = dict.fromkeys(("bias", "residual", "y"), f"*{dtype}")
     kinds |= dict.fromkeys(("T", "N", "K", "residual_stride", "y_stride"), "i32")
     kinds |= {
-        "x": f"tensordesc<bf16[{tile.rows}, {tile.columns}]>",
-        "weight": f"tensordesc<bf16[{tile.outputs}, {tile.columns}]>",
+        "x": f"tensordesc<{dtype}[{tile.rows}, {tile.columns}]>",
+        "weight": f"tensordesc<{dtype}[{tile.outputs}, {tile.columns}]>",
     }
     fixed = {"BT": tile.rows, "BN": tile.outputs, "BK": tile.columns, "GROUP": tile.group, "PDL": True}
     return compiled(gemms._fixed_order_gemm, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
@@ -174,6 +177,12 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     for rows in experts._MXFP4_TILES:
         yield f"experts of {rows} rows", mxfp4_experts(rows, is_gated=True)
         yield f"second GEMM of experts of {rows} rows", mxfp4_experts(rows, is_gated=False)
+    exact: dict[str, Any] = {"cache": "fp32", "dtype": "fp32"}
+    yield "FP32 prompt", attention(16, 16, is_prompt=True, is_spread=False, **exact)
+    yield "FP32 step, spread", attention(16, 4, is_prompt=False, is_spread=True, **exact)
+    yield "FP32 tree", attention(16, 4, is_prompt=False, is_spread=True, is_tree=True, **exact)
+    for rows in (16, 1024):
+        yield f"FP32 GEMM of {rows} rows", gemm(rows, "fp32")
     for rows in (16, 32, 64, 128, 1024):
         yield f"GEMM of {rows} rows", gemm(rows)
     for n, k, gated in ((6144, 4096, False), (4096, 4096, False), (151936, 4096, False), (12288, 4096, True)):

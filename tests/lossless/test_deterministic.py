@@ -255,6 +255,8 @@ def test_what_it_does_not_cover_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(SpecbatchError, match="deterministic=True: its kernels were compared on Hopper only"):
         prepare(EngineConfig(deterministic=True), print)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    with pytest.raises(SpecbatchError, match=r"dtype='float32': with .* kernels for float32 were never run"):
+        prepare(EngineConfig(deterministic=True, dtype="float32"), print)
     models = ("gpt-oss-20b", "attention sinks"), ("gemma-3-270m", "sliding windows"), ("lfm2-1.2b", "recurrent layers")
     for shape, what in models:
         with pytest.raises(SpecbatchError, match=f"deterministic=True: .* kernels for {what}.*; use device='cpu'"):

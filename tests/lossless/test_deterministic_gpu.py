@@ -92,6 +92,14 @@ def test_logits_of_wide_recurrent_models_do_not_depend_on_company(name: str) -> 
     assert differing(company, [400, 150, 9, 70], Random(name), 2) == 0
 
 
+@pytest.mark.parametrize("name", ["llama", "Qwen3ForCausalLM", "qwen3-moe", *RECURRENT, *WINDOWS])
+def test_float32_logits_do_not_depend_on_company(name: str) -> None:
+    target = Wide(name) if name.startswith("Qwen3For") else name
+    company, rng = Company(target, torch.float32, device=torch.device("cuda")), Random(name)
+    assert differing(company, [300, 70, 9], rng, 2) == 0
+    assert differing(company, [rng.randrange(1, 40) for _ in range(40)], rng, 1) == 0
+
+
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("name", [*WINDOWS, "Gemma3ForCausalLM"])
 def test_logits_of_models_with_windows_do_not_depend_on_company(name: str, kv_dtype: torch.dtype | None) -> None:
@@ -217,10 +225,21 @@ def test_results_of_many_requests_at_once(targets: Targets, drafter: str) -> Non
     assert _results(done) == _one_by_one(targets, "llama") * 4
 
 
+@pytest.mark.parametrize("target", ["llama", "qwen3.5", "nemotron-h", "gemma3"])
+@pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
+def test_float32_results(targets: Targets, monkeypatch: pytest.MonkeyPatch, drafter: str, target: str) -> None:
+    for setting in ("RECURRENCES", "WINDOWS", "FP32"):
+        monkeypatch.setattr(builder, f"DETERMINISTIC_{setting}_ON_CUDA", True)
+    settings: dict[str, Any] = {"dtype": "float32", "deterministic": True, "device": "cuda"}
+    engine = targets.engine(target, drafter, graphs=lossless.GRAPHS["both"], **settings)
+    done = engine.generate(targets.prompts(target), _SAMPLED)
+    assert _results(done) == _one_by_one(targets, target, "float32")
+
+
 @cache
-def _one_by_one(targets: Targets, name: str) -> list[Any]:
+def _one_by_one(targets: Targets, name: str, dtype: str = "bfloat16") -> list[Any]:
     """The baseline's results, one request at a time."""
-    settings: dict[str, Any] = {"dtype": "bfloat16", "deterministic": True, "device": "cuda"}
+    settings: dict[str, Any] = {"dtype": dtype, "deterministic": True, "device": "cuda"}
     engine = targets.engine(name, "none", "v1", max_running=1, prefix_cache=False, **settings)
     pairs = zip(targets.prompts(name), _SAMPLED, strict=True)
     return [result for prompt, params in pairs for result in _results(engine.generate([prompt], params))]

@@ -149,7 +149,6 @@ def test_logits_do_not_depend_on_company(monkeypatch: pytest.MonkeyPatch, name: 
     ) -> Any:
         return span_attention_triton.prefill_attention(q, k, v, spans, window=window or None, sinks=sinks)
 
-    monkeypatch.setattr(span_attention_triton, "ROWS", 16)
     monkeypatch.setattr(span_attention_triton, "SPAN", 32)
     monkeypatch.setattr(span_attention, "SpanDecodeAttention", span_attention_triton.decode_attention)
     monkeypatch.setattr(prefill_backends, "span_prefill_attention", prefill)
@@ -171,6 +170,8 @@ def test_logits_do_not_depend_on_company(monkeypatch: pytest.MonkeyPatch, name: 
         (8, 4, 256, 32, torch.bfloat16, 300),
         (32, 8, 128, 32, FP8, 7),
         (64, 8, 64, 32, torch.bfloat16, 128),
+        (32, 8, 128, 32, torch.float32, None),
+        (8, 4, 256, 32, torch.float32, 300),
     ],
 )
 @pytest.mark.gpu
@@ -181,10 +182,11 @@ def test_bits_depend_on_own_keys_alone(
     monkeypatch.setattr(span_attention_triton, "KEYS", keys)
     case = Case(dtype, torch.device("cuda"), heads, kv, dim, window, sinks=window is not None)
     every = case.prompt(0, LENGTH)
+    most = {FP8: 16, torch.float32: 32}.get(dtype, 64)
     for start, end in ((0, 1), (0, 257), (1, 300), (256, 600), (599, 600), (300, 420)):
         assert torch.equal(case.prompt(start, end), every[start:end]), f"chunk {start}..{end}"
     for start in (0, 3, 63, 64, 255, 256, 500, 560):
         for rows in (1, 2, 7, 16):
-            for splits, tile in ((1, None), (2, None), (3, None), (1, 16 if dtype is FP8 else 64), (2, 32)):
+            for splits, tile in ((1, None), (2, None), (3, None), (1, most), (2, 16)):
                 found = case.verify(start, rows, splits, tile=tile)
                 assert torch.equal(found, every[start : start + rows]), f"{rows} rows at {start}: {splits}, {tile}"
