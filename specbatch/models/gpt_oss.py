@@ -107,14 +107,15 @@ def _experts(read: Reader, stem: str, config: GptOssConfig) -> Experts:
     count, inner, hidden = config.mixture.experts, config.mixture.inner, config.hidden_size
     matrices = read.mxfp4 if config.mxfp4 else partial(_transposed, read)
     up = matrices(f"{stem}.experts.gate_up_proj", count, 2 * inner, hidden)
+    up = Weight(_gate_first(up.values), None if up.scales is None else _gate_first(up.scales))
     down = matrices(f"{stem}.experts.down_proj", count, hidden, inner)
     up_bias = _gate_first(read(f"{stem}.experts.gate_up_proj_bias", count, 2 * inner))
     down_bias = read(f"{stem}.experts.down_proj_bias", count, hidden)
     return Experts(
         Routing(count, config.mixture.top_k),
         read(f"{stem}.router.weight", count, hidden),
-        Weight(_gate_first(up.values), None if up.scales is None else _gate_first(up.scales)),
-        down,
+        read.kept(up),
+        read.kept(Weight(down.values.contiguous(), down.scales)),
         "clamped_swiglu",
         router_bias=read(f"{stem}.router.bias", count),
         biases=Biases(up_bias, down_bias if read.ranks is None or read.ranks.rank == 0 else None),
@@ -124,7 +125,7 @@ def _experts(read: Reader, stem: str, config: GptOssConfig) -> Experts:
 
 def _transposed(read: Reader, name: str, count: int, outputs: int, inputs: int) -> Weight:
     """The experts' matrices [count, outputs, inputs], which are stored transposed."""
-    return Weight(read(name, count, inputs, outputs).transpose(1, 2).contiguous())
+    return Weight(read(name, count, inputs, outputs).transpose(1, 2))
 
 
 def _gate_first(x: torch.Tensor) -> torch.Tensor:

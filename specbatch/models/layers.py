@@ -195,12 +195,17 @@ class Reader:
         return Weight(torch.stack([self.dequantize(*part) for part in zip(names, parts, strict=True)]))
 
     def mxfp4(self, name: str, count: int, outputs: int, inputs: int) -> Weight:
-        """A stack of MXFP4 matrices [count, outputs, inputs]: as it is if the device supports it, else dequantized."""
+        """A stack of MXFP4 matrices [count, outputs, inputs], not yet `kept`."""
         groups = count, outputs, inputs // MX_BLOCK
         values = pack_mxfp4(self._part(name + mxfp4.BLOCKS, (*groups, MX_BLOCK // 2)).to(self._device))
         scales = self._part(name + mxfp4.SCALES, groups).to(self._device)
-        found = Weight(values, self._checked(name + mxfp4.SCALES, scales))
-        return found if keeps_mxfp4(self._device) else Weight(found.dequantize(self._dtype))
+        return Weight(values, self._checked(name + mxfp4.SCALES, scales))
+
+    def kept(self, weight: Weight) -> Weight:
+        """A weight as it stays in memory: MXFP4 if the device supports it, else dequantized."""
+        if not weight.is_mxfp4 or keeps_mxfp4(self._device):
+            return weight
+        return Weight(weight.dequantize(self._dtype))
 
     def norm(self, stem: str, size: int | None = None) -> Norm:
         """size: the hidden size if None."""
