@@ -100,7 +100,8 @@ def test_fp8_weights_are_checked():
     from specbatch.models.layers import Reader
     from specbatch.weights.dummy import SHAPES
 
-    config = ModelConfig.from_dict(SHAPES["toy"])
+    quantized = {"quantization_config": SHAPES["qwen3-8b-fp8"]["quantization_config"]}
+    config = ModelConfig.from_dict(SHAPES["toy"] | quantized)
     tensors = {"w": torch.ones(128, 128).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(1, 1)}
 
     def read(of_draft: bool) -> None:
