@@ -120,7 +120,7 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
         _check_deterministic_on_cuda(config, device, target.config, dtype)
     draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, log)
     if config.deterministic and device.type == "cuda":
-        _check_kernels_on_cuda(draft.config, "a draft model with ")
+        _check_kernels_on_cuda(draft.config, draft.state_layers, "a draft model with ")
     if draft.drafted is not None:
         asked = config.speculation
         if asked.is_auto:  # an upper limit
@@ -497,10 +497,7 @@ def _check_deterministic_on_cuda(
         raise refuse("attention_backend", config.attention_backend, f"{why} runs triton only; use auto or triton")
     if target.quantization is not None and not quantizes_activations(config.fp8_activations, dtype, device, target):
         raise refuse("fp8_activations", False, f"{why} multiplies FP8 weights by FP8 activations only; use True")
-    if target.attention_layers < target.num_layers and not DETERMINISTIC_RECURRENCES_ON_CUDA:
-        works = "its kernels for recurrent layers were never run on a CUDA device; use device='cpu'"
-        raise refuse("deterministic", True, works)
-    _check_kernels_on_cuda(target)
+    _check_kernels_on_cuda(target, target.num_layers - target.attention_layers)
     if target.quantization is not None and target.chosen:
         raise refuse("deterministic", True, "a CUDA device has no such kernels for FP8 experts; use device='cpu'")
     widths = target.hidden_size, target.intermediate_size, target.num_heads * target.head_dim, target.mixer_widths[1]
@@ -510,14 +507,16 @@ def _check_deterministic_on_cuda(
             raise refuse("deterministic", True, works)
 
 
-def _check_kernels_on_cuda(model: ModelConfig, whose: str = "") -> None:
-    """Refuse attention without deterministic kernels, in a draft, too: of these kernels there are none to run."""
-    if model.has_sinks and not DETERMINISTIC_SINKS_ON_CUDA:
-        works = f"its kernels for {whose}attention sinks were never run on a CUDA device; use device='cpu'"
-        raise refuse("deterministic", True, works)
-    if model.windows and not DETERMINISTIC_WINDOWS_ON_CUDA:
-        works = f"its kernels for {whose}sliding windows were never run on a CUDA device; use device='cpu'"
-        raise refuse("deterministic", True, works)
+def _check_kernels_on_cuda(model: ModelConfig, recurrent: int, whose: str = "") -> None:
+    """Refuse what only kernels run that no device has run, in a draft, too. recurrent: layers that are."""
+    for what, has_it, may_run in (
+        ("recurrent layers", recurrent > 0, DETERMINISTIC_RECURRENCES_ON_CUDA),
+        ("attention sinks", model.has_sinks, DETERMINISTIC_SINKS_ON_CUDA),
+        ("sliding windows", bool(model.windows), DETERMINISTIC_WINDOWS_ON_CUDA),
+    ):
+        if has_it and not may_run:
+            works = f"its kernels for {whose}{what} were never run on a CUDA device; use device='cpu'"
+            raise refuse("deterministic", True, works)
 
 
 def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:

@@ -2,7 +2,8 @@
 
 A verify of N rows reads and writes every state once; a copy of the states does only that. N = 1 is decoding without
 speculation. "In place" is a step that overwrites its state and keeps nothing, so that it could not be rolled back: the
-difference is what rollback costs. BF16 with FP32 states; cycles through more layers than a cache holds.
+difference is what rollback costs. "Deterministic" goes row by row. BF16 with FP32 states; cycles through more layers
+than a cache holds.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import partial
 import torch
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.dispatch import use_deterministic
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending, delta_prefill, delta_verify
 from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory, ssd_prefill, ssd_verify
@@ -109,6 +111,7 @@ def _verifies(kind: type[Layer]) -> Iterator[Case]:
             copy = torch.empty_like(state)
             calls: dict[str, list[Call]] = {
                 "verify": [partial(layer.verify, replay) for layer in layers],
+                "deterministic": [_deterministic(partial(layer.verify, replay)) for layer in layers],
                 "copy of the states": [partial(copy.copy_, layer.state[1:]) for layer in layers],
             }
             if count == 1:
@@ -124,4 +127,13 @@ def _prompts(kind: type[Layer]) -> Iterator[Case]:
         spans = RaggedBatch([0] * count, [tokens] * count, list(range(1, count + 1)), table, 16)
         layers = [kind(count, count * tokens, 1) for _ in range(3)]
         labels: Row = {"layer": kind.__name__, "prompts": f"{count} x {tokens}"}
-        yield Case(labels, {"prefill": [partial(layer.prefill, spans) for layer in layers]})
+        calls = [partial(layer.prefill, spans) for layer in layers]
+        yield Case(labels, {"prefill": calls, "deterministic": [_deterministic(call) for call in calls]})
+
+
+def _deterministic(call: Call) -> Call:
+    def run() -> object:
+        with use_deterministic():
+            return call()
+
+    return run

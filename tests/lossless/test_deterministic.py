@@ -249,12 +249,14 @@ def test_gemm_whose_bits_depend_on_the_place_takes_one_row_at_a_time(monkeypatch
     assert calls[-40:] == [1] * 40
 
 
-def test_what_it_does_not_cover_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_does_not_cover_is_refused(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specbatch.engine.builder.find_device", lambda device: torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     with pytest.raises(SpecbatchError, match="deterministic=True: its kernels were compared on Hopper only"):
         prepare(EngineConfig(deterministic=True), print)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    with pytest.raises(SpecbatchError, match="its kernels for a draft model with recurrent layers were never run"):
+        targets.engine("llama", "model-recurrent", dtype="bfloat16", deterministic=True)
     with pytest.raises(SpecbatchError, match=r"dtype='float32': with .* kernels for float32 were never run"):
         prepare(EngineConfig(deterministic=True, dtype="float32"), print)
     models = ("gpt-oss-20b", "attention sinks"), ("gemma-3-270m", "sliding windows"), ("lfm2-1.2b", "recurrent layers")

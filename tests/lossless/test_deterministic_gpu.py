@@ -35,6 +35,12 @@ RECURRENT = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "nemotron-h", "nemotron-h-m
 WINDOWS = ("mistral", "ministral", "gemma3", "gpt-oss")
 
 
+@pytest.fixture(autouse=True)
+def _every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    for what in ("RECURRENCES", "WINDOWS", "SINKS", "FP32"):
+        monkeypatch.setattr(builder, f"DETERMINISTIC_{what}_ON_CUDA", True)
+
+
 class Wide(TargetCheckpoint):
     """A dense model, some of whose GEMMs add their columns in parts."""
 
@@ -210,9 +216,6 @@ def _cases_of_other_models() -> list[Any]:
 
 @pytest.mark.parametrize("case", _cases_of_other_models())
 def test_results_of_other_models(targets: Targets, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    monkeypatch.setattr(builder, "DETERMINISTIC_RECURRENCES_ON_CUDA", True)
-    monkeypatch.setattr(builder, "DETERMINISTIC_WINDOWS_ON_CUDA", True)
-    monkeypatch.setattr(builder, "DETERMINISTIC_SINKS_ON_CUDA", True)
     test_results_do_not_depend_on_draft_schedule_graphs_and_memory(targets, monkeypatch, case)
 
 
@@ -227,9 +230,7 @@ def test_results_of_many_requests_at_once(targets: Targets, drafter: str) -> Non
 
 @pytest.mark.parametrize("target", ["llama", "qwen3.5", "nemotron-h", "gemma3"])
 @pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
-def test_float32_results(targets: Targets, monkeypatch: pytest.MonkeyPatch, drafter: str, target: str) -> None:
-    for setting in ("RECURRENCES", "WINDOWS", "FP32"):
-        monkeypatch.setattr(builder, f"DETERMINISTIC_{setting}_ON_CUDA", True)
+def test_float32_results(targets: Targets, drafter: str, target: str) -> None:
     settings: dict[str, Any] = {"dtype": "float32", "deterministic": True, "device": "cuda"}
     engine = targets.engine(target, drafter, graphs=lossless.GRAPHS["both"], **settings)
     done = engine.generate(targets.prompts(target), _SAMPLED)

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl  # noqa: F401 (the interpreter looks for it)
 from company import Company, differing
 
-from specbatch.kernels.recurrent import gated_delta_prefill_triton, mamba2_triton, row_by_row_triton, short_conv_triton
+from specbatch.kernels.dispatch import force_kernels
+from specbatch.kernels.recurrent import gated_delta_prefill_triton, mamba2_triton, row_by_row_triton
 from specbatch.models import recurrent
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
@@ -20,10 +21,8 @@ BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 
 def _run_kernels(patch: pytest.MonkeyPatch) -> None:
     """Of recurrent layers; the rest of a model runs the references, which are deterministic, too."""
-    for name in ("delta_prefill", "delta_verify", "ssd_prefill", "ssd_verify"):
-        patch.setattr(recurrent, name, getattr(row_by_row_triton, name))
-    for name in ("conv_prefill", "conv_verify"):
-        patch.setattr(recurrent, name, getattr(short_conv_triton, name))
+    for name in ("delta_prefill", "delta_verify", "ssd_prefill", "ssd_verify", "conv_prefill", "conv_verify"):
+        patch.setattr(recurrent, name, force_kernels()(getattr(recurrent, name)))
 
 
 def _differing(device: torch.device, name: str, dtype: torch.dtype, state: str, lengths: list[int], rounds: int) -> int:
