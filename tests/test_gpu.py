@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -218,6 +219,35 @@ def test_penalties_and_biases(toy: Any, toy_engine: Callable[..., Any], name: st
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [item.token_ids for item in done] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "graphs"), crossed(["none", "eagle3", "ngram-tree", "self", "self-tree"], ["v1", "v2"], GRAPHS)
+)
+def test_grammars(toy: Any, toy_engine: Callable[..., Any], name: str, schedule: str, graphs: str) -> None:
+    """Greedy tokens are those that a CPU chooses without drafts, and sampled answers match."""
+    prompts = [list(prompt) for prompt in toy.prompts()[:8]]
+    expressions = ["[a-m ]{4,30}", "(?:[a-z]{3} )*[a-z]{3}", "(?:ab|[^b])*é?", "a{2,9}|b[c-z]{3}"]
+    params = [
+        SamplingParams(max_new_tokens=20, regex=expressions[index // 2], frequency_penalty=index % 3 * 0.6)
+        if index % 4 < 3
+        else SamplingParams(max_new_tokens=20)
+        for index in range(8)
+    ]
+    expected = [item.token_ids for item in toy_engine(device="cpu", dtype="float32").generate(prompts, params)]
+    speculation = with_schedule(SPECULATIONS[name], schedule)
+    engine = toy_engine(device="cuda", dtype="float32", speculation=speculation, graphs=GRAPHS[graphs])
+    sampled = [replace(one, temperature=1.0, seed=index) for index, one in enumerate(params)]
+    engine.generate(prompts, params)  # compiles kernels and records graphs
+    engine.generate(prompts, sampled)
+    torch.cuda.set_sync_debug_mode("error" if schedule == "v2" else "default")
+    try:
+        done, free = engine.generate(prompts, params), engine.generate(prompts, sampled)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [item.token_ids for item in done] == expected
+    for item, own in zip([*done, *free], params * 2, strict=True):
+        assert own.regex is None or item.finish_reason == "length" or re.fullmatch(own.regex, item.text)
 
 
 @pytest.mark.parametrize(

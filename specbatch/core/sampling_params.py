@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specbatch.errors import MOST, MOST_SEED, refuse
@@ -194,6 +194,12 @@ class SamplingParams:
     @property
     def is_penalized(self) -> bool:
         return self.penalties != (0.0, 0.0, 1.0)
+
+    def updated(self, changes: Mapping[str, Any]) -> SamplingParams:
+        """The same parameters with other values. `regex` and `json_schema` replace each other."""
+        if not changes.keys().isdisjoint(("regex", "json_schema")):
+            changes = {"regex": None, "json_schema": None, **changes}
+        return replace(self, **changes)
 
     def with_seed(self, seed: int) -> SamplingParams:
         """The same parameters with a valid seed. Unlike `replace` it checks nothing again, because jobs call it for

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.core.request import Completion, SamplingParams
+from specbatch.errors import SpecbatchError
 from specbatch.jobs.partial_output import Row, row_seed
 from specbatch.jobs.prompts import MalformedLine, Prompt, PromptReader
 from specbatch.jobs.tokens_on_disk import TokensOnDisk
@@ -134,7 +135,11 @@ class PromptRows(JobFormat):
                 yield BadRow(number - 1, None, item.problem)
                 continue
             identity = [number - 1, item.form, item.value, item.id] + ([item.sampling] if item.sampling else [])
-            params = replace(self._params, **item.sampling) if item.sampling else self._params
+            try:
+                params = self._params.updated(item.sampling) if item.sampling else self._params
+            except SpecbatchError as error:  # together with the parameters of the job
+                yield BadRow(number - 1, item.id, f"sampling: {error}")
+                continue
             yield JobRow(number - 1, item.id, item, params, identity)
 
     def encode(self, row: JobRow, engine: InferenceEngine) -> list[Request]:

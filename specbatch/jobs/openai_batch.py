@@ -174,7 +174,8 @@ class OpenAIBatch(JobFormat):
 def _of_body(error: SpecbatchError) -> str:
     """The message of an error about a sampling parameter, in the terms of a request."""
     name = (error.setting or "").partition(" of prompt ")[0]  # the engine's number of the row
-    if name in PER_ROW:
+    name = "response_format" if name == "json_schema" else name
+    if name in PER_ROW or name == "response_format":
         error = refuse_json(f"body.{name}", error.value, error.works or "")
     return str(error).replace("max_new_tokens", "max_tokens")
 

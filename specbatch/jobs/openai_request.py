@@ -197,6 +197,7 @@ class _Body(_Strict):
         found: dict[str, Any] = {"temperature": 1.0, **given}
         found |= {name: getattr(self, name) for name in _SAMPLING if name in self.model_fields_set}
         if self.response_format is not None:
+            found["regex"] = None
             found["json_schema"] = self.response_format.json_schema.schema_
         if "top_k" in self.model_fields_set:
             found["top_k"] = 0 if self.top_k == -1 else self.top_k  # both mean off

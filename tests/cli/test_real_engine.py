@@ -261,3 +261,24 @@ def test_process_of_a_model_ends_when_the_command_is_interrupted(two_models):
     assert "Traceback" not in log
     assert "| baseline " in Path("out/toy-1/summary.md").read_text()
     assert not Path("out/toy-2").exists()
+
+
+def test_grammars_of_rows_and_of_the_job(run):
+    """A row's own replaces the job's, and rows that cannot run are named with their line."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["a"]}
+    write_prompts(
+        "x", {"prompt": "y", "sampling": {"regex": "yes|no"}}, {"prompt": "z", "sampling": {"json_schema": schema}}
+    )
+    run("generate in.jsonl -o out.jsonl --regex [ab]{3} --max-new-tokens 12 --algorithm ngram --spec v2")
+    first, second, third = (row["text"] for row in rows("out.jsonl"))
+    assert set(first) <= {*"ab"}
+    assert len(first) == 3
+    assert second in ("yes", "no")
+    assert json.loads(third)["a"] in range(10)
+    result = run("generate in.jsonl -o again.jsonl --ignore-eos", exit_code=2)
+    assert ":2: sampling: ignore_eos=True: an end token ends what matches" in result.stderr.replace("\n", "")
+    write_prompts("x", {"prompt": "y", "sampling": {"regex": "(a|b)*a(a|b){16}"}})
+    result = run("generate in.jsonl -o again.jsonl --skip-bad --max-new-tokens 9")
+    assert "more than 16000 states" in result.output
+    result = run("generate in.jsonl -o again.jsonl --overwrite --regex a(?=b)", exit_code=2)
+    assert result.stderr.endswith("regex='a(?=b)': lookahead and lookbehind are not regular\n")

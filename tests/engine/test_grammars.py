@@ -17,6 +17,7 @@ from thread_ranks import thread_group
 from specbatch import Engine, EngineConfig, SamplingParams, SpecbatchError, Speculation
 from specbatch.config import Graphs
 from specbatch.memory.grammar_pool import GrammarPool
+from specbatch.weights.known_models import KNOWN_MODELS
 
 NGRAM = Speculation(algorithm="ngram", schedule="v2", draft_tokens=3)
 SCHEMA: dict[str, Any] = {
@@ -60,7 +61,7 @@ def test_requests_wait_for_the_places_of_tables(
     """In 150 cells there is room for one table, and slots are used by requests with and without grammars."""
     monkeypatch.setattr("specbatch.engine.scheduler.GrammarPool", lambda: GrammarPool(cells))
     engine = toy_engine(max_running=4, kv_pages=18, page_size=2, max_model_len=24, speculation=NGRAM)
-    letters = "abcdefghij"
+    letters = "abcdefg"
     free = SamplingParams(max_new_tokens=16, ignore_eos=True)
     params = [
         SamplingParams(max_new_tokens=18, regex=f"[{letter}-z ]{{9,17}}{letter}?") if place % 3 else free
@@ -146,3 +147,17 @@ def test_a_table_without_room_is_refused(monkeypatch: pytest.MonkeyPatch, toy_en
     monkeypatch.setattr("specbatch.engine.prompt_reader.CELLS", 50)
     with pytest.raises(SpecbatchError, match=r"regex=.*: its table takes .* MiB; simplify it"):
         toy_engine().generate([[3]], SamplingParams(regex="[a-z]{9}", max_new_tokens=20))
+
+
+@pytest.mark.slow
+def test_answers_of_a_real_vocabulary_are_documents_of_the_schema() -> None:
+    if not KNOWN_MODELS["smollm2-135m"].path.is_file():
+        pytest.skip("specbatch models pull smollm2-135m")
+    params = [
+        SamplingParams(json_schema=SCHEMA, max_new_tokens=80, temperature=temperature, seed=1) for temperature in (0, 1)
+    ]
+    config = EngineConfig(model="smollm2-135m", device="cpu", max_running=2, max_model_len=256, speculation=NGRAM)
+    with Engine(config) as engine:
+        for item in engine.generate(["A person as JSON:"] * 2, params):
+            assert item.finish_reason == "stop"
+            jsonschema.validate(json.loads(item.text), SCHEMA)

@@ -75,6 +75,13 @@ def test_prompts_of_completions(read, prompt, wanted):
     assert read({"prompt": prompt}, TEXT).request.prompts() == wanted
 
 
+def test_schema_of_a_response(read):
+    schema = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    found = read({"response_format": form}, CHAT, {"regex": "a"}).params
+    assert (found.json_schema, found.regex) == (json.dumps(schema), None)
+
+
 def test_text_parts_of_a_message_are_joined(read):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "system", "content": "s", "name": None}, {"role": "user", "content": parts}]
@@ -130,6 +137,12 @@ def test_fields_that_change_nothing_are_accepted(read, neutral):
             {"response_format": {"type": "json_object"}},
             'body.response_format={"type": "json_object"} is not supported; leave it out, or use {"type": "text"}',
         ),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+            'body.response_format="{\\"not\\": {}}": #/not is not supported; add a type',
+        ),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "body.response_format"),
         (CHAT, {"frequency_penalty": 2.5}, "body.frequency_penalty=2.5: use a number from -2 to 2"),
         (CHAT, {"presence_penalty": "much"}, "body.presence_penalty"),
         (CHAT, {"logit_bias": {"5": 101}}, "body.logit_bias="),

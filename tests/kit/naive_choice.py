@@ -19,7 +19,7 @@ def chosen(row: torch.Tensor, history: list[int], prompt: int, params: SamplingP
         values[token] = values[token] / rule if values[token] > 0 else values[token] * rule
     for token in set(history[prompt:]):
         values[token] -= params.frequency_penalty * history[prompt:].count(token) + params.presence_penalty
-    allowed = _allowed(history[prompt:], params)
+    allowed = allowed_tokens(history[prompt:], params)
     without = {*ends, *_completing(history[prompt:], params)}
     if allowed - without:  # else the grammar prevails: first over end tokens, then over bad words
         allowed -= without
@@ -28,7 +28,7 @@ def chosen(row: torch.Tensor, history: list[int], prompt: int, params: SamplingP
     return max(allowed, key=values.__getitem__)
 
 
-def _allowed(answer: list[int], params: SamplingParams) -> set[int]:
+def allowed_tokens(answer: list[int], params: SamplingParams) -> set[int]:
     """Tokens after which the answer can still become a match, and end tokens if it is one."""
     letters = Letters()
     if params.regex is None:
