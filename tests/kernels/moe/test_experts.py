@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from crossed import crossed, first_quick
+from crossed import crossed, first_quick, slow_but
 from dtypes import HALVES
 from mxfp4_encoding import encoded
 
@@ -235,7 +235,7 @@ def test_fp8_weights(tokens: int, activation: Activation, per: str, dtype: torch
     check(fused_moe(case.x, case.logits, case.rule, up, down, activation), expected, dtype)
 
 
-@pytest.mark.parametrize("tokens", [1, 19])
+@pytest.mark.parametrize("tokens", slow_but([5], [1, 5, 19]))
 def test_mxfp4_weights(tokens: int, dtype: torch.dtype, device: torch.device) -> None:
     """Widths that are whole numbers of tiles and widths that are not; a scale that is subnormal in float32."""
     case = Case(RULES["plain"], tokens, device, dtype, hidden=160, inner=96, activation="clamped_swiglu", biased=True)
