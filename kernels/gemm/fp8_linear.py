@@ -11,6 +11,7 @@ from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm import fp8_activations
 from specbatch.kernels.gemm.fixed_rows import linear_in_blocks
+from specbatch.kernels.gemm.int4 import int4_linear
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.weight import Weight
 
@@ -73,6 +74,17 @@ class FP8Linear(_Unfused):
         return fp8_linear(inputs, self._scaled, self.bias, residual, out)
 
 
+class Int4Linear(_Unfused):
+    """A `Linear` whose weight is INT4."""
+
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
+        self.shape, self.bias = torch.Size(weight.shape), bias
+        self._packed = weight
+
+    def _gemm(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
+        return int4_linear(x, self._packed, self.bias, residual, out)
+
+
 class ConcatLinear(_Unfused):
     """GEMMs of the same x with concatenated outputs, where weights of several types form one `Linear`."""
 
@@ -89,4 +101,6 @@ class ConcatLinear(_Unfused):
 
 def linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
     """The layer of a weight as it is stored."""
-    return Linear(weight.values, bias) if weight.scales is None else FP8Linear(weight, bias)
+    if weight.scales is None:
+        return Linear(weight.values, bias)
+    return Int4Linear(weight, bias) if weight.is_int4 else FP8Linear(weight, bias)

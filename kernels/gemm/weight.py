@@ -1,4 +1,4 @@
-"""Weights as they are stored: in the type of the activations, FP8 with scales per block or per output, or MXFP4."""
+"""Weights as they are stored: in the type of the activations, FP8 scaled per block or per output, MXFP4 or INT4."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 SCALE_BLOCK = 128  # of a block that shares a scale
 MX_BLOCK = 32  # inputs that share one, in MXFP4
+INT4_GROUPS = (32, 64, 128)  # inputs that share one, in INT4
 _PART = 1 << 24
 
 
@@ -19,10 +20,12 @@ class Weight:
     """values [..., out, in]; scales None, or float32, bfloat16 or float16: [..., ceil(out / 128), ceil(in / 128)], what
     the checkpoints of DeepSeek-V3, Qwen3 and Qwen3.5 in FP8 call `weight_scale_inv`, which multiplies all the same; or
     [..., out, 1], a scale per output (the compressed-tensors strategies channel and, all equal, tensor).
-    MXFP4: values uint8 [..., out, in / 2] from `pack_mxfp4` and scales uint8 [..., out, in / 32]."""
+    MXFP4: values uint8 [..., out, in / 2] from `pack_mxfp4` and scales uint8 [..., out, in / 32].
+    INT4: values uint8 [out, in / 2] from `pack_int4`, scales [out, in / group] and zeros uint8, as many."""
 
     values: torch.Tensor
     scales: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
 
     @property
     def is_mxfp4(self) -> bool:
@@ -32,21 +35,27 @@ class Weight:
     def shape(self) -> tuple[int, ...]:
         """[..., out, in]."""
         *outer, inner = self.values.shape
-        return (*outer, 2 * inner if self.is_mxfp4 else inner)
+        return (*outer, 2 * inner if self.is_mxfp4 or self.is_int4 else inner)
 
     def of(self, expert: int) -> Weight:
         """One of a stack."""
         return Weight(self.values[expert], None if self.scales is None else self.scales[expert])
 
     @property
+    def is_int4(self) -> bool:
+        return self.zeros is not None
+
+    @property
     def is_per_channel(self) -> bool:
         """Whether each output has a scale of its own, in place of blocks."""
-        return self.scales is not None and not self.is_mxfp4 and self.scales.shape[-2:] == (self.values.shape[-2], 1)
+        if self.scales is None or self.is_mxfp4 or self.is_int4:
+            return False
+        return self.scales.shape[-2:] == (self.values.shape[-2], 1)
 
     @property
     def scale_rows(self) -> int:
         """How many outputs a row of scales is for."""
-        return 1 if self.is_per_channel else SCALE_BLOCK
+        return 1 if self.is_per_channel or self.is_int4 else SCALE_BLOCK
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight in this type: values * scales, cast once."""
@@ -56,6 +65,10 @@ class Weight:
             from specbatch.kernels.gemm.mxfp4 import dequantize_mxfp4
 
             return dequantize_mxfp4(self.values, self.scales, dtype)
+        if self.zeros is not None:
+            from specbatch.kernels.gemm.int4 import dequantize_int4
+
+            return dequantize_int4(self.values, self.scales, self.zeros, dtype)
         if self.is_per_channel:
             return (self.values.float() * self.scales.float()).to(dtype)
         out, inner = self.values.shape[-2:]
@@ -71,11 +84,13 @@ def concat_outputs(weights: Sequence[Weight]) -> Weight | None:
     scales = [weight.scales for weight in weights if weight.scales is not None]
     if not scales:
         return Weight(_joined([weight.values for weight in weights], -2))
-    if len(scales) < len(weights) or len({weight.is_per_channel for weight in weights}) > 1:
+    if len(scales) < len(weights) or len({(weight.is_per_channel, weight.is_int4) for weight in weights}) > 1:
         return None
     if any(weight.values.shape[-2] % weight.scale_rows for weight in weights[:-1]):
         return None
-    return Weight(_joined([weight.values for weight in weights], -2), _joined(scales, -2))
+    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    values = _joined([weight.values for weight in weights], -2)
+    return Weight(values, _joined(scales, -2), _joined(zeros, -2) if zeros else None)
 
 
 def split_input_columns(weight: Weight) -> tuple[Weight, Weight]:
@@ -83,6 +98,11 @@ def split_input_columns(weight: Weight) -> tuple[Weight, Weight]:
     first, second = (half.contiguous() for half in weight.values.chunk(2, 1))
     if weight.scales is None or weight.is_per_channel:
         return Weight(first, weight.scales), Weight(second, weight.scales)
+    if weight.zeros is not None:
+        assert weight.scales.shape[1] % 2 == 0, "a group would be cut"
+        halves = ([half.contiguous() for half in part.chunk(2, 1)] for part in (weight.scales, weight.zeros))
+        (scale, other_scale), (zero, other_zero) = halves
+        return Weight(first, scale, zero), Weight(second, other_scale, other_zero)
     assert weight.values.shape[1] % (2 * SCALE_BLOCK) == 0, "a block of scales would be cut"
     left, right = (half.contiguous() for half in weight.scales.chunk(2, 1))
     return Weight(first, left), Weight(second, right)

@@ -40,10 +40,11 @@ from specbatch.memory.recurrent_state import state_bytes, state_types
 from specbatch.memory.state_cache import StateCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, token_bytes
+from specbatch.models.int4 import Int4Weights
 from specbatch.progress import Report, Stages
 from specbatch.runtime.cuda_graphs import Recorder, batch_buckets, graph_bytes
 from specbatch.runtime.device import find_device, find_dtype, type_name
-from specbatch.runtime.loader import Loader, quantization_lines, quantizes_activations, weight_bytes
+from specbatch.runtime.loader import Loader, dequantized_bytes, quantization_lines, quantizes_activations, weight_bytes
 from specbatch.runtime.prefill_forward import static_bytes
 from specbatch.tokenizer import Tokenizer
 from specbatch.weights import Checkpoint, Log
@@ -121,6 +122,7 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, log)
     if config.deterministic and device.type == "cuda":
         _check_kernels_on_cuda(draft.config, draft.state_layers, "a draft model with ")
+    _check_experts(device, target.config, draft.config)
     if draft.drafted is not None:
         asked = config.speculation
         if asked.is_auto:  # an upper limit
@@ -243,6 +245,7 @@ def memory_plan(
         vocabulary=model.vocab_size,
         rows=draft.kv_slots_per_step(config.speculation.drafted + 1),
         token_bytes=_token_bytes(model, draft, dtype),
+        temporary=max(dequantized_bytes(part, dtype, device) for part in (model, draft.config)),
         corpus_bytes=(lambda running: 0) if corpus is None else corpus.bytes,
         graphs=graphs,
         share=share,
@@ -473,6 +476,14 @@ def _check_device(config: EngineConfig, device: torch.device) -> None:
         raise refuse("kv_dtype", config.kv_dtype, "needs a CUDA device and this engine runs on a CPU; use auto")
 
 
+def _check_experts(device: torch.device, *models: ModelConfig) -> None:
+    """Refuse mixtures in INT4 on a GPU: dequantized, their experts would take four times the memory."""
+    for model in models:
+        if device.type == "cuda" and isinstance(model.quantization, Int4Weights) and model.chosen:
+            works = "a CUDA device has no GEMM for INT4 experts; use FP8 or unquantized weights, or device='cpu'"
+            raise refuse("quantization_config", model.quantization.name, works)
+
+
 def _check_cache_scales(config: EngineConfig, target: ModelConfig) -> None:
     """Refuse an FP8 KV cache for a checkpoint that was calibrated with other scales than the 1 of the cache here."""
     if config.kv_dtype == "fp8" and target.quantization is not None and target.quantization.has_cache_scales:
@@ -495,6 +506,8 @@ def _check_deterministic_on_cuda(
         raise refuse("dtype", type_name(dtype), works)
     if config.attention_backend not in ("auto", "triton"):
         raise refuse("attention_backend", config.attention_backend, f"{why} runs triton only; use auto or triton")
+    if isinstance(target.quantization, Int4Weights):
+        raise refuse("deterministic", True, "a CUDA device has no such kernels for INT4 weights; use device='cpu'")
     if target.quantization is not None and not quantizes_activations(config.fp8_activations, dtype, device, target):
         raise refuse("fp8_activations", False, f"{why} multiplies FP8 weights by FP8 activations only; use True")
     _check_kernels_on_cuda(target, target.num_layers - target.attention_layers)

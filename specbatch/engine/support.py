@@ -32,6 +32,7 @@ FAMILIES: Final = {
     "Qwen3": "qwen3-8b",
     "Qwen3, FP8 weights": "qwen3-8b-fp8",
     "Qwen3, FP8 weights per channel": "qwen3-8b-fp8-dynamic",
+    "Qwen3, INT4 weights": "qwen3-8b-awq",
     "Qwen3 MoE": "qwen3-30b-a3b",
     "Qwen3-Next": "qwen3-next-80b-a3b",
     "Qwen3.5": "qwen3.5-9b",

@@ -125,6 +125,7 @@ def plan_memory(
     vocabulary: int,
     rows: int,
     token_bytes: int = 0,
+    temporary: int = 0,
     corpus_bytes: Callable[[int], int] = lambda running: 0,
     graphs: int = 0,
     share: MemoryShare = EXCLUSIVE,
@@ -133,9 +134,9 @@ def plan_memory(
 
     All sizes are in bytes. free: free memory of the device; model_len: positions the model supports; page_bytes: one
     page in all caches; state_bytes: recurrent states of one device row; cached_state_bytes: those of one prefix; rows:
-    query rows of a verify; token_bytes: activations of one token in a pass; corpus_bytes: the corpus with so
-    many tokens in all slots; graphs: CUDA graphs; share: this engine's share, of which only the first includes
-    `weights`. Raises SpecbatchError, naming the setting, if it cannot fit.
+    query rows of a verify; token_bytes: activations of one token in a pass; temporary: the largest other tensor of a
+    pass; corpus_bytes: the corpus with so many tokens in all slots; graphs: CUDA graphs; share: this engine's share, of
+    which only the first includes `weights`. Raises SpecbatchError, naming the setting, if it cannot fit.
     """
     size, slack = config.page_size, reach_of(0, rows)
     budget = share.budget(free, config.memory_fraction, weights)
@@ -147,7 +148,7 @@ def plan_memory(
     tokens = (config.max_running + 1) * (longest + slack + 1)
     workspace += 8 * tokens * (size + 1) // size
     corpus = corpus_bytes(tokens)
-    workspace += token_bytes * max(config.prefill_chunk, config.max_running * rows)
+    workspace += token_bytes * max(config.prefill_chunk, config.max_running * rows) + temporary
     states, cached_states = state_bytes * (config.max_running + 1), 0
     room = budget - weights - draft_weights - states - workspace - corpus - graphs
     if cached_state_bytes and config.prefix_cache:

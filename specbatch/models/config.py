@@ -153,9 +153,13 @@ class ModelConfig:
         kv = self.num_kv_heads
         if kv % ranks and ranks % kv:
             raise refuse("tensor_parallel", ranks, f"it must divide num_key_value_heads={kv}, or be a multiple of it")
+        heads = shared_out("num_attention_heads", self.num_heads, ranks)
+        if ranks > 1 and heads * self.head_dim % self.input_step:
+            works = f"each rank has {heads} heads of {self.head_dim}, and quantized weights are cut every"
+            raise refuse("tensor_parallel", ranks, f"{works} {self.input_step} inputs; use fewer")
         return replace(
             self,
-            num_heads=shared_out("num_attention_heads", self.num_heads, ranks),
+            num_heads=heads,
             num_kv_heads=max(kv // ranks, 1),
             intermediate_size=shared_out("intermediate_size", self.intermediate_size, ranks, self.input_step),
             ranks=ranks,

@@ -26,6 +26,7 @@ from specbatch.kernels.gemm.weight import MX_BLOCK, SCALE_BLOCK, Weight, concat_
 from specbatch.models import mxfp4
 from specbatch.models.config import ModelConfig
 from specbatch.models.fp8 import FP8Weights
+from specbatch.models.int4 import Int4Weights
 from specbatch.models.partition import RowParallelLinear, VocabParallelHead, part_of, rows_per_rank, vocabulary_part
 from specbatch.models.quantization import PLAIN
 
@@ -142,8 +143,9 @@ class Reader:
     A family names each tensor with its shape where it reads it, and nowhere else: `decoder.weight_shapes` runs the same
     code with a `ShapeRecorder` to get the shapes of a checkpoint, which are checked before anything is read.
 
-    FP8 tensors have scales (see `models.fp8`). dequantized: names of those that could not stay in FP8, because they are
-    part of a matrix whose blocks of scales they would cut.
+    Quantized weights consist of several tensors (see `models.fp8`, `models.int4`). dequantized: names of those that
+    could not stay quantized, because they are part of a matrix whose blocks of scales they would cut, or of a mixture
+    in INT4.
     """
 
     def __init__(
@@ -174,8 +176,8 @@ class Reader:
         return self._upcast(name, shape, dtype or self._dtype)
 
     def weight(self, rows: Mapping[str, int], columns: int) -> Weight:
-        """Matrices (name -> number of rows) concatenated by rows: in FP8 if all of them are and the device supports it,
-        else in the reader's dtype."""
+        """Matrices (name -> number of rows) concatenated by rows: quantized if all of them are and the device supports
+        it, else in the reader's dtype."""
         parts = [self._stored(name, (count, columns)) for name, count in rows.items()]
         whole = concat_outputs(parts)
         return whole or Weight(torch.cat([self.dequantize(*part) for part in zip(rows, parts, strict=True)]))
@@ -187,7 +189,7 @@ class Reader:
     def stack(self, groups: Sequence[Mapping[str, int]], columns: int) -> Weight:
         """A stack of such matrices, one per group of names, as `weight` reads them."""
         parts = [self.weight(rows, columns) for rows in groups]
-        scales = [part.scales for part in parts if part.scales is not None]
+        scales = [part.scales for part in parts if part.scales is not None and not part.is_int4]
         if len(scales) == len(parts):
             values = torch.stack([part.values.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
             return Weight(values, torch.stack(scales))
@@ -229,7 +231,11 @@ class Reader:
         return VocabParallelHead(Linear(weight), tokens, self.ranks)
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> Weight:
-        """A tensor on the device: in FP8 if it is stored so and the device supports it, else in the reader's dtype."""
+        """A tensor on the device: quantized if it is stored so and the device supports it, else in the reader's
+        dtype."""
+        if self._is_int4(name, shape):
+            found = self._int4(name, shape)
+            return found if keeps_quantized(self._device) else Weight(found.dequantize(self._dtype))
         values = self._part(name, shape).to(self._device)
         if values.dtype != torch.float8_e4m3fn:
             return Weight(self._checked(name, values.to(self._dtype)))
@@ -240,7 +246,40 @@ class Reader:
         found = Weight(values, self._checked(name + stored.suffix, scales))
         return found if keeps_quantized(self._device) else Weight(found.dequantize(self._dtype))
 
+    def _is_int4(self, name: str, shape: tuple[int, ...]) -> bool:
+        if len(shape) != 2 or not isinstance(self.config.quantization, Int4Weights):
+            return False
+        module, stored = name.removesuffix(".weight"), self.config.quantization
+        return module not in self.config.unquantized_ends and stored.is_quantized(name, shape)
+
+    def _int4(self, name: str, shape: tuple[int, ...]) -> Weight:
+        """This rank's part of an INT4 weight, which is unpacked whole."""
+        stored = self.config.quantization
+        assert isinstance(stored, Int4Weights)
+        whole = stored.weight(name, lambda part: self.read(part).to(self._device))
+        assert whole.scales is not None
+        assert whole.zeros is not None
+        if not whole.scales.isfinite().all():
+            works = f"its scales hold values that are not finite in {whole.scales.dtype}; the file is damaged"
+            raise refuse("draft" if self._of_draft else "model", name, works)
+        if self.ranks is None:
+            return whole
+        if shape[1] % stored.input_step:
+            works = (
+                f"{name} has {shape[1]} inputs on each, and its groups of {stored.input_step} are not cut; use fewer"
+            )
+            raise refuse("tensor_parallel", self.ranks.size, works)
+        if whole.shape[1] != shape[1]:
+            self._row_parallel.add(name)
+        sizes = (shape[1] // 2, *[shape[1] // stored.input_step] * 2)  # of the columns of each tensor
+        sections, (rank, ranks) = self.config.sections(name), (self.ranks.rank, self.ranks.size)
+        tensors = (whole.values, whole.scales, whole.zeros)
+        parts = zip(tensors, sizes, strict=True)
+        return Weight(*(part_of(one, (shape[0], size), rank, ranks, sections).contiguous() for one, size in parts))
+
     def _upcast(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if self._is_int4(name, shape):
+            return self.dequantize(name, self._stored(name, shape)).to(dtype)
         stored = self._part(name, shape)
         if stored.dtype == torch.float8_e4m3fn:
             return self.dequantize(name, self._stored(name, shape)).to(dtype)

@@ -54,6 +54,10 @@ class Quantization(ABC):
     def weight_of(self, name: str) -> str | None:
         """The quantized weight of which `name` is the scales; None if it is anything else."""
 
+    def is_unused(self, name: str) -> bool:
+        """Whether a tensor of the files is not needed, such as the scales of activations."""
+        return is_unused_scale(name)
+
     def is_quantized(self, name: str, shape: Shape) -> bool:
         """Whether a weight is quantized. A plain module includes its submodules, and a name matches every module that
         ends with it."""

@@ -1,7 +1,8 @@
-"""Reads the `quantization_config` of a config.json: FP8 in the spellings of transformers, compressed-tensors, ModelOpt.
+"""Reads the `quantization_config` of a config.json: FP8 (transformers, compressed-tensors, ModelOpt), AWQ and GPTQ.
 
 compressed-tensors: vllm-project/compressed-tensors, `QuantizationConfig`. ModelOpt: NVIDIA/TensorRT-Model-Optimizer,
-whose older files have the same settings in a file of their own, hf_quant_config.json.
+whose older files have the same settings in a file of their own, hf_quant_config.json. AWQ: casper-hansen/AutoAWQ. GPTQ:
+AutoGPTQ, ModelCloud/GPTQModel.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import Any
 
 from specbatch.config_values import flag_of, names_of, spelled, table_of
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.kernels.gemm.weight import SCALE_BLOCK
+from specbatch.kernels.gemm.weight import INT4_GROUPS, SCALE_BLOCK
 from specbatch.models.fp8 import SCALES, FP8Weights
+from specbatch.models.int4 import WHOLE, Int4Weights, Packing
 from specbatch.models.quantization import PATTERN, Quantization
 
 KEY = "quantization_config"
@@ -48,6 +50,31 @@ def _modelopt(found: dict[str, Any]) -> Quantization:
     return FP8Weights(*_plain(found, "ignore", "exclude_modules"), per_channel=True, suffix=SCALES[1])
 
 
+def _awq(found: dict[str, Any]) -> Quantization:
+    _expect(found, "bits", 4)
+    _expect(found, "zero_point", True)
+    version = found.get("version") or "gemm"
+    if str(version).lower() != "gemm":
+        raise _refuse("version", version, "it must be 'gemm'")
+    return Int4Weights(*_plain(found, "modules_to_not_convert"), packing="awq", group=_group(found))
+
+
+def _gptq(found: dict[str, Any]) -> Quantization:
+    _expect(found, "bits", 4)
+    _expect(found, "checkpoint_format", "gptq", "gptq_v2", default="gptq")
+    _expect(found, "pack_dtype", "int32", default="int32")
+    others = [name for name in table_of(found, "dynamic") if not name.startswith("-:")]  # those are not quantized
+    if others:
+        raise _refuse("dynamic", others, "all weights must be quantized in one way")
+    packing: Packing = "gptq_v2" if found.get("checkpoint_format") == "gptq_v2" else "gptq"
+    return Int4Weights(*_plain(found, "modules_to_not_convert"), packing=packing, group=_group(found))
+
+
+def _group(found: dict[str, Any], where: str = "") -> int:
+    _expect(found, "group_size", *INT4_GROUPS, WHOLE, where=where)
+    return int(found["group_size"])
+
+
 def _compressed_tensors(found: dict[str, Any]) -> Quantization:
     if table_of(found, "transform_config").get("config_groups"):
         raise _refuse("transform_config", found["transform_config"], "weights must not need rotated activations")
@@ -70,8 +97,11 @@ def _scheme(
     """A group of compressed-tensors."""
     weights, inputs = table_of(group, "weights"), table_of(group, "input_activations")
     kind = (weights.get("type"), weights.get("num_bits"))
+    if kind == ("int", 4):
+        return _packed(where, group, found, plain)
     if kind != ("float", 8):
-        raise _refuse(f"{where}.weights", kind, "use FP8 (type 'float' with num_bits 8)")
+        works = "use FP8 (type 'float' with num_bits 8) or INT4 (type 'int' with num_bits 4)"
+        raise _refuse(f"{where}.weights", kind, works)
     _expect(group, "format", "float-quantized", default=found.get("format", "float-quantized"), where=where)
     if not flag_of(weights, "symmetric", True):
         raise _refuse(f"{where}.weights.symmetric", False, "FP8 has no zero points; it must be true")
@@ -85,7 +115,28 @@ def _scheme(
     return FP8Weights(*plain, per_channel=per_channel, suffix=SCALES[1], quantizes_inputs=bool(inputs))
 
 
-_METHODS = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt}
+def _packed(
+    where: str, group: dict[str, Any], found: dict[str, Any], plain: tuple[frozenset[str], tuple[str, ...]]
+) -> Quantization:
+    """A group of compressed-tensors in INT4."""
+    weights, inside = table_of(group, "weights"), f"{where}.weights"
+    _expect(group, "format", "pack-quantized", default=found.get("format", "pack-quantized"), where=where)
+    if table_of(group, "input_activations"):
+        raise _refuse(f"{where}.input_activations", group["input_activations"], "INT4 weights need unquantized ones")
+    _expect(weights, "strategy", "group", "channel", where=inside)
+    _expect(weights, "actorder", "static", "weight", False, default=False, where=inside)
+    size = WHOLE if weights["strategy"] == "channel" else _group(weights, inside)
+    has_zeros = not flag_of(weights, "symmetric", True)
+    return Int4Weights(*plain, packing="compressed-tensors", group=size, has_zeros=has_zeros)
+
+
+_METHODS = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+    "awq": _awq,
+    "gptq": _gptq,
+}
 
 
 def _plain(found: dict[str, Any], *keys: str) -> tuple[frozenset[str], tuple[str, ...]]:

@@ -270,7 +270,8 @@ def _ungrouped(read: Reader, name: str, groups: int, rows: list[int]) -> Weight:
     if weight.scales is None or any(count % weight.scale_rows for count in rows):
         return Weight(regrouped(read.dequantize(name, weight), rows))
     values = regrouped(weight.values.view(torch.uint8), rows).view(weight.values.dtype)
-    return Weight(values, regrouped(weight.scales, [count // weight.scale_rows for count in rows]))
+    scales = regrouped(weight.scales, [count // weight.scale_rows for count in rows])
+    return Weight(values, scales, None if weight.zeros is None else regrouped(weight.zeros, rows))
 
 
 def _as_qwen3(config: dict[str, Any]) -> dict[str, Any]:

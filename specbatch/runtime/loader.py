@@ -20,6 +20,7 @@ from specbatch.models import mxfp4
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.fp8 import FP8Weights
+from specbatch.models.int4 import Int4Weights
 from specbatch.models.layers import Reader
 from specbatch.models.partition import rows_per_rank
 from specbatch.progress import Stages
@@ -52,6 +53,15 @@ def kept_quantized(config: ModelConfig, device: torch.device) -> dict[str, int]:
         for name, shape in config.weight_shapes().items()
         if stored.is_quantized(name, shape) and not config.may_dequantize(name, shape)
     }
+
+
+def dequantized_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Memory of the largest weight that is dequantized for a GEMM of many rows: INT4 weights are."""
+    if not isinstance(config.quantization, Int4Weights):
+        return 0
+    kept, shapes = kept_quantized(config, device), config.weight_shapes()
+    joined = 2  # weights of one matrix: gate and up
+    return joined * max((math.prod(shapes[name]) for name in kept), default=0) * dtype.itemsize
 
 
 def _has_quantized(config: ModelConfig) -> bool:

@@ -10,6 +10,7 @@ from specbatch.kernels.gemm.weight import MX_BLOCK, byte_chunks
 from specbatch.models import mxfp4
 from specbatch.models.config import ModelConfig
 from specbatch.models.fp8 import SCALES, scaled
+from specbatch.models.int4 import INTEGERS, Int4Weights, is_zeros
 from specbatch.tokenizer import ByteTokenizer, Tokenizer
 from specbatch.weights.shapes import SHAPES
 
@@ -20,6 +21,8 @@ Shape = tuple[int, ...]
 # Root mean square of float8_e4m3fn values if all bit patterns except the two NaNs are equally likely.
 _FP8_RMS = 100.06
 _FP4_RMS = 2.93  # of 4-bit values, alike
+_INT4_RMS = 4.64  # of whole numbers from -8 to 7
+_EIGHTS = -0x77777778  # eight times the zero point 8, in an int32
 
 
 def random_tensor(
@@ -71,6 +74,19 @@ def random_mxfp4(name: str, shape: Shape, inputs: int, seed: int, device: str | 
     return bits.random_(exponent, exponent + 2, generator=generator)
 
 
+def random_int4(name: str, shape: Shape, inputs: int, seed: int, device: str | torch.device = "cpu") -> torch.Tensor:
+    """A part of a random INT4 matrix with `inputs` columns: values, zero points or float16 scales."""
+    import torch
+
+    if is_zeros(name):
+        return torch.full(shape, _EIGHTS, dtype=torch.int32, device=device)
+    generator = _generator(name, seed, device)
+    if name.endswith(INTEGERS):
+        return torch.empty(shape, dtype=torch.int32, device=device).random_(-(1 << 31), 1 << 31, generator=generator)
+    scales = torch.empty(shape, device=device).uniform_(0.8, 1.2, generator=generator)
+    return scales.mul_(1 / (_INT4_RMS * math.sqrt(inputs))).half()
+
+
 def _generator(name: str, seed: int, device: str | torch.device) -> torch.Generator:
     import torch
 
@@ -109,9 +125,17 @@ class DummyCheckpoint:
         if _is_mxfp4(name):
             scales = self._shapes[name.removesuffix(mxfp4.BLOCKS).removesuffix(mxfp4.SCALES) + mxfp4.SCALES]
             return random_mxfp4(name, shape, scales[-1] * MX_BLOCK, *made)
+        if isinstance(self.config.quantization, Int4Weights) and self.config.quantization.weight_of(name):
+            return random_int4(name, shape, self._inputs(name), *made)
         if (weight := scaled(name)) in self._shapes and weight is not None:
             return random_scales(name, shape, self._shapes[weight][-1], *made)
         return random_tensor(name, shape, *made, getattr(torch, self._dtype_name))
+
+    def _inputs(self, name: str) -> int:
+        """Inputs of the INT4 weight of which `name` is a part."""
+        assert self.config.quantization is not None
+        shape = self.config.weight_shapes()[self.config.quantization.weight_of(name) or name]
+        return shape[-1]
 
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer or ByteTokenizer(self.config.vocab_size)
@@ -123,6 +147,8 @@ class DummyCheckpoint:
         """Bytes per value."""
         if self._is_fp8(name) or _is_mxfp4(name):
             return 1
+        if isinstance(self.config.quantization, Int4Weights) and self.config.quantization.weight_of(name):
+            return 4 if name.endswith(INTEGERS) else 2
         return 4 if scaled(name) is not None or self._dtype_name == "float32" else 2
 
 

@@ -12,6 +12,7 @@ from specbatch.errors import SpecbatchError, refuse, shown
 from specbatch.models import mxfp4
 from specbatch.models.config import ModelConfig
 from specbatch.models.fp8 import SCALES, FP8Weights, is_per_output, scaled
+from specbatch.models.int4 import INTEGERS, ORDERS, WHOLE, Int4Weights
 from specbatch.models.quantization import is_unused_scale
 from specbatch.models.quantization_config import KEY
 from specbatch.text_files import UnreadableError, open_regular
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 FP8 = "F8_E4M3"
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2, FP8: 1}
+_INT4 = {"I32": 4, "I64": 8}
 _MXFP4 = "U8"
 LM_HEAD = "lm_head.weight"
 MTP = "mtp."  # tensors of a draft head in the same files, checked by the drafter
@@ -53,6 +55,9 @@ class SafetensorsFiles:
                 if name.endswith((mxfp4.BLOCKS, mxfp4.SCALES)):
                     if view.get_dtype() != _MXFP4:
                         raise _damaged(path, f"tensor {name} is {view.get_dtype()}; blocks and scales are {_MXFP4}")
+                elif name.endswith(INTEGERS):
+                    if view.get_dtype() not in _INT4:
+                        raise _damaged(path, f"tensor {name} is {view.get_dtype()}; packed INT4 values are in I32")
                 elif view.get_dtype() not in _BYTES and name.rpartition(".")[2] not in MAPS:
                     works = f"tensor {name} is {view.get_dtype()}; supported are {', '.join(_BYTES)}"
                     raise _damaged(path, works)
@@ -62,14 +67,15 @@ class SafetensorsFiles:
                     fp8[name] = path
                 self._files[name] = file
                 self.shapes[name] = tuple(view.get_shape())
-                self.bytes += math.prod(view.get_shape()) * (_BYTES | {_MXFP4: 1}).get(view.get_dtype(), 8)
+                self.bytes += math.prod(view.get_shape()) * (_BYTES | _INT4 | {_MXFP4: 1}).get(view.get_dtype(), 8)
         for name, path in fp8.items():
             if not any(name + suffix in self.shapes for suffix in SCALES):
                 raise _damaged(
                     path, f"tensor {name} is {FP8} and there is no {' or '.join(name + end for end in SCALES)}"
                 )
         for name in self.shapes:
-            if scaled(name) is not None and scaled(name) not in fp8:
+            weight = scaled(name)
+            if weight is not None and weight not in fp8 and f"{weight}_packed" not in self.shapes:
                 raise _damaged(folder, f"there is {name}, but no {FP8} tensor that it scales")
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -102,10 +108,14 @@ class FolderCheckpoint:
         # Scales per tensor or per output, and for how many outputs. They are spelled in several shapes.
         self._outputs = _outputs(self.config, self._tensors.shapes)
         found = self._tensors.shapes | {name: (outputs, 1) for name, outputs in self._outputs.items()}
-        unused = [name for name in found if self.config.quantization is not None and is_unused_scale(name)]
-        if unused and log is not None:
+        stored = self.config.quantization
+        unused = [] if stored is None else [name for name in found if stored.is_unused(name)]
+        scales = list(filter(is_unused_scale, unused))
+        if scales and log is not None:
             works = "activations get scales as the model runs, and a KV cache has none"
-            log(f"{name}: {len(unused)} scales are not used, such as {min(unused)}: {works}")
+            log(f"{name}: {len(scales)} scales are not used, such as {min(scales)}: {works}")
+        if isinstance(stored, Int4Weights):
+            self._check_orders(stored)
         self.config = self.config.fit(found)
         found = {name: shape for name, shape in found.items() if name not in unused}
         self.mtp = {name: shape for name, shape in found.items() if name.startswith(MTP)}
@@ -116,6 +126,16 @@ class FolderCheckpoint:
         _check_ends(self.config, own, folder)
         check_tensors(self.config.tensor_shapes(), own, folder)
         self._names = list(own)
+
+    def _check_orders(self, stored: Int4Weights) -> None:
+        """Refuse groups that are no neighbouring inputs."""
+        for name in self._tensors.shapes:
+            if name.endswith(ORDERS):
+                groups = self._tensors.tensor(name)
+                size = len(groups) if stored.group == WHOLE else stored.group
+                if not groups.eq(groups.new_tensor(range(len(groups))).div(size, rounding_mode="floor")).all():
+                    works = "its inputs are in another order (desc_act); use a checkpoint that was quantized without"
+                    raise _damaged(self.folder, f"{name}: {works}")
 
     def names(self) -> list[str]:
         return self._names

@@ -183,6 +183,7 @@ _FP8_PER_CHANNEL = {
     },
     "ignore": ["lm_head"],
 }  # fmt: skip
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 
 _QWEN3_8B = {
     **_QWEN3,
@@ -295,6 +296,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _QWEN3_8B,
     "qwen3-8b-fp8": {**_QWEN3_8B, "quantization_config": _FP8},
     "qwen3-8b-fp8-dynamic": {**_QWEN3_8B, "quantization_config": _FP8_PER_CHANNEL},
+    "qwen3-8b-awq": {**_QWEN3_8B, "quantization_config": _AWQ},
     "qwen3-32b": {
         **_QWEN3,
         "hidden_size": 5120,

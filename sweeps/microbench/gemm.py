@@ -2,7 +2,8 @@
 
 Each GEMM for 1 to 128 rows, with the norm, residual or gating that the model has there; then the chain of whole layers,
 in which each GEMM waits for the previous one: qkv with its norm, a stand-in for attention (5 us on 32 processors), o
-with its residual, the gated pair, down with its residual. The floor is one read of the weights.
+with its residual, the gated pair, down with its residual. Then GEMMs with INT4 weights in groups of 128 and with FP8
+weights scaled per output. The floor is one read of the weights.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.gemm import skinny_gemm_triton
+from specbatch.kernels.gemm.fp8_linear import fp8_linear
+from specbatch.kernels.gemm.int4 import int4_linear
+from specbatch.kernels.gemm.weight import Weight
 from specbatch.sweeps.microbench.runner import Case, Table
 
 HIDDEN, QKV, INNER, VOCABULARY, LAYERS = 4096, 6144, 12288, 151936, 36
@@ -27,6 +31,7 @@ SIZES = {
     "down": (HIDDEN, INNER),
     "head": (VOCABULARY, HIDDEN),
 }
+KINDS = ("INT4", "FP8")
 MEASURED_LAYERS, HEADS = 8, 2  # with weights of their own: more than the L2 holds
 LAYER_BYTES = sum(2 * outputs * inputs for name, (outputs, inputs) in SIZES.items() if name != "head")
 
@@ -102,6 +107,7 @@ def tables() -> Iterator[Table]:
     weights = Weights()
     yield Table(_single(weights), shows=("floor",))
     yield Table(_chains(weights), "A layer of the chain", shows=("floor",))
+    yield Table(_quantized(), "Quantized weights", shows=("floor",))
     step = partial(weights.chain, layers=LAYERS, head=True)
     rows = (Case({"rows": rows}, {f"{LAYERS} layers and head": [partial(step, rows)]}) for rows in (1, 16, 32, 64))
     yield Table(rows, "A decode step", unit="ms")
@@ -116,6 +122,26 @@ def _single(weights: Weights) -> Iterator[Case]:
                 "torch": [partial(F.linear, x, weight) for weight in weights.of[name]],
             }
             yield Case({"GEMM": name, "rows": rows}, calls, bytes=2 * outputs * inputs)
+
+
+def _quantized() -> Iterator[Case]:
+    for name, (outputs, inputs) in SIZES.items():
+        if name == "head":
+            continue
+        shape, groups, device = (outputs, inputs), (outputs, inputs // 128), torch.device("cuda")
+        copies = range(4 * MEASURED_LAYERS)  # smaller than in BF16
+        packed = [torch.randint(0, 256, (outputs, inputs // 2), device=device, dtype=torch.uint8) for _ in copies]
+        scales, zeros = torch.full(groups, 1e-3, device=device).half(), torch.full(groups, 8, device=device).byte()
+        int4 = [Weight(values, scales, zeros) for values in packed]
+        bits = [torch.randint(0, 0x70, shape, device=device, dtype=torch.uint8) for _ in copies]
+        channel = torch.full((outputs, 1), 1e-3, device=device)
+        fp8 = [Weight(values.view(torch.float8_e4m3fn), channel) for values in bits]
+        sizes = sum(part.nbytes for part in (packed[0], scales, zeros)), bits[0].nbytes + channel.nbytes
+        for kind, of, multiply, moved in zip(KINDS, (int4, fp8), (int4_linear, fp8_linear), sizes, strict=True):
+            for rows in (1, 4, 16, 32, 64, 128, 256, 1024):
+                x = torch.randn(rows, inputs, device=device).bfloat16()
+                calls = [partial(multiply, x, weight) for weight in of]
+                yield Case({"weights": kind, "GEMM": name, "rows": rows}, {"specbatch": calls}, bytes=moved)
 
 
 def _chains(weights: Weights) -> Iterator[Case]:

@@ -19,16 +19,19 @@ from specbatch.kernels.attention import verify_attention_triton as verifies
 from specbatch.kernels.attention.verify_attention_configs import Tile
 from specbatch.kernels.gemm import fixed_order_gemm_triton as gemms
 from specbatch.kernels.gemm import fp8_linear_triton as fp8s
+from specbatch.kernels.gemm import int4_triton as int4s
 from specbatch.kernels.gemm import skinny_gemm_triton as skinny
 from specbatch.kernels.gemm.skinny_gemm_configs import undivided_tile_for
 from specbatch.kernels.moe import experts_triton as experts
+
+SIZES = ("N", "K", "x_stride", "y_stride")
 
 
 def compiled(kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], **options: Any) -> dict[str, Any]:
     """kinds: types of the arguments, of which those of pointers and of sizes of 16 are multiples of it."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in fixed else kinds[name] for name in names}
-    aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in ("N", "K", "y_stride")]
+    aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in SIZES]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(kernel, signature, constexprs=fixed, attrs=attributes)
     done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -154,6 +157,15 @@ def fp8(rows: int, *, per_channel: bool, quantized: bool) -> dict[str, Any]:
     return compiled(fp8s._fp8_linear_kernel, kinds, fixed, num_warps=8 if inner == 64 else 4, num_stages=stages)
 
 
+def int4(rows: int, kind: str) -> dict[str, Any]:
+    block, columns, warps, stages = int4s.tile_for(rows, 12288, 2)
+    kinds = dict.fromkeys(("x", "bias", "residual", "y"), f"*{kind}") | {"scales": "*fp16"}
+    kinds |= dict.fromkeys(("weight", "zeros"), "*u8")
+    kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "residual_stride", "y_stride"), "i32")
+    fixed = {"HAS_BIAS": False, "HAS_RESIDUAL": True, "GROUP": 128, "BM": block, "BN": columns, "PDL": True}
+    return compiled(int4s._int4_linear_kernel, kinds, fixed, num_warps=warps, num_stages=stages)
+
+
 def every() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "prompt", attention(64, 64, is_prompt=True, is_spread=False)
     yield "prompt, FP8 keys", attention(32, 32, is_prompt=True, is_spread=False, cache="fp8e4nv")
@@ -187,6 +199,8 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"GEMM of {rows} rows", gemm(rows)
     for n, k, gated in ((6144, 4096, False), (4096, 4096, False), (151936, 4096, False), (12288, 4096, True)):
         yield f"GEMM of few rows, {n} x {k}", few_rows(n, k, gated=gated)
+    for rows, kind in ((16, "bf16"), (32, "bf16"), (64, "fp16"), (128, "bf16")):
+        yield f"INT4 GEMM of {rows} rows, {kind}", int4(rows, kind)
     for rows, quantized in ((16, False), (128, False), (64, True)):
         yield f"FP8 GEMM of {rows} rows, scaled per output", fp8(rows, per_channel=True, quantized=quantized)
 

@@ -28,6 +28,78 @@ def fp8(scales: str, suffix: str, inputs: str | None = None) -> Store:
     return store
 
 
+def int4(packing: str, group: int, *, symmetric: bool = False) -> Store:
+    """Values are packed one by one into words of 32 bits. group: -1 is all inputs."""
+
+    def store(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+        stem, (out, inner) = name.removesuffix(".weight"), weight.shape
+        size = inner if group == -1 else group
+        groups = weight.view(out, -1, size)
+        if symmetric:
+            scales = (groups.abs().amax(2) / 7).half()
+            zeros = torch.full(scales.shape, 8)
+        else:
+            scales = ((groups.amax(2) - groups.amin(2)) / 15).half()
+            zeros = (-groups.amin(2) / scales.float()).round().int().clamp(1, 15)
+        values = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15).int()
+        meant = (values - zeros[..., None]) * scales.float()[..., None]
+        found = _STORED[packing](stem, values.view(out, inner), zeros, scales, symmetric)
+        return {part: tensor.contiguous() for part, tensor in found.items()}, meant.view(out, inner)
+
+    return store
+
+
+def words(values: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """[n, 8 m] -> int32 [n, m]: in bits 4 i to 4 i + 3 of a word the value `order[i]` of its eight."""
+    rows = []
+    for row in values.tolist():
+        word = [sum(row[8 * j + order[i]] << (4 * i) for i in range(8)) for j in range(len(row) // 8)]
+        rows.append([one - (1 << 32) if one >= 1 << 31 else one for one in word])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def _awq(stem: str, values: Any, zeros: Any, scales: Any, symmetric: bool) -> Stored:
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    packed = {f"{stem}.qweight": words(values.t(), order), f"{stem}.qzeros": words(zeros.t(), order)}
+    return packed | {f"{stem}.scales": scales.t()}
+
+
+def _gptq(stem: str, values: Any, zeros: Any, scales: Any, symmetric: bool, less: int = 1) -> Stored:
+    packed = {f"{stem}.qweight": words(values).t(), f"{stem}.qzeros": words(zeros.t() - less)}
+    order = torch.arange(values.shape[1], dtype=torch.int32) // (values.shape[1] // scales.shape[1])
+    return packed | {f"{stem}.scales": scales.t(), f"{stem}.g_idx": order}
+
+
+def _gptq_v2(*parts: Any) -> Stored:
+    return _gptq(*parts, less=0)
+
+
+def _pack_quantized(stem: str, values: Any, zeros: Any, scales: Any, symmetric: bool) -> Stored:
+    packed = {f"{stem}.weight_packed": words(values)}
+    packed |= {} if symmetric else {f"{stem}.weight_zero_point": words(zeros.t()).t()}
+    return packed | {f"{stem}.weight_scale": scales, f"{stem}.weight_shape": torch.tensor(values.shape)}
+
+
+_STORED: dict[str, Callable[..., Stored]] = {
+    "awq": _awq, "gptq": _gptq, "gptq_v2": _gptq_v2, "pack-quantized": _pack_quantized,
+}  # fmt: skip
+
+
+def _integers(group: int, *, symmetric: bool) -> dict[str, Any]:
+    weights: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": symmetric}
+    weights |= {"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        "ignore": ["lm_head"],
+    }
+
+
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "GEMM"}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+
+
 def _floats(strategy: str, inputs: dict[str, Any] | None) -> dict[str, Any]:
     weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
@@ -55,4 +127,9 @@ FORMATS: dict[str, tuple[dict[str, Any], Store]] = {
         {"quant_method": "fp8", "activation_scheme": "static", "modules_to_not_convert": ["lm_head"]},
         fp8("scalar", "_scale_inv", "activation_scale"),
     ),
+    "awq": (_AWQ, int4("awq", 32)),
+    "gptq": (_GPTQ, int4("gptq", 32)),
+    "gptq v2": (_GPTQ | {"checkpoint_format": "gptq_v2"}, int4("gptq_v2", 32)),
+    "pack-quantized": (_integers(64, symmetric=False), int4("pack-quantized", 64)),
+    "symmetric": (_integers(32, symmetric=True), int4("pack-quantized", 32, symmetric=True)),
 }

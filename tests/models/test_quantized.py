@@ -9,21 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_weights import FORMATS
+from quantized_weights import FORMATS, int4
 from safetensors.torch import load_file, save_file
 
 from specbatch.config import EngineConfig
+from specbatch.engine import builder
 from specbatch.engine.builder import prepare
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import UncachedContext
-from specbatch.runtime.loader import weight_bytes
+from specbatch.models.int4 import Int4Weights
+from specbatch.runtime.loader import dequantized_bytes, weight_bytes
 from specbatch.weights import open_checkpoint
 
 CPU = torch.device("cpu")
 LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 41, "hidden_size": 64, "intermediate_size": 96,
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 41, "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
 }  # fmt: skip
@@ -76,6 +78,7 @@ def load(config: ModelConfig, tensor: Any, device: str = "cpu") -> Decoder:
 
 NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"))
 EVERY = [("llama", form) for form in FORMATS] + [("moe", "channel"), ("moe", "modelopt"), ("next", "channel")]
+EVERY += [("moe", "awq"), ("next", "gptq")]
 MODELS = {"llama": LLAMA, "moe": MOE, "next": NEXT}
 
 
@@ -100,9 +103,9 @@ def test_quantized_model_matches_dequantized_model(
         for module in ("models.layers", "runtime.loader"):
             monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: keeps)
     found = load(checkpoint.config, checkpoint.tensor, device)
-    assert {name.split(".")[-2] for name in found.dequantized} == (
-        {"q_proj", "k_proj", "v_proj"} if keeps and model == "next" else set()
-    )
+    attention = {name for name in found.dequantized if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")}
+    assert bool(attention) == (keeps and model == "next")
+    assert bool(found.dequantized - attention) == (keeps and model != "llama" and form in ("awq", "gptq"))
     ours = logits(found)
     assert (ours - expected).abs().max() < bound * expected.abs().max()
     assert torch.equal(ours.argmax(-1), expected.argmax(-1))
@@ -114,9 +117,62 @@ def test_memory_plan_counts_bytes_as_stored(tmp_path: Path, monkeypatch: pytest.
     count = sum(item.numel() for item in meant.values())
     assert weight_bytes(config, torch.bfloat16, CPU) == 2 * count
     monkeypatch.setattr("specbatch.runtime.loader.keeps_quantized", lambda device: True)
-    outputs = 2 * (128 + 2 * 64 + 64 + 2 * 96 + 64)
-    values = 2 * (64 * (128 + 2 * 64) + 128 * 64 + 3 * 96 * 64)
+    outputs = 2 * (128 + 2 * 64 + 64 + 2 * 128 + 64)
+    values = 2 * (64 * (128 + 2 * 64) + 128 * 64 + 3 * 128 * 64)
     assert weight_bytes(config, torch.bfloat16, CPU) == 2 * (count - values) + values + 4 * outputs
+
+
+def test_memory_plan_counts_packed_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 bits a value, and for 32 of them a float16 scale and a zero point; the plan has room for the largest matrix
+    dequantized."""
+    meant = write(tmp_path, LLAMA, "awq")
+    config = open_checkpoint(str(tmp_path)).config
+    monkeypatch.setattr("specbatch.runtime.loader.keeps_quantized", lambda device: True)
+    values, count = 2 * (64 * (128 + 2 * 64) + 128 * 64 + 3 * 128 * 64), sum(item.numel() for item in meant.values())
+    assert weight_bytes(config, torch.bfloat16, CPU) == 2 * (count - values) + values // 2 + 3 * values // 32
+    assert dequantized_bytes(config, torch.bfloat16, CPU) == 2 * (2 * 128 * 64)
+
+
+def test_group_of_all_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Becomes groups of 128."""
+    described = LLAMA | {"hidden_size": 128}
+    for name, form in (("whole", "pack-quantized"), ("gptq whole", "gptq")):
+        packing = "pack-quantized" if form == "pack-quantized" else "gptq"
+        quantization = json.loads(json.dumps(FORMATS[form][0]))
+        if form == "gptq":
+            quantization["group_size"] = -1
+        else:
+            quantization["config_groups"]["group_0"]["weights"]["strategy"] = "channel"
+        monkeypatch.setitem(FORMATS, name, (quantization, int4(packing, -1)))
+        folder = tmp_path / name
+        folder.mkdir()
+        meant = write(folder, described, name)
+        checkpoint = open_checkpoint(str(folder))
+        expected = logits(load(ModelConfig.from_dict(described), meant.__getitem__))
+        assert (logits(load(checkpoint.config, checkpoint.tensor)) - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+def test_packed_words_are_those_of_the_formats() -> None:
+    """Written out by hand: outputs 0, 1, 2, ... of the first input are 0, 1, 2, ..., and their zero points 8."""
+
+    def read(packing: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        found = Int4Weights(packing=packing, group=32).weight("a.weight", tensors.__getitem__)
+        return found.dequantize(torch.float32)
+
+    ones = torch.ones(1, 8).half()
+    # In AWQ the second output is in bits 16 to 19, and the third in bits 4 to 7.
+    awq = torch.full((32, 1), 0x7531_6420, dtype=torch.int32)
+    eights = torch.tensor([[-0x7777_7778]], dtype=torch.int32)
+    by_output = torch.arange(8.0)[:, None].expand(8, 32) - 8
+    assert torch.equal(read("awq", {"a.qweight": awq, "a.qzeros": eights, "a.scales": ones}), by_output)
+    # In GPTQ the inputs are packed, the first in the lowest bits, and zero points are stored less 1.
+    gptq = torch.full((4, 8), 0x7654_3210, dtype=torch.int32)
+    by_input = torch.arange(8.0).repeat(4).expand(8, 32) - 8
+    sevens = torch.tensor([[0x7777_7777]], dtype=torch.int32)
+    assert torch.equal(read("gptq", {"a.qweight": gptq, "a.qzeros": sevens, "a.scales": ones}), by_input)
+    assert torch.equal(read("gptq_v2", {"a.qweight": gptq, "a.qzeros": eights, "a.scales": ones}), by_input)
+    packed = {"a.weight_packed": gptq.t(), "a.weight_scale": ones.t(), "a.weight_zero_point": eights}
+    assert torch.equal(read("compressed-tensors", packed), by_input)
 
 
 def change(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
@@ -136,8 +192,15 @@ def change(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
             r"weight_scale is \[63, 1\]; its config requires \[64, 1\]",
         ),
         ("tensor", f"{NAME}.weight_scale", torch.ones(3), r"weight_scale is \[3\]; its config requires \[64, 1\]"),
-        ("modelopt", f"{NAME}.weight", torch.ones(64, 96), "weight_scale, but no F8_E4M3 tensor"),
+        ("modelopt", f"{NAME}.weight", torch.ones(64, 128), "weight_scale, but no F8_E4M3 tensor"),
         ("channel", "lm_head.weight_scale", torch.ones(41, 1), "no F8_E4M3 tensor"),
+        ("awq", f"{NAME}.qzeros", None, "down_proj.qzeros is missing"),
+        ("awq", f"{NAME}.scales", torch.ones(4, 65).half(), r"scales is \[4, 65\]; its config requires \[4, 64\]"),
+        ("gptq", f"{NAME}.qweight", torch.ones(16, 64), "qweight is F32; packed INT4 values are in I32"),
+        ("gptq", f"{NAME}.qzeros", torch.ones(3, 8).int(), r"qzeros is \[3, 8\]; its config requires \[4, 8\]"),
+        ("gptq", f"{NAME}.g_idx", torch.arange(128).int() % 4, r"g_idx: its inputs are in another order \(desc_act\)"),
+        ("awq", "lm_head.qweight", torch.ones(64, 5).int(), "lm_head.weight is quantized"),
+        ("symmetric", f"{NAME}.weight_scale", torch.ones(64, 3).half(), r"weight_scale is \[64, 3\]; .* \[64, 4\]"),
     ],
 )
 def test_damaged_scales_are_refused(form: str, name: str, tensor: Any, message: str, tmp_path: Path) -> None:
@@ -145,6 +208,29 @@ def test_damaged_scales_are_refused(form: str, name: str, tensor: Any, message: 
     change(tmp_path, name, tensor)
     with pytest.raises(SpecbatchError, match=message):
         open_checkpoint(str(tmp_path))
+
+
+def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, LLAMA, "awq")
+    change(tmp_path, f"{NAME}.scales", torch.full((4, 64), torch.inf).half())
+    checkpoint = open_checkpoint(str(tmp_path))
+    with pytest.raises(SpecbatchError, match=rf"{NAME}.weight.*scales hold values that are not finite"):
+        load(checkpoint.config, checkpoint.tensor)
+
+
+@pytest.mark.parametrize(("form", "sizes", "ranks"), [("awq", {"head_dim": 16}, 4), ("awq", {}, 8)])
+def test_ranks_that_would_cut_groups_are_refused(form: str, sizes: dict[str, Any], ranks: int) -> None:
+    described = LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 8} | sizes
+    config = ModelConfig.from_dict(described | {"quantization_config": FORMATS[form][0] | {"group_size": 64}})
+    with pytest.raises(SpecbatchError, match=f"tensor_parallel={ranks}: "):
+        config.divided(ranks)
+
+
+def test_int4_experts_are_refused_on_a_gpu() -> None:
+    config = ModelConfig.from_dict(MOE | {"quantization_config": FORMATS["awq"][0]})
+    builder._check_experts(CPU, config)
+    with pytest.raises(SpecbatchError, match=r"quantization_config='INT4': .*no GEMM for INT4 experts"):
+        builder._check_experts(torch.device("cuda"), config)
 
 
 def test_quantized_output_matrix_is_refused(tmp_path: Path) -> None:
@@ -188,6 +274,8 @@ def with_group(**changes: Any) -> dict[str, Any]:
 
 TWO = scheme()
 TWO["config_groups"]["group_1"] = {"weights": {"num_bits": 8, "type": "float", "strategy": "block"}}
+AWQ, GPTQ, PACKED = (FORMATS[form][0] for form in ("awq", "gptq", "symmetric"))
+PACKED_GROUP = PACKED["config_groups"]["group_0"]
 IGNORING = scheme() | {"ignore": ["re:.*mlp.(gate|up)_proj", "lm_head", "model.layers.1.self_attn"]}
 
 
@@ -198,7 +286,7 @@ IGNORING = scheme() | {"ignore": ["re:.*mlp.(gate|up)_proj", "lm_head", "model.l
             scheme(strategy="group"),
             "config_groups.group_0.weights.strategy='group': it must be 'tensor' or 'channel' or 'block'",
         ),
-        (scheme(type="int"), r"config_groups.group_0.weights=\('int', 8\): use FP8"),
+        (scheme(type="int"), r"config_groups.group_0.weights=\('int', 8\): use FP8.* or INT4"),
         (scheme(symmetric=False), "weights.symmetric=False"),
         (scheme(strategy="block", block_structure=[64, 64]), r"block_structure=\[64, 64\]"),
         (with_group(input_activations={"type": "int", "num_bits": 8}), "input_activations"),
@@ -207,6 +295,13 @@ IGNORING = scheme() | {"ignore": ["re:.*mlp.(gate|up)_proj", "lm_head", "model.l
         (scheme() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format"),
         (scheme() | {"transform_config": {"config_groups": {"a": {}}}}, "transform_config"),
         (scheme() | {"ignore": ["re:("]}, r"ignore='re:\(': it is no regular expression"),
+        ({"quant_method": "awq", "bits": 8}, "bits=8: it must be 4"),
+        (AWQ | {"version": "gemv"}, "version='gemv': it must be 'gemm'"),
+        (AWQ | {"zero_point": False}, "zero_point=False"),
+        (AWQ | {"group_size": 48}, "group_size=48: it must be 32 or 64 or 128 or -1"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+        (GPTQ | {"dynamic": {"+:.*down": {"bits": 8}}}, "dynamic=.*quantized in one way"),
+        (PACKED | {"config_groups": {"a": PACKED_GROUP | {"input_activations": {"type": "int"}}}}, "input_activations"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4': it must be 'FP8'"),
     ],
 )
