@@ -418,7 +418,7 @@ class EngineConfig:
     deterministic: bool = setting(
         False,
         "Tokens and log-probabilities of a request do not depend, in any bit, on the draft, the batch, the schedule, "
-        "chunks or cached prefixes. On CPUs, and Hopper GPUs with models without recurrent layers.",
+        "chunks or cached prefixes. On CPUs, and on Hopper GPUs with some models.",
         FLAG,
     )
     seed: int = setting(

@@ -193,7 +193,7 @@ def _place(program, TILES, HEADS):
 def _rows_of(item, table, slots, ancestors, table_stride, n):
     """What a program walks over: the slot of its sequence, the first row and their number, whether the slot holds a
     state, and the nodes on its path as bits."""
-    word = 0
+    word = item  # unless it is a tree, nothing reads it
     if table is not None:
         start = tl.load(table + item)
         count = (tl.load(table + table_stride + item) - start).to(tl.int32)

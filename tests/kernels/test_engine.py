@@ -77,7 +77,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None])
         argmax_topk_triton: ["argmax", "argmax_embedding", "argmax_keys", "topk_logprobs"],
         sample_triton: ["sample"],
         context_kv_triton: ["write_context_kv", "write_verified_kv"],
-        elementwise_triton: ["rms_norm", "silu_and_mul"],
+        elementwise_triton: ["rms_norm", "silu_and_mul", "gelu_and_mul"],
         qkv_triton: ["split_qkv_rope"],
         tree_draft_triton: ["expand", "prune"],
         experts_triton: ["fused_moe"],
@@ -155,7 +155,10 @@ def test_deterministic_mode(toy: Any, kernel_engine: tuple[Callable[..., Any], s
     assert ("verify_attention" in called) == (name == "block")  # whose drafts see each other
 
 
-@pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "qwen3-moe"]))
+@pytest.mark.parametrize(
+    "name",
+    slow_but(["llama"], ["llama", "qwen3-moe", "qwen3-next", "nemotron-h-moe", "lfm2", "gemma3"]),
+)
 def test_logits_in_deterministic_mode_do_not_depend_on_company(
     monkeypatch: pytest.MonkeyPatch, kernels: set[str], name: str
 ) -> None:
@@ -166,6 +169,8 @@ def test_logits_in_deterministic_mode_do_not_depend_on_company(
         alone, together = [company.alone(text) for text in texts], company.together(texts, Random(3))
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-4)
     assert kernels >= {"fixed_order_linear", "prefill_attention", "decode_attention"}
+    assert kernels.isdisjoint({"delta_prefill", "delta_verify", "ssd_prefill", "ssd_verify"})  # those of the default
+    assert ("gelu_and_mul" in kernels) == (name == "gemma3")
 
 
 CONV = {"conv_prefill", "conv_verify"}

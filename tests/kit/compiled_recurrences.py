@@ -62,6 +62,12 @@ def delta_finish(*, keeps: bool) -> dict[str, Any]:
     return compiled(row_by_row_triton._delta_finish_kernel, kinds | {"slots": "*i64", "eps": "fp32"}, fixed, 4)
 
 
+def delta_gates() -> dict[str, Any]:
+    kinds = dict.fromkeys(("qkv", "b", "a"), "*bf16") | dict.fromkeys(("a_log", "dt_bias", "gates"), "*fp32")
+    fixed = {name: value for name, value in _DELTA.items() if name != "V"} | {"TILE": row_by_row_triton.LINES}
+    return compiled(row_by_row_triton._delta_gates_kernel, kinds, fixed, 4)
+
+
 def ssd_finish(*, keeps: bool) -> dict[str, Any]:
     kinds = dict.fromkeys(("y", "z", "norm", "xbc", "dt", "pending"), "*bf16") | {"rows": "*i64", "eps": "fp32"}
     fixed = _SSD | {"WIDTH": 1024, "BLOCK": 1024} | ({} if keeps else dict.fromkeys(("xbc", "dt", "pending", "rows")))
@@ -90,6 +96,7 @@ def every() -> Iterator[tuple[str, str, dict[str, Any]]]:
     for keeps in (False, True):
         yield "norm of the gated delta rule", "verify" if keeps else "prompt", delta_finish(keeps=keeps)
         yield "norm of Mamba2", "verify" if keeps else "prompt", ssd_finish(keeps=keeps)
+    yield "gates of the gated delta rule", "all", delta_gates()
     yield "convolution", "prompt", conv(short_conv_triton._prefill, TOKENS=16)
     for rows in (1, 8):
         yield "convolution", f"tree of {rows}", conv(short_conv_triton._verify, N=rows, ROWS=rows)
