@@ -17,6 +17,7 @@ from typing import Any
 from specbatch.grammar.regex import RegexError, compile_regex, without_anchors
 from specbatch.text_files import UnreadableError, parse_json
 
+_LONGEST = 1 << 20  # characters of an expression
 DEPTH = 2  # arrays and objects in a value without a schema
 _ANNOTATIONS = {
     "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description", "examples",
@@ -92,6 +93,12 @@ class _Schema:
 
     def regex(self, schema: Any, place: str, refs: tuple[str, ...]) -> str:
         """refs: the references that lead to the schema."""
+        found = self._regex(schema, place, refs)
+        if len(found) > _LONGEST:  # arrays and references in each other repeat what is in them
+            raise SchemaError(f"{place} is too large as a regular expression; nest less")
+        return found
+
+    def _regex(self, schema: Any, place: str, refs: tuple[str, ...]) -> str:
         if schema is True:
             return _anything(DEPTH)
         if not isinstance(schema, dict):
@@ -181,6 +188,8 @@ class _Schema:
             f"{_literal(name, place)}{_S}:{_S}{self.regex(value, f'{place}/properties/{name}', refs)}"
             for name, value in properties.items()
         ]
+        if len(parts) * sum(map(len, parts)) > 50 * _LONGEST:
+            raise SchemaError(f"{place}/properties is too large; use fewer properties")
         return _members(parts, [name in required for name in properties])
 
 

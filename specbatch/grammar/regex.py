@@ -258,21 +258,24 @@ def _determinize(nfa: _Nfa, first: int, last: int) -> ByteAutomaton:
         if found not in indices:
             indices[found] = len(sets)
             sets.append(found)
-        if len(sets) > MOST_STATES or work > _MOST_WORK:
-            raise RegexError(
-                f"its automaton has more than {len(sets) - 1} states: repeat less, or match less in between"
-            )
+        if len(sets) > MOST_STATES:
+            raise RegexError(f"its automaton has more than {MOST_STATES} states: repeat less, or match less in between")
+        if work > _MOST_WORK:
+            raise RegexError("it takes too much work to compile: repeat less, or use fewer optional parts")
         return indices[found]
 
     index_of(frozenset([first]))
     closures: dict[frozenset[int], int] = {}
     rows: list[list[int]] = []
     for states in sets:  # grows
-        targets: list[set[int]] = [set() for _ in cuts]
+        spans: dict[Range, set[int]] = {}
         for state in states:
             for low, high, target in nfa.steps[state]:
-                for place in range(classes[low], classes[high] + 1):
-                    targets[place].add(target)
+                spans.setdefault((low, high), set()).add(target)
+        targets: list[set[int]] = [set() for _ in cuts]
+        for (low, high), reached in spans.items():
+            for place in range(classes[low], classes[high] + 1):
+                targets[place] |= reached
         row = []
         for found in map(frozenset, targets):
             if found and found not in closures:

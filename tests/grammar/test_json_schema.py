@@ -89,6 +89,10 @@ def test_ranges_of_integers() -> None:
                 assert bool(expression.fullmatch(str(value))) == (low <= value and (high is None or value <= high))
 
 
+def deep(depth: int) -> dict[str, Any]:
+    return {"type": "array", "items": deep(depth - 1)} if depth else {"type": "null"}
+
+
 @pytest.mark.parametrize(
     ("schema", "why"),
     [
@@ -115,6 +119,8 @@ def test_ranges_of_integers() -> None:
         ({"type": "integer", "minimum": 5, "maximum": 4}, "no integer is within"),
         ({"type": "object", "required": ["a"]}, "#/required needs properties"),
         ({"type": "object", "properties": {}, "required": ["a"]}, "'a', which is not in properties"),
+        (deep(40), "is too large as a regular expression"),
+        ({"type": "object", "properties": {f"p{n}": {} for n in range(300)}}, "#/properties is too large"),
         ({"const": "\ud800"}, "half of a surrogate pair"),
     ],
 )

@@ -63,6 +63,7 @@ def test_half_of_a_surrogate_pair_never_matches() -> None:
         ("(?>a)b", "atomic groups"),
         ("(a|b)*a(a|b){16}", "more than 16000 states"),
         ("((a{1000}){1000}){1000}", "too large"),
+        ("(a?){3000}", "takes too much work"),
         ("(" * 2000 + ")" * 2000, "cannot be parsed"),
     ],
 )
