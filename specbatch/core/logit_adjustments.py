@@ -56,7 +56,7 @@ def adjusted_logits(
 ) -> torch.Tensor:
     """Logits [B, n, V] with biases, penalties and without bad words, as float32: a small penalty would be lost in
     BF16. states: of the grammars, int64 [B, n]; where they allow bad words only, these stay."""
-    adjusted = logits.to(torch.float32, copy=True)
+    adjusted = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     tokens, values, penalties, prompts, banned, constraint = adjustments
     if tokens is not None and values is not None:
         shape = (*logits.shape[:2], tokens.shape[1])

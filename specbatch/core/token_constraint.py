@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from specbatch.grammar.token_automaton import FREE
+from specbatch.kernels.sampling.grammar_mask import grammar_mask
 
 
 class Constraint(NamedTuple):
@@ -35,12 +36,6 @@ class Constraint(NamedTuple):
         return torch.where(states < 0, FREE, found.long())
 
     def mask(self, logits: torch.Tensor, states: torch.Tensor) -> None:
-        """Set logits [B, n, V] of tokens that are not allowed in states [B, n] to -inf. Rows after a token that is not
-        allowed stay as they are: none of them is reached."""
-        vocabulary = logits.shape[2]
-        token = torch.arange(vocabulary, device=logits.device)
-        kinds = self.tables[self.starts[:, None] + token].long()
-        rows = (self.starts + vocabulary)[:, None] + states.clamp(min=0) * self.classes[:, None]
-        for row in range(logits.shape[1]):
-            is_out = self.tables[rows[:, row, None] + kinds] < 0
-            logits[:, row].masked_fill_(is_out & (states[:, row, None] >= 0), -torch.inf)
+        """Set logits float32 [B, n, V] of tokens that are not allowed in states [B, n] to -inf. Rows after a token that
+        is not allowed stay as they are: none of them is reached."""
+        grammar_mask(logits, self.tables, self.starts, self.classes, states)
