@@ -71,13 +71,17 @@ def prefill_backend(
     setting: str = "attention_backend",
     *,
     sinks: bool = False,
+    latents: bool = False,
 ) -> PrefillAttention:
-    """The backend called `name`, one of NAMES. sinks: the model has attention sinks. Refuses, naming `setting`, what
+    """The backend called `name`, one of NAMES. sinks: the model has attention sinks; latents: it has latent attention,
+    which has kernels of its own. Refuses, naming `setting`, what
     cannot run."""
     if name not in NAMES:
         raise refuse(setting, name, f"use one of {', '.join(NAMES)}")
     if name == "auto":
         return _Triton() if device.type == "cuda" else _Torch()
+    if latents and device.type == "cuda" and name != "triton":
+        raise refuse(setting, name, "has no multi-head latent attention here; use triton or auto")
     if name == "torch":
         return _Torch()
     if device.type != "cuda":

@@ -18,7 +18,8 @@ class Routing:
     softmax (Qwen3-MoE, Qwen3-Next, Qwen3.5): the greatest of a softmax over all experts. sigmoid (Nemotron-H, after
     DeepSeek-V3): the greatest of sigmoid + `bias` float32 [experts]; weights are without the bias. Experts are in
     `groups` of equal size, of which only the `top_groups` with the greatest sum of their best two take part.
-    normalise: divide the weights by their sum; they are multiplied by `scale` in the end.
+    normalise: divide the weights by their sum; they are multiplied by `scale` in the end. DeepSeek-V2 takes the groups
+    with the greatest expert of a softmax.
 
     After the routed experts come `shared` ones, to which every token goes, with weight 1 or, if `gated`, the sigmoid
     of one more logit after those of the experts.
@@ -40,11 +41,16 @@ class Routing:
             raise refuse("n_group", self.groups, f"use a divisor of the {self.experts} experts")
         if not 1 <= self.top_groups <= self.groups:
             raise refuse("topk_group", self.top_groups, f"use 1 to {self.groups}, the groups there are")
-        if self.groups > 1 and (self.score == "softmax" or self.experts < 2 * self.groups):
-            raise refuse("n_group", self.groups, "groups need sigmoid scores and at least two experts each; use 1")
+        if self.experts < self.groups * self.group_best:
+            raise refuse("n_group", self.groups, f"a group needs at least {self.group_best} experts; use fewer groups")
         if not 1 <= self.top_k <= self.experts // self.groups * self.top_groups:
             most = self.experts // self.groups * self.top_groups
             raise refuse("num_experts_per_tok", self.top_k, f"use 1 to {most}, the experts to choose from")
+
+    @property
+    def group_best(self) -> int:
+        """How many experts of a group decide whether it takes part: by the sum of their scores."""
+        return 2 if self.score == "sigmoid" and self.groups > 1 else 1
 
     @property
     def width(self) -> int:
@@ -69,11 +75,11 @@ def route_ref(logits: torch.Tensor, rule: Routing) -> tuple[torch.Tensor, torch.
     else:
         scores = sigmoid(routed)
         keys = scores if rule.bias is None else scores + rule.bias
-        if rule.groups > 1:
-            grouped = keys.unflatten(1, (rule.groups, -1))
-            best = _greatest(grouped.topk(2).values.sum(-1), rule.top_groups)
-            taken = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=keys.device).scatter_(1, best, True)
-            keys = grouped.where(taken[..., None], -torch.inf).flatten(1)
+    if rule.groups > 1:
+        grouped = keys.unflatten(1, (rule.groups, -1))
+        best = _greatest(grouped.topk(rule.group_best).values.sum(-1), rule.top_groups)
+        taken = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=keys.device).scatter_(1, best, True)
+        keys = grouped.where(taken[..., None], -torch.inf).flatten(1)
     experts = _greatest(keys, rule.top_k)
     weights = scores.gather(1, experts)
     if rule.normalise:

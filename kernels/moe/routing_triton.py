@@ -60,7 +60,7 @@ def route(logits: torch.Tensor, rule: Routing, rows: int) -> tuple[torch.Tensor,
     _route_kernel[(tiles,)](
         logits, rule.bias, weights, experts, counts, *plan, tokens, logits.stride(0), rule.scale,
         SIGMOID=rule.score == "sigmoid", BIASED=rule.bias is not None, NORMALISE=rule.normalise, GATED=rule.gated,
-        GROUPS=rule.groups, TOP_GROUPS=rule.top_groups, ALONE=tiles == 1, TILE=tile,
+        GROUPS=rule.groups, TOP_GROUPS=rule.top_groups, BEST=rule.group_best, ALONE=tiles == 1, TILE=tile,
         PLACES=triton.next_power_of_2(rule.width), num_warps=min(8, tile), **sizes, **settings,
     )  # fmt: skip
     if tiles > 1:
@@ -84,9 +84,11 @@ def _first_greatest(keys, ids, END: tl.constexpr):
 
 
 @triton.jit
-def _in_best_groups(scores, ids, E: tl.constexpr, GROUPS: tl.constexpr, TOP: tl.constexpr, TILE: tl.constexpr):
-    """Is an expert in one of its token's TOP groups? By the sum of the two greatest scores of a group; one with a NaN
-    comes first."""
+def _in_best_groups(
+    scores, ids, E: tl.constexpr, GROUPS: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr, TILE: tl.constexpr
+):
+    """Is an expert in one of its token's TOP groups? By the sum of the BEST (1 or 2) greatest scores of a group; one
+    with a NaN comes first."""
     SIZE: tl.constexpr = E // GROUPS
     ENDS: tl.constexpr = triton.next_power_of_2(GROUPS)
     LEAST: tl.constexpr = -2147483648
@@ -95,10 +97,12 @@ def _in_best_groups(scores, ids, E: tl.constexpr, GROUPS: tl.constexpr, TOP: tl.
     for group in tl.static_range(GROUPS):
         inside = tl.where((ids // SIZE == group)[None, :], scores, -float("inf"))
         first = tl.max(inside, 1)
-        where_first = tl.min(tl.where(inside == first[:, None], ids[None, :], scores.shape[1]), 1)
-        second = tl.max(tl.where(ids[None, :] == where_first[:, None], -float("inf"), inside), 1)
+        total = first
+        if BEST == 2:
+            where_first = tl.min(tl.where(inside == first[:, None], ids[None, :], scores.shape[1]), 1)
+            total += tl.max(tl.where(ids[None, :] == where_first[:, None], -float("inf"), inside), 1)
         broken = tl.max((inside != inside).to(tl.int32), 1) > 0  # the maxima hide it
-        total = tl.where(broken, float("nan"), first + second)
+        total = tl.where(broken, float("nan"), total)
         sums = tl.where(names[None, :] == group, total[:, None], sums)
     keys = tl.where((names < GROUPS)[None, :], _ordered(sums), LEAST)
     taken = tl.zeros(scores.shape, tl.int1)
@@ -152,7 +156,7 @@ def _route_kernel(
     logits, bias, weights, experts, counts, order, blocks, used, tokens, stride, scale,
     E: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALISE: tl.constexpr, GATED: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, ALONE: tl.constexpr, TILE: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr, ALONE: tl.constexpr, TILE: tl.constexpr,
     PLACES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     LEAST: tl.constexpr = -2147483648
@@ -167,9 +171,10 @@ def _route_kernel(
         scores = tl.sigmoid(scores)
         if BIASED:
             scores += tl.load(bias + ids, ids < E, other=0.0)[None, :]
-        if GROUPS > 1:
-            scores = tl.where(_in_best_groups(scores, ids, E, GROUPS, TOP_GROUPS, TILE), scores, -float("inf"))
-    keys = tl.where(exists, _ordered(scores), LEAST)
+    allowed = exists
+    if GROUPS > 1:
+        allowed = exists & _in_best_groups(scores, ids, E, GROUPS, TOP_GROUPS, BEST, TILE)
+    keys = tl.where(allowed, _ordered(scores), LEAST)
     slot = tl.full([TILE, COLUMNS], -1, tl.int32)
     chosen = tl.zeros([TILE, PLACES], tl.int32) + E - K + place[None, :]  # right for the shared ones
     values = tl.zeros([TILE, PLACES], tl.float32)

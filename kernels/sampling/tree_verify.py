@@ -73,8 +73,8 @@ def _deepest(reached: torch.Tensor, ancestors: torch.Tensor) -> tuple[torch.Tens
 def move_accepted_kv_ref(keys: torch.Tensor, values: torch.Tensor, verified: VerifiedRows, path: torch.Tensor) -> None:
     """Move keys and values of accepted nodes to their places after the root.
 
-    keys, values [layers, pages, page_size, kv_heads, dim]; path int64 [B, N]. Node path[d] goes from lengths + path[d]
-    to lengths + d, for d = 1..accepted.
+    keys, values [layers, pages, page_size, kv_heads, dim], whose dims may differ; path int64 [B, N]. Node path[d] goes
+    from lengths + path[d] to lengths + d, for d = 1..accepted.
     """
     page_table, slots, lengths, accepted = verified
     size = keys.shape[2]

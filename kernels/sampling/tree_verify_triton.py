@@ -116,12 +116,14 @@ def _move_kernel(
     lengths,
     path,
     accepted,
-    layer_size,
+    key_layer,
+    value_layer,
     accepted_stride,
     width,
     N: tl.constexpr,
     PAGE: tl.constexpr,
-    SIZE: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -130,24 +132,24 @@ def _move_kernel(
     pages = page_table + tl.load(rows + sequence) * width
     length = tl.load(lengths + sequence)
     column = tl.arange(0, BLOCK)
-    inside = column < SIZE
-    cell = layer * layer_size + column
+    of_keys, of_values = column < KEY, column < VALUE
+    keys += layer * key_layer + column
+    values += layer * value_layer + column
     count = tl.load(accepted + sequence * accepted_stride).to(tl.int32)
     # A node is never before its place: going up, none is written over before it was read.
     for place in range(1, count + 1):
         source = length + tl.load(path + sequence * N + place)
         home = length + place
-        at = kv_slot(pages, source, PAGE) * SIZE + cell
-        to = kv_slot(pages, home, PAGE) * SIZE + cell
-        tl.store(keys + to, tl.load(keys + at, inside), inside)
-        tl.store(values + to, tl.load(values + at, inside), inside)
+        at, to = kv_slot(pages, source, PAGE), kv_slot(pages, home, PAGE)
+        tl.store(keys + to * KEY, tl.load(keys + at * KEY, of_keys), of_keys)
+        tl.store(values + to * VALUE, tl.load(values + at * VALUE, of_values), of_values)
 
 
 def move_accepted_kv(keys: torch.Tensor, values: torch.Tensor, verified: VerifiedRows, path: torch.Tensor) -> None:
     """`move_accepted_kv_ref` in one launch over all layers."""
     layers, _, page_size, kv_heads, dim = keys.shape
     bits = torch.uint8 if keys.itemsize == 1 else keys.dtype
-    size = kv_heads * dim
+    sizes = kv_heads * dim, kv_heads * values.shape[4]
     _move_kernel[(len(path), layers)](
         keys.view(bits),
         values.view(bits),
@@ -157,11 +159,13 @@ def move_accepted_kv(keys: torch.Tensor, values: torch.Tensor, verified: Verifie
         path,
         verified.accepted,
         keys.stride(0),
+        values.stride(0),
         verified.accepted.stride(0),
         verified.page_table.shape[1],
         N=path.shape[1],
         PAGE=page_size,
-        SIZE=size,
-        BLOCK=triton.next_power_of_2(size),
+        KEY=sizes[0],
+        VALUE=sizes[1],
+        BLOCK=triton.next_power_of_2(max(sizes)),
         **pdl(path),
     )

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from specbatch.core.embedded_prompt import EmbeddingOverrides
+from specbatch.kernels.attention.latent_attention import LatentLayout, latent_decode_attention, latent_prefill
 from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.attention.verify_attention import DecodeAttention, DecodeQueries, Mask, decode_attention
@@ -63,6 +64,8 @@ class DecodeMetadata(DecodeQueries):
     masks: tuple[Mask, ...] | None = None
 
     def bind(self, cache: KVCache) -> AttentionContext:
+        if cache.has_latents:
+            return _BoundDecode(self, cache, latent_decode_attention(self, cache.group, cache.dtype))
         attention = decode_attention(self, self.masks or (Mask(),), cache.group, cache.dtype)
         return _BoundDecode(self, cache, attention)
 
@@ -163,6 +166,9 @@ class _PrefillContext:
     def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
         # All keys first: a sequence may read a page that another one of this very pass fills.
         cache, kv_slots = self.cache, self.metadata.kv_slots
+        if isinstance(heads, LatentLayout):
+            keys, values, spans = cache.k[layer], cache.v[layer], self.metadata.spans
+            return latent_prefill(qkv, heads, positions, kv_slots, keys, values, spans)
         q, k, v = split_qkv_rope(qkv, heads, positions, kv_slots, cache.k[layer], cache.v[layer])
         k_cache, v_cache, spans = cache.k[layer], cache.v[layer], self.metadata.spans
         return cache.attention(q, k, v, k_cache, v_cache, spans, heads.window or 0, sinks=heads.sinks).flatten(1)

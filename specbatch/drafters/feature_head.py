@@ -27,7 +27,7 @@ from specbatch.drafters.base import Diagnosis, DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.choose import Choice, choose_next, proposal_of
 from specbatch.drafters.tree import Beams, expand
 from specbatch.errors import refuse
-from specbatch.kernels.attention.qkv import split_qkv_rope
+from specbatch.kernels.attention.latent_attention import write_keys
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.drafting.draft_inputs import PendingInputs, beam_inputs, buffer_features, pending_inputs
 from specbatch.kernels.elementwise.gather_rows import gather_rows
@@ -71,7 +71,7 @@ class HeadPrefill:
     ) -> None:
         head, cache = self._head, self._cache
         _, qkv = head.enter(head.embed(tokens, overrides), head.project(taken), attend)
-        split_qkv_rope(qkv, head.heads_of(head.depth - 1), positions, slots, cache.k[-1], cache.v[-1])
+        write_keys(qkv, head.heads_of(head.depth - 1), positions, slots, cache.k[-1], cache.v[-1])
 
 
 def attention_of(
@@ -149,7 +149,7 @@ class HeadPrefillGraphs(HeadPrefill):
             self._x[:count].copy_(x)
             self._qkv[:count].copy_(qkv)
         else:
-            split_qkv_rope(qkv, head.heads_of(layer), positions, slots, cache.k[-1], cache.v[-1])
+            write_keys(qkv, head.heads_of(layer), positions, slots, cache.k[-1], cache.v[-1])
 
 
 class FeatureChain(NoDraft):
@@ -257,7 +257,7 @@ class FeatureChain(NoDraft):
             metadata = replace(metadata, bound=None)  # pairs that are not ready may be beyond it
             attend = attention_of(head, cache, metadata, due.positions)
         _, qkv = head.enter(due.embedded, due.hidden, attend)
-        split_qkv_rope(qkv, head.heads_of(head.depth - 1), due.positions, slots, cache.k[-1], cache.v[-1])
+        write_keys(qkv, head.heads_of(head.depth - 1), due.positions, slots, cache.k[-1], cache.v[-1])
 
     def _due(self, step: StepInput, most: int) -> PendingInputs:
         """Up to `most` buffered pairs per row. Rows with fewer ready pairs get invalid ones after them, whose positions

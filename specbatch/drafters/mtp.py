@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.feature_head import FeatureChain, feature_chain, head_plan
 from specbatch.errors import refuse
 from specbatch.models.decoder import Decoder
-from specbatch.models.mtp import PREFIX, Mtp, mtp_config
 from specbatch.runtime.loader import Loader
 from specbatch.weights.dummy import DummyCheckpoint
 from specbatch.weights.folder import check_tensors
@@ -19,18 +19,20 @@ if TYPE_CHECKING:
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
-    """The draft is the target's tensors `mtp.*`. Raises SpecbatchError if there are none, or if they are not those of
-    one layer in the layout of Qwen3-Next."""
+    """The draft is the target's tensors `mtp.*`, or those of the layer after its last one (DeepSeek-V3). Raises
+    SpecbatchError if there are none, or if they are not those of one layer in the layout of its family."""
     _check_layers(target, config.speculation.algorithm)
+    network = import_module(target.config.mtp_module)
     is_dummy = config.load_format == "dummy"
     if is_dummy:
-        layer = mtp_config(target.config).stacked()
+        layer = network.mtp_config(target.config).stacked()
     else:
         if not target.mtp:
-            works = f"{target.name} has no tensors {PREFIX}*; use a target that has, or 'eagle3'"
+            works = f"{target.name} has no tensors of an MTP head; use a target that has, or 'eagle3'"
             raise refuse("algorithm", config.speculation.algorithm, works)
-        layer = mtp_config(target.config, target.mtp)
-        check_tensors(layer.tensor_shapes(), target.mtp, f"{target.name}, {PREFIX}*")
+        found = network.own_tensors(target.config, target.mtp)
+        layer = network.mtp_config(target.config, found)
+        check_tensors(layer.tensor_shapes(), found, f"{target.name}, its MTP head")
     mlp = f"{layer.mixture.experts} experts" if layer.mixture else "a dense MLP"
     stored = ", FP8" if len(layer.tensor_shapes()) > len(layer.weight_shapes()) else ""
     log(
@@ -44,7 +46,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         if is_dummy:  # generated on its device, as the target's
             device = str(model.device)
             read = DummyCheckpoint(layer, name="mtp", seed=config.seed + 1, tokenizer=None, device=device).tensor
-        head = Mtp(loader.draft_reader(layer, read), model, loader.max_positions)
+        head = network.Mtp(loader.draft_reader(layer, read), model, loader.max_positions)
         return feature_chain(head, loader, config, target.config.vocab_size)
 
     return head_plan(build, layer, config, weights=layer)

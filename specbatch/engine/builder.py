@@ -109,7 +109,14 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     dtype = find_dtype(config.dtype, target.config.dtype, device)
     sizes = target.config
     attention = {
-        "target": prefill_backend(config.attention_backend, device, dtype, sizes.head_dim, sinks=sizes.has_sinks)
+        "target": prefill_backend(
+            config.attention_backend,
+            device,
+            dtype,
+            sizes.head_dim,
+            sinks=sizes.has_sinks,
+            latents=sizes.has_latents,
+        )
     }
     if shared is not None and (dtype, device) != (shared.dtype, shared.device):
         works = f"the weights are {type_name(shared.dtype)} on {shared.device}; use the same"
@@ -117,6 +124,9 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     sharing = "" if shared is None else ", weights shared"
     log(f"model: {target.name} ({target.origin}), {type_name(dtype)} on {device}{sharing}; {target.config.rope}")
     _check_cache_scales(config, target.config)
+    if config.deterministic and target.config.has_latents:
+        works = "multi-head latent attention (MLA) has no deterministic kernels; use False"
+        raise refuse("deterministic", True, works)
     if config.deterministic and device.type == "cuda":
         _check_deterministic_on_cuda(config, device, target.config, dtype)
     draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, log)
@@ -138,6 +148,7 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
         draft.config.head_dim,
         "draft_attention_backend",
         sinks=draft.config.has_sinks,
+        latents=draft.config.has_latents,
     )
     model = target.config
     if config.tensor_parallel > 1:

@@ -38,6 +38,8 @@ FAMILIES: Final = {
     "Qwen3.5": "qwen3.5-9b",
     "Qwen3.5 MoE": "qwen3.5-35b-a3b",
     "Nemotron-H": "nemotron-nano-9b-v2",
+    "DeepSeek-V2": "deepseek-v2-lite",
+    "DeepSeek-V3": "moonlight-16b-a3b",
     "LFM2": "lfm2-1.2b",
 }
 _DRAFT_MODEL = "MODEL"

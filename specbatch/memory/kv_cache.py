@@ -24,16 +24,20 @@ class AttentionSizes(Protocol):
     def num_kv_heads(self) -> int: ...
 
     @property
-    def head_dim(self) -> int: ...
+    def cache_dims(self) -> tuple[int, int]: ...
+
+    @property
+    def has_latents(self) -> bool: ...
 
 
 def bytes_per_page(config: AttentionSizes, layers: int, page_size: int, dtype: torch.dtype) -> int:
     """Bytes of one page: keys and values of all layers."""
-    return 2 * layers * page_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return layers * page_size * config.num_kv_heads * sum(config.cache_dims) * dtype.itemsize
 
 
 class KVCache:
-    """Keys and values per layer, each [pages + 1, page_size, kv_heads, head_dim]; page 0 belongs to padding rows.
+    """Keys and values per layer, each [pages + 1, page_size, kv_heads, head_dim]; page 0 belongs to padding rows. With
+    latent attention (see `latent_attention`), keys are the rotated parts of keys and values are latents.
 
     The layers' `k` and `v` are views of `keys` and `values` [layers, pages + 1, ...], which kernels that write to all
     layers use. Each model of an engine (target, draft) has its own cache with the same page numbers, so that one page
@@ -53,14 +57,14 @@ class KVCache:
     ) -> None:
         """layers: number of attention layers, possibly 0; attention: prefill attention backend over this cache;
         states: those of the recurrent layers."""
-        shape = (layers, pages + 1, page_size, config.num_kv_heads, config.head_dim)
+        shape = (layers, pages + 1, page_size, config.num_kv_heads)
         self.page_size = page_size
         self.group = config.num_heads // config.num_kv_heads  # query heads that share a KV head
         self.dtype = dtype
         self.attention = attention
         self.states = states
-        self.keys = _zeros(shape, dtype, device)
-        self.values = _zeros(shape, dtype, device)
+        self.has_latents = config.has_latents
+        self.keys, self.values = (_zeros((*shape, dim), dtype, device) for dim in config.cache_dims)
         self.k = self.keys.unbind()
         self.v = self.values.unbind()
 

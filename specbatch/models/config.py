@@ -38,6 +38,8 @@ _OTHERS = {
     "NemotronHForCausalLM": ("nemotron_h", "nemotron_h", "NemotronHConfig"),
     "Gemma3ForCausalLM": ("gemma3_text", "gemma3", "Gemma3Config"),
     "GptOssForCausalLM": ("gpt_oss", "gpt_oss", "GptOssConfig"),
+    "DeepseekV2ForCausalLM": ("deepseek_v2", "deepseek", "DeepseekConfig"),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", "deepseek", "DeepseekConfig"),
     "Lfm2ForCausalLM": ("lfm2", "lfm2", "Lfm2Config"),
 }
 DTYPES = ("float32", "bfloat16", "float16")
@@ -66,6 +68,7 @@ class ModelConfig:
     """
 
     module: ClassVar[str] = "specbatch.models.llama"  # its functions `layer` and `final_norm` build the model
+    mtp_module: ClassVar[str] = "specbatch.models.mtp"  # its `Mtp` is the MTP draft head
     reads_mxfp4: ClassVar[bool] = False
 
     family: str
@@ -197,6 +200,16 @@ class ModelConfig:
         return False
 
     @property
+    def cache_dims(self) -> tuple[int, int]:
+        """Numbers per token and KV head in the caches of keys and of values."""
+        return self.head_dim, self.head_dim
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether attention is multi-head latent attention (see `LatentLayout`)."""
+        return False
+
+    @property
     def names(self) -> Ends:
         return Ends()
 
@@ -287,6 +300,10 @@ class ModelConfig:
     def is_spare(self, name: str) -> bool:
         """Whether a file may contain this tensor although it is not used."""
         return False
+
+    def is_mtp(self, name: str) -> bool:
+        """Whether a file's tensor belongs to an MTP draft head, which the drafter checks."""
+        return name.startswith("mtp.")
 
     def parameter_count(self) -> int:
         """Number of parameters in memory; tied embeddings count once."""

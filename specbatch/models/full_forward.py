@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.core.attention_metadata import RecurrentOp
+from specbatch.kernels.attention.latent_attention import LatentLayout, split_latent_ref
 from specbatch.kernels.attention.paged_attention import sink_attention
 from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope_ref
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
@@ -27,7 +28,12 @@ class UncachedContext:
         [self._state] = RecurrentStates(model.config.state_shapes, 1, rows + 1, 1, types, device).layers
 
     def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
-        parts = split_qkv_rope_ref(qkv, heads, positions)
+        scale = None
+        if isinstance(heads, LatentLayout):
+            q, key, latent = split_latent_ref(qkv, heads, positions)
+            parts, scale = (q, torch.cat([latent, key], -1), latent), heads.scale
+        else:
+            parts = split_qkv_rope_ref(qkv, heads, positions)
         q, k, v = (part.unflatten(0, (self._rows, -1)).transpose(1, 2) for part in parts)
         mask, length = None, q.shape[2]
         if heads.window is not None or heads.sinks is not None:
@@ -35,7 +41,9 @@ class UncachedContext:
                 torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - (heads.window or length))
             )
         if heads.sinks is None:
-            attended = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+            attended = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            )
         else:
             assert mask is not None
             bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)

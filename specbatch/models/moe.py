@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -33,7 +33,7 @@ class Mixture:
     shared: int = 0
     fused: bool = False
 
-    def divided(self, ranks: int, step: int = 1) -> Mixture:
+    def divided(self, ranks: int, step: int = 1) -> Self:
         """A rank's share of every expert, each a multiple of `step` wide."""
         inner = shared_out("moe_intermediate_size", self.inner, ranks, step)
         shared = shared_out("shared_expert_intermediate_size", self.shared, ranks, step)
@@ -57,14 +57,8 @@ class MoeMlp:
 
 def read_experts(read: Reader, stem: str, mixture: Mixture) -> Experts:
     """Read the mixture under the prefix `stem`."""
-    count, inner, hidden = mixture.experts, mixture.inner, read.config.hidden_size
-    if mixture.fused:
-        up = read.fused(f"{stem}.experts.gate_up_proj", count, 2 * inner, hidden)
-        down = read.fused(f"{stem}.experts.down_proj", count, hidden, inner)
-    else:
-        stems = [f"{stem}.experts.{expert}" for expert in range(count)]
-        up = read.stack([swiglu_rows(one, inner) for one in stems], hidden)
-        down = read.stack([{f"{one}.down_proj.weight": hidden} for one in stems], inner)
+    count, hidden = mixture.experts, read.config.hidden_size
+    up, down = read_routed(read, stem, mixture)
     router, slices = read(f"{stem}.gate.weight", count, hidden), 0
     if mixture.shared:
         shared = f"{stem}.shared_expert"
@@ -76,6 +70,17 @@ def read_experts(read: Reader, stem: str, mixture: Mixture) -> Experts:
         mixture.experts, mixture.top_k, normalise=mixture.normalise, shared=slices, gated=bool(mixture.shared)
     )
     return Experts(rule, router, up, down, ranks=read.ranks)
+
+
+def read_routed(read: Reader, stem: str, mixture: Mixture) -> tuple[Weight, Weight]:
+    """The routed experts of the mixture `stem`: gate and up as one matrix each, and down."""
+    count, inner, hidden = mixture.experts, mixture.inner, read.config.hidden_size
+    if mixture.fused:
+        up = read.fused(f"{stem}.experts.gate_up_proj", count, 2 * inner, hidden)
+        return up, read.fused(f"{stem}.experts.down_proj", count, hidden, inner)
+    stems = [f"{stem}.experts.{expert}" for expert in range(count)]
+    up = read.stack([swiglu_rows(one, inner) for one in stems], hidden)
+    return up, read.stack([{f"{one}.down_proj.weight": hidden} for one in stems], inner)
 
 
 def swiglu_rows(stem: str, inner: int) -> dict[str, int]:

@@ -83,3 +83,8 @@ def mtp_config(target: ModelConfig, found: Shapes | None = None) -> MtpConfig:
         prefix=PREFIX,
     )
     return config if found is None else config.fit(found)
+
+
+def own_tensors(target: ModelConfig, found: Shapes) -> Shapes:
+    """Those of the tensors `found` of a draft head that it reads."""
+    return found

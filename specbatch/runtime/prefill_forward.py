@@ -14,6 +14,7 @@ from typing import Protocol, cast
 import torch
 
 from specbatch.core.attention_metadata import PrefillMetadata
+from specbatch.kernels.attention.latent_attention import LatentLayout, latent_prefill
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.memory.kv_cache import KVCache
@@ -162,7 +163,10 @@ class PiecewiseGraphs:
     def _operation(self, index: int, count: int, spans: RaggedBatch) -> None:
         cache, place, mixer = self._cache, self._model.places[index], self._model.layers[index].mixer
         projected, out = _rows(self._projected, count, mixer.width), _rows(self._mixed, count, mixer.mixed)
-        if isinstance(mixer, Attention):
+        if isinstance(mixer, Attention) and isinstance(mixer.heads, LatentLayout):
+            positions, slots, caches = self._positions[:count], self._slots[:count], (cache.k[place], cache.v[place])
+            mixed = latent_prefill(projected, mixer.heads, positions, slots, *caches, spans)
+        elif isinstance(mixer, Attention):
             q, k = self._q[:count], self._k[:count]
             v = projected.unflatten(1, (-1, q.shape[2]))[:, -k.shape[1] :]
             out = out.view_as(q)
@@ -192,7 +196,7 @@ class PiecewiseGraphs:
         def prepare(index: int, x: torch.Tensor) -> None:
             """Prepare the operation of layer `index`, whose projection is computed."""
             mixer, place = layers[index].mixer, model.places[index]
-            if isinstance(mixer, Attention):
+            if isinstance(mixer, Attention) and not isinstance(mixer.heads, LatentLayout):
                 k_cache, v_cache = self._cache.k[place], self._cache.v[place]
                 split_qkv_rope(input_of(index), mixer.heads, positions, slots, k_cache, v_cache, out=(q, k))
             residual[:] = [x] if index + 1 < len(layers) else [last_input.copy_(x)]

@@ -27,7 +27,6 @@ _BYTES = {"F32": 4, "F16": 2, "BF16": 2, FP8: 1}
 _INT4 = {"I32": 4, "I64": 8}
 _MXFP4 = "U8"
 LM_HEAD = "lm_head.weight"
-MTP = "mtp."  # tensors of a draft head in the same files, checked by the drafter
 MAPS = ("d2t", "t2d")  # maps between the vocabularies of a draft and its target, with integer or bool dtype
 
 
@@ -118,7 +117,7 @@ class FolderCheckpoint:
             self._check_orders(stored)
         self.config = self.config.fit(found)
         found = {name: shape for name, shape in found.items() if name not in unused}
-        self.mtp = {name: shape for name, shape in found.items() if name.startswith(MTP)}
+        self.mtp = {name: shape for name, shape in found.items() if self.config.is_mtp(name)}
         spare = [name for name in found if self.config.is_spare(name)]
         if spare and log is not None:
             log(f"{name}: {len(spare)} tensors are not used for text and not read, such as {min(spare)}")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle import eagle_shapes
-from specbatch.models.mtp import mtp_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37, "hidden_size": 40, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -84,7 +84,33 @@ GPT_OSS: dict[str, Any] = {
     "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": False},
 }  # fmt: skip
 WINDOWED["gpt-oss"] = GPT_OSS
-TARGETS: dict[str, dict[str, Any]] = {"llama": {"architectures": ["LlamaForCausalLM"]}, **WINDOWED, **HYBRIDS}
+_LATENT = {
+    "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "num_experts_per_tok": 2,
+    "n_routed_experts": 6, "moe_intermediate_size": 16,
+}  # fmt: skip
+# Multi-head latent attention.
+LATENT: dict[str, dict[str, Any]] = {
+    "deepseek-v2": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        **_LATENT,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 2,
+    },
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        **_LATENT,
+        "q_lora_rank": 16,
+        "first_k_dense_replace": 2,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "rope_scaling": {
+            "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.8,
+        },
+    },
+}  # fmt: skip
+TARGETS: dict[str, dict[str, Any]] = {"llama": {"architectures": ["LlamaForCausalLM"]}, **WINDOWED, **HYBRIDS, **LATENT}
 
 # Llamas by the format of their weights; their widths are whole groups of inputs.
 QUANTIZED = {
@@ -98,7 +124,7 @@ QUANTIZED = {
 }
 DRAFTS = {"drafts": TARGETS["llama"], "recurrent-drafts": TARGETS["qwen3.5"]}
 
-MTP = ("qwen3-next", "qwen3.5", "qwen3.5-moe")  # whose checkpoints hold a draft head
+MTP = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "deepseek-v3")  # whose checkpoints hold a draft head
 
 
 class Letters:
@@ -125,7 +151,7 @@ STRENGTHS = {
     "llama": 1.2, "mistral": 1.2, "ministral": 1.2, "gemma3": 0.45, "gpt-oss": 1.6,
     "qwen3-moe": 1.0, "qwen3-next": 2.6, "qwen3.5": 2.8, "qwen3.5-moe": 2.8, "nemotron-h": 1.2,
     "nemotron-h-moe": 1.9, "lfm2": 1.3, "drafts": 2.0,
-    "recurrent-drafts": 2.0,
+    "recurrent-drafts": 2.0, "deepseek-v2": 0.8, "deepseek-v3": 1.0,
 }  # fmt: skip
 
 
@@ -149,8 +175,9 @@ class TargetCheckpoint:
         self.tensors[self.config.names.head] = embedding[last.clamp(max=vocabulary - 1)] / math.sqrt(hidden)
         self.mtp: dict[str, tuple[int, ...]] = {}
         if name in MTP:
-            self.mtp = mtp_config(self.config).tensor_shapes()
-            self.tensors |= head_weights(self.mtp, "mtp.fc.weight", -1.0)
+            self.mtp = import_module(self.config.mtp_module).mtp_config(self.config).tensor_shapes()
+            [join] = (key for key in self.mtp if key.endswith(("mtp.fc.weight", "eh_proj.weight")))
+            self.tensors |= head_weights(self.mtp, join, 0.0 if "eh_proj" in join else -1.0)
         self.meant, quantization = self.tensors, self.config.quantization
         if quantization is not None:  # `tensors` as they are stored, in place of those that are `meant`
             stored = quantization.except_for(self.config.unquantized_ends)

@@ -62,6 +62,12 @@ SIGMOID = {
     "norm_topk_prob": True,
 }
 LFM = {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_L_cache": 3, "norm_eps": 1e-5}
+LATENT: dict[str, Any] = {
+    **{key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads")},
+    "kv_lora_rank": 24, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+}  # fmt: skip
+THIRD = {"q_lora_rank": 20, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 2}
 NO_EPS = {key: value for key, value in SIZES.items() if key not in ("rms_norm_eps", "head_dim")}
 DENSE_SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 72, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -104,6 +110,27 @@ FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
     "qwen3.5": lambda: hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**SIZES, **DELTA)),
     "qwen3.5-moe": lambda: hf.Qwen3_5MoeForCausalLM(
         hf.Qwen3_5MoeTextConfig(**{k: v for k, v in SIZES.items() if k != "intermediate_size"}, **DELTA, **SHARED)
+    ),
+    "deepseek-v2-lite": lambda: hf.DeepseekV2ForCausalLM(
+        hf.DeepseekV2Config(**LATENT, q_lora_rank=None, first_k_dense_replace=1, n_shared_experts=2)
+    ),
+    "deepseek-v2": lambda: hf.DeepseekV2ForCausalLM(
+        hf.DeepseekV2Config(
+            **LATENT,
+            q_lora_rank=20,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=3.0,
+            rope_parameters=YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        )
+    ),
+    "deepseek-v3": lambda: hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**LATENT, **THIRD)),
+    "deepseek-v3-halves": lambda: hf.DeepseekV3ForCausalLM(
+        hf.DeepseekV3Config(
+            **LATENT | THIRD | {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False},
+            rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
+        )
     ),
     "gpt-oss": lambda: gpt_oss(),
     "gpt-oss-plain": lambda: gpt_oss(attention_bias=False, sliding_window=2, tie_word_embeddings=True),

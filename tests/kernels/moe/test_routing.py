@@ -21,6 +21,7 @@ RULES = {
     "every-expert": Routing(4, 4, shared=1),
     "sigmoid": Routing(9, 3, "sigmoid", scale=2.5, bias=torch.linspace(-1, 1, 9), shared=1),
     "groups": Routing(18, 4, "sigmoid", scale=0.5, bias=torch.linspace(1, -1, 18), groups=6, top_groups=2),
+    "groups-of-softmax": Routing(12, 3, normalise=False, scale=3.0, groups=4, top_groups=2, shared=2),
     "sigmoid-plain": Routing(16, 2, "sigmoid", normalise=False, groups=2, top_groups=2),
 }
 
@@ -38,7 +39,8 @@ def by_hand(row: list[float], rule: Routing) -> list[tuple[int, float]]:
         scores = [1 / (1 + math.exp(-x)) for x in row[: rule.experts]]
         keys = [s + (0 if rule.bias is None else float(rule.bias[e])) for e, s in enumerate(scores)]
     size = rule.experts // rule.groups
-    groups = sorted(range(rule.groups), key=lambda g: -sum(sorted(keys[g * size : (g + 1) * size])[-2:]))
+    best = 1 if rule.score == "softmax" else 2
+    groups = sorted(range(rule.groups), key=lambda g: -sum(sorted(keys[g * size : (g + 1) * size])[-best:]))
     open_ = [e for e in range(rule.experts) if e // size in groups[: rule.top_groups]]
     chosen = sorted(open_, key=lambda e: (-keys[e], e))[: rule.top_k]
     total = sum(scores[e] for e in chosen) if rule.normalise else 1.0
@@ -186,7 +188,7 @@ def test_nan_logits_propagate(name: str, tokens: int, device: torch.device) -> N
         ({"top_k": 0}, "num_experts_per_tok=0: use 1 to 12"),
         ({"top_k": 5, "score": "sigmoid", "groups": 3}, "num_experts_per_tok=5: use 1 to 4"),
         ({"groups": 5, "score": "sigmoid"}, "n_group=5: use a divisor of the 12"),
-        ({"groups": 3}, "n_group=3: groups need sigmoid"),
+        ({"groups": 12, "score": "sigmoid"}, "n_group=12: a group needs at least 2 experts"),
         ({"groups": 3, "top_groups": 4, "score": "sigmoid"}, "topk_group=4: use 1 to 3"),
     ],
 )

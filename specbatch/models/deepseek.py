@@ -1,0 +1,298 @@
+"""DeepSeek-V2 and V3: multi-head latent attention (MLA) and mixtures with shared experts.
+
+DeepSeek-AI, "DeepSeek-V2" and "DeepSeek-V3 Technical Report" (2024); names, layout and defaults are those of
+`DeepseekV2Config` and `DeepseekV3Config` of transformers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+
+from specbatch.config_values import count_of, flag_of, positive_of, table_of
+from specbatch.errors import refuse
+from specbatch.kernels.attention.latent_attention import LatentLayout
+from specbatch.kernels.elementwise.norm import rms_norm
+from specbatch.kernels.gemm.linear import Linear, Norm
+from specbatch.kernels.moe.experts import Experts
+from specbatch.kernels.moe.routing import Routing
+from specbatch.models import llama
+from specbatch.models.config import ModelConfig
+from specbatch.models.layers import Attention, Layer, Reader, Tables
+from specbatch.models.moe import MOST_EXPERTS, Mixture, MoeMlp, Shapes, read_routed, swiglu_rows, with_shared
+
+_NUMBERED = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekMixture(Mixture):
+    """score, scale, groups, top_groups: see `Routing`."""
+
+    score: Literal["softmax", "sigmoid"]
+    scale: float
+    groups: int
+    top_groups: int
+
+    @property
+    def is_biased(self) -> bool:
+        return self.score == "sigmoid"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekConfig(ModelConfig):
+    """query_rank: of the queries' low-rank projection, None if it is one matrix; rank: of the latents; plain: channels
+    of a head's queries and keys without rope, after which come `head_dim` channels with it; value_dim: of a head;
+    interleaved and score_scale: see `LatentLayout`; dense_layers: the first so many layers have no mixture."""
+
+    module: ClassVar[str] = __name__
+    mtp_module: ClassVar[str] = "specbatch.models.deepseek_mtp"
+
+    query_rank: int | None
+    rank: int
+    plain: int
+    value_dim: int
+    interleaved: bool
+    score_scale: float
+    mixture: DeepseekMixture | None
+    dense_layers: int
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> DeepseekConfig:
+        is_third = "DeepseekV3ForCausalLM" in (config.get("architectures") or ()) or (
+            config.get("model_type") == "deepseek_v3"
+        )
+        for key in ("attention_bias", "mlp_bias"):
+            if flag_of(config, key):
+                raise refuse(key, True, "the layers of DeepSeek here have no biases; use false")
+        if config.get("moe_layer_freq") not in (None, 1):
+            raise refuse(
+                "moe_layer_freq", config["moe_layer_freq"], "every layer after the dense ones has a mixture; use 1"
+            )
+        turning = count_of(config, "qk_rope_head_dim", 64)
+        own = {"head_dim": turning, "num_key_value_heads": 1, "sliding_window": None, "layer_types": None}
+        plain = ModelConfig.from_dict(config | {"architectures": None, "model_type": "llama"} | own)
+        unturned, depth = count_of(config, "qk_nope_head_dim", 128), plain.num_layers
+        dense = count_of(config, "first_k_dense_replace", 3 if is_third else 0, least=0)
+        has_ranks = config.get("q_lora_rank", 1536) is not None
+        return cls(
+            **vars(plain) | {"family": "deepseek_v3" if is_third else "deepseek_v2"},
+            query_rank=count_of(config, "q_lora_rank", 1536) if has_ranks else None,
+            rank=count_of(config, "kv_lora_rank", 512),
+            plain=unturned,
+            value_dim=count_of(config, "v_head_dim", 128),
+            interleaved=flag_of(config, "rope_interleave", True),
+            score_scale=(unturned + turning) ** -0.5 * _mscale(config) ** 2,
+            mixture=(_third_mixture(config) if is_third else _second_mixture(config)) if dense < depth else None,
+            dense_layers=min(dense, depth),
+        )
+
+    def divided(self, ranks: int) -> Self:
+        mixture = self.mixture and self.mixture.divided(ranks, self.input_step)
+        return replace(super().divided(ranks), mixture=mixture)
+
+    def sections(self, name: str) -> tuple[int, ...]:
+        is_stack = name.endswith("experts.gate_up_proj")
+        return (self.mixture.inner,) * 2 if self.mixture is not None and is_stack else ()
+
+    @property
+    def cache_dims(self) -> tuple[int, int]:
+        return self.head_dim, self.rank
+
+    @property
+    def has_latents(self) -> bool:
+        return True
+
+    @property
+    def mixer_widths(self) -> tuple[int, int]:
+        return (self.num_heads + 1) * (self.rank + self.head_dim), self.num_heads * self.rank
+
+    def mixing_bytes(self, dtype: torch.dtype) -> int:
+        queries, low = self.num_heads * (self.plain + self.head_dim), self.query_rank
+        # Of the next layer: its input of attention, the first projection, queries, queries for latents, latents.
+        first = queries if low is None else 2 * low + queries
+        first += 3 * self.rank + self.head_dim + self.num_heads * self.rank
+        return (self.mixer_widths[0] + first) * dtype.itemsize
+
+    def mlp_bytes(self, dtype: torch.dtype) -> int:
+        dense = super().mlp_bytes(dtype) if self.dense_layers else 0
+        return dense if self.mixture is None else max(dense, self.mixture.token_bytes(self.hidden_size, dtype))
+
+    def fit(self, found: Shapes) -> Self:
+        fused = any(name.endswith("experts.gate_up_proj") for name in found)
+        return replace(super().fit(found), mixture=self.mixture and replace(self.mixture, fused=fused))
+
+    def stacked(self) -> Self:
+        return replace(self, mixture=self.mixture and replace(self.mixture, fused=True))
+
+    def may_dequantize(self, name: str, shape: tuple[int, ...]) -> bool:
+        absorbed = self.quantization is not None and name.endswith("kv_b_proj.weight")
+        return absorbed or super().may_dequantize(name, shape)
+
+    def is_mtp(self, name: str) -> bool:
+        found = _NUMBERED.match(name)
+        return found is not None and int(found[1]) >= self.num_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(Attention):
+    """qkv: the queries (or their low-rank part, which query_norm and query_up follow) and the latents with the rotated
+    part of keys as one matrix. latent_norm: of latents. up [heads, plain + value_dim, rank]: from a latent to the
+    unrotated part of a head's key, and to its value."""
+
+    heads: LatentLayout
+    query_norm: Norm | None
+    query_up: Linear | None
+    latent_norm: Norm
+    up: torch.Tensor
+    plain: int
+
+    @property
+    def width(self) -> int:
+        return self.heads.width
+
+    @property
+    def mixed(self) -> int:
+        return self.heads.count * self.heads.rank
+
+    def project(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        heads, rank = self.heads, self.heads.rank
+        first = self.qkv(x, norm=self.norm)
+        q, latent, key = first.split([first.shape[1] - heads.dim, rank, heads.dim - rank], 1)
+        if self.query_up is not None:
+            q = self.query_up(q.contiguous(), norm=self.query_norm)
+        q = q.unflatten(1, (heads.count, -1))
+        out = x.new_empty(len(x), self.width) if out is None else out
+        rows = out.view(len(x), heads.count + 1, heads.dim)
+        rows[:, :-1, :rank] = torch.bmm(q[..., : self.plain].transpose(0, 1), self.up[:, : self.plain]).transpose(0, 1)
+        rows[:, :-1, rank:] = q[..., self.plain :]
+        rows[:, -1, :rank] = rms_norm(latent.contiguous(), *self.latent_norm)
+        rows[:, -1, rank:] = key
+        return out
+
+    def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        latents = mixed.view(len(x), self.heads.count, self.heads.rank).transpose(0, 1)
+        values = torch.bmm(latents, self.up[:, self.plain :].transpose(1, 2)).transpose(0, 1)
+        return self.out(values.flatten(1), residual=x)
+
+
+def layer(read: Reader, index: int, tables: Tables) -> Layer:
+    """Layer `index`; tables: cos and sin of the rotated channels."""
+    config, stem = read.config, f"model.layers.{index}"
+    assert isinstance(config, DeepseekConfig)
+    mixer = _attention(read, stem, tables)
+    if config.mixture is None or index < config.dense_layers:
+        return Layer(mixer, (llama.dense(read, stem),))
+    norm = read.norm(f"{stem}.post_attention_layernorm")
+    return Layer(mixer, (MoeMlp(norm, _experts(read, f"{stem}.mlp", config.mixture)),))
+
+
+def _attention(read: Reader, stem: str, tables: Tables) -> LatentAttention:
+    config, inner = read.config, f"{stem}.self_attn"
+    assert isinstance(config, DeepseekConfig)
+    heads, rank, turning, hidden = config.num_heads, config.rank, config.head_dim, config.hidden_size
+    queries, low = heads * (config.plain + turning), config.query_rank
+    first = {f"{inner}.q_proj": queries} if low is None else {f"{inner}.q_a_proj": low}
+    absorbed = f"{inner}.kv_b_proj.weight"
+    up = read.dequantize(absorbed, read.weight({absorbed: heads * (config.plain + config.value_dim)}, rank))
+    return LatentAttention(
+        norm=read.norm(f"{stem}.input_layernorm"),
+        qkv=read.linear(first | {f"{inner}.kv_a_proj_with_mqa": rank + turning}, hidden),
+        heads=LatentLayout(
+            heads, 1, rank + turning, None, None, config.rms_norm_eps, *tables,
+            rank=rank, scale=config.score_scale, interleaved=config.interleaved,
+        ),
+        out=read.linear({f"{inner}.o_proj": hidden}, heads * config.value_dim),
+        query_norm=None if low is None else read.norm(f"{inner}.q_a_layernorm", low),
+        query_up=None if low is None else read.linear({f"{inner}.q_b_proj": queries}, low),
+        latent_norm=read.norm(f"{inner}.kv_a_layernorm", rank),
+        up=up.view(heads, config.plain + config.value_dim, rank),
+        plain=config.plain,
+    )  # fmt: skip
+
+
+def _experts(read: Reader, stem: str, mixture: DeepseekMixture) -> Experts:
+    hidden = read.config.hidden_size
+    up, down = read_routed(read, stem, mixture)
+    slices = 0
+    if mixture.shared:
+        shared = f"{stem}.shared_experts"
+        ups = read.weight(swiglu_rows(shared, mixture.shared), hidden)
+        downs = read.weight({f"{shared}.down_proj.weight": hidden}, mixture.shared)
+        up, down, slices = with_shared(read, stem, (up, down), (ups, downs), "swiglu")
+    bias = f"{stem}.gate.e_score_correction_bias"
+    rule = Routing(
+        mixture.experts,
+        mixture.top_k,
+        score=mixture.score,
+        normalise=mixture.normalise,
+        scale=mixture.scale,
+        bias=read(bias, mixture.experts, dtype=torch.float32) if mixture.is_biased else None,
+        groups=mixture.groups,
+        top_groups=mixture.top_groups,
+        shared=slices,
+    )
+    router = read(f"{stem}.gate.weight", mixture.experts, hidden, dtype=torch.float32)
+    return Experts(rule, router, up, down, ranks=read.ranks)
+
+
+def _third_mixture(config: dict[str, Any]) -> DeepseekMixture:
+    for key, works in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if config.get(key) not in (None, works):
+            raise refuse(key, config[key], f"the mixtures of DeepSeek-V3 here have {works!r}")
+    normalise = flag_of(config, "norm_topk_prob", True)
+    groups = count_of(config, "n_group", 8), count_of(config, "topk_group", 4)
+    return _mixture(config, "sigmoid", normalise, groups, positive_of(config, "routed_scaling_factor", 2.5))
+
+
+def _second_mixture(config: dict[str, Any]) -> DeepseekMixture:
+    if config.get("scoring_func") not in (None, "softmax"):
+        raise refuse("scoring_func", config["scoring_func"], "the mixtures of DeepSeek-V2 here have 'softmax'")
+    if flag_of(config, "norm_topk_prob"):
+        raise refuse(
+            "norm_topk_prob", True, "no published DeepSeek-V2 normalises, and transformers does not; use false"
+        )
+    method = config.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        raise refuse("topk_method", method, "use 'greedy' or 'group_limited_greedy'")
+    groups = (1, 1) if method == "greedy" else (count_of(config, "n_group"), count_of(config, "topk_group"))
+    return _mixture(config, "softmax", False, groups, positive_of(config, "routed_scaling_factor", 1.0))
+
+
+def _mixture(
+    config: dict[str, Any],
+    score: Literal["softmax", "sigmoid"],
+    normalise: bool,
+    groups: tuple[int, int],
+    scale: float,
+) -> DeepseekMixture:
+    inner = count_of(config, "moe_intermediate_size")
+    mixture = DeepseekMixture(
+        experts=count_of(config, "n_routed_experts", most=MOST_EXPERTS),
+        top_k=count_of(config, "num_experts_per_tok"),
+        inner=inner,
+        normalise=normalise,
+        shared=inner * count_of(config, "n_shared_experts", 0, least=0, most=1 << 10),
+        score=score,
+        scale=scale,
+        groups=groups[0],
+        top_groups=groups[1],
+    )
+    Routing(mixture.experts, mixture.top_k, score=score, groups=mixture.groups, top_groups=mixture.top_groups)
+    return mixture
+
+
+def _mscale(config: dict[str, Any]) -> float:
+    """What YaRN multiplies queries and keys by, each."""
+    rope = table_of(config, "rope_scaling") or table_of(config, "rope_parameters")
+    if rope.get("rope_type", rope.get("type", "default")) == "default" or not rope.get("mscale_all_dim"):
+        return 1.0
+    factor = positive_of(rope, "factor", where="rope")
+    weight = positive_of(rope, "mscale_all_dim", where="rope")
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+final_norm = llama.final_norm
