@@ -12,6 +12,7 @@ from checkpoints import write_folder
 from fuzzing import Fuzz
 from limits import limited
 from mutate import mutate_bytes, mutate_json_text
+from quantized_weights import FORMATS
 from targets import SIZES, TARGETS
 
 from specbatch import Engine, EngineConfig, SamplingParams, Speculation
@@ -50,6 +51,7 @@ ROPES: list[dict[str, Any]] = [
     {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32}},
     {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5}},
     {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}},
+    *({"quantization_config": FORMATS[form][0]} for form in ("channel", "awq", "symmetric")),
     {
         "rope_scaling": {
             "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

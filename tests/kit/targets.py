@@ -204,6 +204,7 @@ class TargetCheckpoint:
     def eagle_head(self, folder: Path) -> str:
         """A head of two layers for it in SafeAILab's format, with the target's embedding and output matrix."""
         described = SIZES | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
+        described["hidden_size"] = self.config.hidden_size
         shapes = eagle_shapes(ModelConfig.from_dict(described), {})
         (folder / "config.json").write_text(json.dumps(described))
         save_file(head_weights(shapes, "fc.weight", 0.0), folder / "model.safetensors")

@@ -10,19 +10,18 @@ import pytest
 from targets import QUANTIZED, SPECULATIONS, Targets
 from thread_ranks import thread_group
 
-KEPT = "kept"
-_QUICK = ("ngram", "model-tree", "eagle3", "dflash")
+_QUICK = {"channel": "ngram", "modelopt": "dflash", "awq": "model-tree", "symmetric": "eagle3"}
 _DRAFTERS = tuple(name for name in SPECULATIONS if "budget" not in name)  # for one device
 
 
 def _cases() -> list[Any]:
-    """Quick: each format once. Slow: each with every drafter."""
+    """Quick: one drafter for some. Slow: every format with every drafter."""
     found = []
     for place, target in enumerate(QUANTIZED):
         for drafter in _DRAFTERS:
             schedule, ranks = ("v1", "v2", "v2-late")[place % 3], 1 + place % 2
             case = lossless.Case(drafter, schedule, "both" if place % 2 else "eager", "roomy", target)
-            marks = () if drafter == _QUICK[place % len(_QUICK)] else (pytest.mark.slow,)
+            marks = () if drafter == _QUICK.get(target) else (pytest.mark.slow,)
             found.append(pytest.param(case, ranks, id=f"{case} {ranks}", marks=marks))
     return found
 

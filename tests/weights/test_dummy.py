@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.gemm.weight import Weight
+from specbatch.models.int4 import Int4Weights
 from specbatch.weights import open_checkpoint
 from specbatch.weights.dummy import SHAPES, random_fp8, random_scales, random_tensor
 
@@ -92,6 +93,21 @@ def test_fp8_matrices_keep_activation_variance(tmp_path: Path) -> None:
         stem = f"model.layers.0.mlp.experts.{name}"
         weight = Weight(checkpoint.tensor(stem), checkpoint.tensor(f"{stem}_scale_inv"))
         assert weight.dequantize(torch.float32).std() * inputs**0.5 == pytest.approx(1, abs=0.03)
+
+
+def test_int4_tensors_have_the_variance_of_others(tmp_path: Path) -> None:
+    small = {"vocab_size": 300, "num_hidden_layers": 1, "hidden_size": 640, "intermediate_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-8b-awq"] | small))
+    checkpoint = open_checkpoint(str(tmp_path), "dummy")
+    stored = checkpoint.config.quantization
+    assert isinstance(stored, Int4Weights)
+    weight = stored.weight("model.layers.0.mlp.up_proj.weight", checkpoint.tensor).dequantize(torch.float32)
+    assert weight.shape == (256, 640)
+    assert weight.std() * 640**0.5 == pytest.approx(1, abs=0.03)
+    assert abs(weight.mean()) < 0.15 * weight.std()  # whole numbers from -8 to 7
+    packed = open_checkpoint("qwen3-8b-awq", "dummy", device="cuda")  # nothing is made here
+    matrices = sum(math.prod(shape) for name, shape in packed.config.weight_shapes().items() if "layers" in name)
+    assert packed.bytes == pytest.approx(2 * (8_190_735_360 - matrices) + matrices * (0.5 + 2.5 / 128), rel=1e-3)
 
 
 @pytest.mark.gpu
