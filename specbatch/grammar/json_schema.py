@@ -14,7 +14,9 @@ from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
+from specbatch.errors import MOST
 from specbatch.grammar.regex import RegexError, compile_regex, without_anchors
+from specbatch.settings import is_number, is_whole
 from specbatch.text_files import UnreadableError, parse_json
 
 _LONGEST = 1 << 20  # characters of an expression
@@ -172,6 +174,8 @@ class _Schema:
 
     def _object(self, schema: Mapping[str, Any], place: str, refs: tuple[str, ...]) -> str:
         required, properties = schema.get("required", []), schema.get("properties")
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            raise SchemaError(f"{place}/required must be a list of names")
         if properties is None:
             if required:
                 raise SchemaError(f"{place}/required needs properties of these names")
@@ -180,8 +184,8 @@ class _Schema:
                 return rf"\{{{_S}\}}"
             value = _anything(DEPTH - 1) if more is True else self.regex(more, f"{place}/additionalProperties", refs)
             return _repeated(r"\{", f"{_SIMPLE['string']}{_S}:{_S}{value}", r"\}", 0, None)
-        if not isinstance(properties, dict) or not isinstance(required, list):
-            raise SchemaError(f"{place}/properties must be an object, and required a list")
+        if not isinstance(properties, dict):
+            raise SchemaError(f"{place}/properties must be an object")
         if missing := [name for name in required if name not in properties]:
             raise SchemaError(f"{place}/required has {missing[0]!r}, which is not in properties; add it there")
         parts = [
@@ -250,8 +254,8 @@ def _list_of(schema: Mapping[str, Any], name: str, place: str) -> list[Any]:
 def _bounds(schema: Mapping[str, Any], low: str, high: str, place: str) -> tuple[int, int | None]:
     least, most = schema.get(low, 0), schema.get(high)
     for name, value in ((low, least), (high, most)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise SchemaError(f"{place}/{name} must be a whole number from 0")
+        if (value is not None or name in schema) and not (is_whole(value) and 0 <= value <= MOST):
+            raise SchemaError(f"{place}/{name} must be a whole number from 0 to {MOST}")
     if most is not None and least > most:
         raise SchemaError(f"{place}/{low} is above {high}")
     return least, most
@@ -319,7 +323,7 @@ def _integer(schema: Mapping[str, Any], place: str) -> str:
     least, most = -math.inf, math.inf
     for name in _KEYWORDS["integer"] & schema.keys():
         value = schema[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not is_number(value):
             raise SchemaError(f"{place}/{name} must be a number")
         if "inimum" in name:
             least = max(least, math.floor(value) + 1 if name == "exclusiveMinimum" else math.ceil(value))

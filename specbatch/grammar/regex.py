@@ -3,6 +3,9 @@
 Python's own parser reads the expression; Thompson's construction and the subset construction (Hopcroft, Motwani and
 Ullman, chapters 2 and 3) make the automaton, within limits of its size and of the work. Expressions match whole texts,
 and `\\d`, `\\w` and `\\s` mean ASCII characters, as in the patterns of JSON Schema.
+
+outlines-core 0.2.14 makes the automaton of a search in a longer text as well, which has exponentially many states for
+`"[^"]{0,30}"` with escapes.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
+from warnings import catch_warnings, simplefilter
 
 import numpy as np
 
@@ -59,7 +63,9 @@ def parse_regex(pattern: str) -> tuple[Any, ...]:
     """The parsed expression. Raises RegexError for one that is no regular expression, or needs more than a finite
     automaton."""
     try:
-        parsed = _parser.parse(without_anchors(pattern))
+        with catch_warnings():
+            simplefilter("ignore", FutureWarning)  # for what may get another meaning, such as [[a]
+            parsed = _parser.parse(without_anchors(pattern))
     except (re.error, OverflowError, RecursionError) as error:
         raise RegexError(f"it cannot be parsed ({error})") from None
     if parsed.state.flags & ~re.UNICODE:
