@@ -254,7 +254,7 @@ def _list_of(schema: Mapping[str, Any], name: str, place: str) -> list[Any]:
 def _bounds(schema: Mapping[str, Any], low: str, high: str, place: str) -> tuple[int, int | None]:
     least, most = schema.get(low, 0), schema.get(high)
     for name, value in ((low, least), (high, most)):
-        if (value is not None or name in schema) and not (is_whole(value) and 0 <= value <= MOST):
+        if name in schema and (value is None or not (is_whole(value) and 0 <= value <= MOST)):
             raise SchemaError(f"{place}/{name} must be a whole number from 0 to {MOST}")
     if most is not None and least > most:
         raise SchemaError(f"{place}/{low} is above {high}")

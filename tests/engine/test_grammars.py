@@ -103,7 +103,7 @@ def test_stop_strings_and_limits_end_an_answer_within_a_match(toy_engine: Callab
 def test_grammar_prevails_over_min_tokens_and_bad_words(toy_engine: Callable[..., Engine]) -> None:
     params = SamplingParams(regex="cat|d{2,9}", min_tokens=8, bad_words=["d"], max_new_tokens=12, logprobs=True)
     (found,) = toy_engine(speculation=NGRAM).generate([[3, 4]], params)
-    assert found.text == "cat"
+    assert (found.text, found.finish_reason) == ("cat", "stop")
     (found,) = toy_engine().generate([[3, 4]], SamplingParams(regex="d{2,9}", min_tokens=8, max_new_tokens=12))
     assert found.text == "d" * max(len(found.token_ids) - 1, 8)
     assert found.finish_reason == "stop"

@@ -25,7 +25,7 @@ _HOW: tuple[dict[str, Any], ...] = (
 )
 GREEDY = [SamplingParams(max_new_tokens=LONGER, logprobs=True, **how) for how in _HOW]
 SAMPLED = [SamplingParams(max_new_tokens=LONGER, temperature=0.9, seed=seed, **how) for seed, how in enumerate(_HOW)]
-_QUICK = ("model", "model-tree", "dflash2")
+_QUICK = ("model", "eagle-tree", "dflash2")
 _SCHEDULES, _MEMORY = ("v2", "v1", "v2-late"), ("roomy", "tight", "no-cache")
 
 
