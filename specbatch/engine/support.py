@@ -34,6 +34,8 @@ FAMILIES: Final = {
     "Qwen3, FP8 weights per channel": "qwen3-8b-fp8-dynamic",
     "Qwen3, INT4 weights": "qwen3-8b-awq",
     "Qwen3 MoE": "qwen3-30b-a3b",
+    "Phi-3, Phi-4": "phi-4",
+    "GLM-4.5": "glm-4.5-air",
     "Qwen3-Next": "qwen3-next-80b-a3b",
     "Qwen3.5": "qwen3.5-9b",
     "Qwen3.5 MoE": "qwen3.5-35b-a3b",
@@ -41,6 +43,7 @@ FAMILIES: Final = {
     "DeepSeek-V2": "deepseek-v2-lite",
     "DeepSeek-V3": "moonlight-16b-a3b",
     "LFM2": "lfm2-1.2b",
+    "LFM2 MoE": "lfm2-8b-a1b",
 }
 _DRAFT_MODEL = "MODEL"
 # Drafts: algorithm and `Speculation.draft`.

@@ -7,6 +7,7 @@ also dispatches to the configs of the other families. It refuses values it does 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -40,7 +41,10 @@ _OTHERS = {
     "GptOssForCausalLM": ("gpt_oss", "gpt_oss", "GptOssConfig"),
     "DeepseekV2ForCausalLM": ("deepseek_v2", "deepseek", "DeepseekConfig"),
     "DeepseekV3ForCausalLM": ("deepseek_v3", "deepseek", "DeepseekConfig"),
+    "Phi3ForCausalLM": ("phi3", "phi3", "Phi3Config"),
+    "Glm4MoeForCausalLM": ("glm4_moe", "glm4_moe", "Glm4MoeConfig"),
     "Lfm2ForCausalLM": ("lfm2", "lfm2", "Lfm2Config"),
+    "Lfm2MoeForCausalLM": ("lfm2_moe", "lfm2", "Lfm2Config"),
 }
 DTYPES = ("float32", "bfloat16", "float16")
 _DEEPEST = 10_000  # layers; configs list them
@@ -308,6 +312,12 @@ class ModelConfig:
     def parameter_count(self) -> int:
         """Number of parameters in memory; tied embeddings count once."""
         return sum(math.prod(shape) for shape in self.weight_shapes().values())
+
+
+def follows_layers(name: str, layers: int) -> bool:
+    """Whether a tensor belongs to a layer after the first `layers` ones, where MTP heads are stored."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return found is not None and int(found[1]) >= layers
 
 
 def _other(config: dict[str, Any]) -> type[ModelConfig] | None:

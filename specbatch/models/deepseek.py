@@ -7,9 +7,8 @@ DeepSeek-AI, "DeepSeek-V2" and "DeepSeek-V3 Technical Report" (2024); names, lay
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -18,28 +17,11 @@ from specbatch.errors import refuse
 from specbatch.kernels.attention.latent_attention import LatentLayout
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.kernels.moe.experts import Experts
-from specbatch.kernels.moe.routing import Routing
 from specbatch.models import llama
-from specbatch.models.config import ModelConfig
+from specbatch.models.config import ModelConfig, follows_layers
+from specbatch.models.deepseek_moe import DeepseekMixture, deepseek_mixture_of, read_deepseek_experts
 from specbatch.models.layers import Attention, Layer, Reader, Tables
-from specbatch.models.moe import MOST_EXPERTS, Mixture, MoeMlp, Shapes, read_routed, swiglu_rows, with_shared
-
-_NUMBERED = re.compile(r"model\.layers\.(\d+)\.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeepseekMixture(Mixture):
-    """score, scale, groups, top_groups: see `Routing`."""
-
-    score: Literal["softmax", "sigmoid"]
-    scale: float
-    groups: int
-    top_groups: int
-
-    @property
-    def is_biased(self) -> bool:
-        return self.score == "sigmoid"
+from specbatch.models.moe import MoeMlp, Shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +31,7 @@ class DeepseekConfig(ModelConfig):
     interleaved and score_scale: see `LatentLayout`; dense_layers: the first so many layers have no mixture."""
 
     module: ClassVar[str] = __name__
-    mtp_module: ClassVar[str] = "specbatch.models.deepseek_mtp"
+    mtp_module: ClassVar[str] = "specbatch.models.layer_mtp"
 
     query_rank: int | None
     rank: int
@@ -133,8 +115,7 @@ class DeepseekConfig(ModelConfig):
         return absorbed or super().may_dequantize(name, shape)
 
     def is_mtp(self, name: str) -> bool:
-        found = _NUMBERED.match(name)
-        return found is not None and int(found[1]) >= self.num_layers
+        return follows_layers(name, self.num_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +168,7 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
     if config.mixture is None or index < config.dense_layers:
         return Layer(mixer, (llama.dense(read, stem),))
     norm = read.norm(f"{stem}.post_attention_layernorm")
-    return Layer(mixer, (MoeMlp(norm, _experts(read, f"{stem}.mlp", config.mixture)),))
+    return Layer(mixer, (MoeMlp(norm, read_deepseek_experts(read, f"{stem}.mlp", config.mixture)),))
 
 
 def _attention(read: Reader, stem: str, tables: Tables) -> LatentAttention:
@@ -214,38 +195,12 @@ def _attention(read: Reader, stem: str, tables: Tables) -> LatentAttention:
     )  # fmt: skip
 
 
-def _experts(read: Reader, stem: str, mixture: DeepseekMixture) -> Experts:
-    hidden = read.config.hidden_size
-    up, down = read_routed(read, stem, mixture)
-    slices = 0
-    if mixture.shared:
-        shared = f"{stem}.shared_experts"
-        ups = read.weight(swiglu_rows(shared, mixture.shared), hidden)
-        downs = read.weight({f"{shared}.down_proj.weight": hidden}, mixture.shared)
-        up, down, slices = with_shared(read, stem, (up, down), (ups, downs), "swiglu")
-    bias = f"{stem}.gate.e_score_correction_bias"
-    rule = Routing(
-        mixture.experts,
-        mixture.top_k,
-        score=mixture.score,
-        normalise=mixture.normalise,
-        scale=mixture.scale,
-        bias=read(bias, mixture.experts, dtype=torch.float32) if mixture.is_biased else None,
-        groups=mixture.groups,
-        top_groups=mixture.top_groups,
-        shared=slices,
-    )
-    router = read(f"{stem}.gate.weight", mixture.experts, hidden, dtype=torch.float32)
-    return Experts(rule, router, up, down, ranks=read.ranks)
-
-
 def _third_mixture(config: dict[str, Any]) -> DeepseekMixture:
     for key, works in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if config.get(key) not in (None, works):
             raise refuse(key, config[key], f"the mixtures of DeepSeek-V3 here have {works!r}")
-    normalise = flag_of(config, "norm_topk_prob", True)
-    groups = count_of(config, "n_group", 8), count_of(config, "topk_group", 4)
-    return _mixture(config, "sigmoid", normalise, groups, positive_of(config, "routed_scaling_factor", 2.5))
+    defaults = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
+    return deepseek_mixture_of(defaults | {key: value for key, value in config.items() if value is not None})
 
 
 def _second_mixture(config: dict[str, Any]) -> DeepseekMixture:
@@ -258,31 +213,8 @@ def _second_mixture(config: dict[str, Any]) -> DeepseekMixture:
     method = config.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise refuse("topk_method", method, "use 'greedy' or 'group_limited_greedy'")
-    groups = (1, 1) if method == "greedy" else (count_of(config, "n_group"), count_of(config, "topk_group"))
-    return _mixture(config, "softmax", False, groups, positive_of(config, "routed_scaling_factor", 1.0))
-
-
-def _mixture(
-    config: dict[str, Any],
-    score: Literal["softmax", "sigmoid"],
-    normalise: bool,
-    groups: tuple[int, int],
-    scale: float,
-) -> DeepseekMixture:
-    inner = count_of(config, "moe_intermediate_size")
-    mixture = DeepseekMixture(
-        experts=count_of(config, "n_routed_experts", most=MOST_EXPERTS),
-        top_k=count_of(config, "num_experts_per_tok"),
-        inner=inner,
-        normalise=normalise,
-        shared=inner * count_of(config, "n_shared_experts", 0, least=0, most=1 << 10),
-        score=score,
-        scale=scale,
-        groups=groups[0],
-        top_groups=groups[1],
-    )
-    Routing(mixture.experts, mixture.top_k, score=score, groups=mixture.groups, top_groups=mixture.top_groups)
-    return mixture
+    groups = {"n_group": 1, "topk_group": 1} if method == "greedy" else {}
+    return deepseek_mixture_of(config | groups, score="softmax", normalise=False, is_biased=False)
 
 
 def _mscale(config: dict[str, Any]) -> float:

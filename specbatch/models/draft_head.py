@@ -193,7 +193,7 @@ def layer_config(described: dict[str, Any], shapes: Shapes | None = None) -> Mod
     )
 
 
-def recorded_shapes(config: ModelConfig, build: Callable[[Reader, Decoder], LlamaHead]) -> Shapes:
+def recorded_shapes(config: ModelConfig, build: Callable[[Reader, Decoder], DraftHead]) -> Shapes:
     """Name -> shape of the tensors that a head of this config reads, from building one without weights."""
     read = ShapeRecorder(config)
     target: Any = SimpleNamespace(embedding=None, head=None, dtype=torch.bfloat16, device=torch.device("meta"))

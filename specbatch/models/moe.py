@@ -17,6 +17,7 @@ from specbatch.models.config import shared_out
 from specbatch.models.layers import Reader
 
 MOST_EXPERTS = 1 << 16  # of a layer
+SWIGLU_NAMES = ("gate_proj", "up_proj", "down_proj")
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -72,19 +73,21 @@ def read_experts(read: Reader, stem: str, mixture: Mixture) -> Experts:
     return Experts(rule, router, up, down, ranks=read.ranks)
 
 
-def read_routed(read: Reader, stem: str, mixture: Mixture) -> tuple[Weight, Weight]:
-    """The routed experts of the mixture `stem`: gate and up as one matrix each, and down."""
+def read_routed(
+    read: Reader, stem: str, mixture: Mixture, names: tuple[str, str, str] = SWIGLU_NAMES
+) -> tuple[Weight, Weight]:
+    """The routed experts of the mixture `stem`: gate and up as one matrix each, and down. names: of these three."""
     count, inner, hidden = mixture.experts, mixture.inner, read.config.hidden_size
     if mixture.fused:
         up = read.fused(f"{stem}.experts.gate_up_proj", count, 2 * inner, hidden)
         return up, read.fused(f"{stem}.experts.down_proj", count, hidden, inner)
     stems = [f"{stem}.experts.{expert}" for expert in range(count)]
-    up = read.stack([swiglu_rows(one, inner) for one in stems], hidden)
-    return up, read.stack([{f"{one}.down_proj.weight": hidden} for one in stems], inner)
+    up = read.stack([swiglu_rows(one, inner, names) for one in stems], hidden)
+    return up, read.stack([{f"{one}.{names[2]}.weight": hidden} for one in stems], inner)
 
 
-def swiglu_rows(stem: str, inner: int) -> dict[str, int]:
-    return {f"{stem}.{part}_proj.weight": inner for part in ("gate", "up")}
+def swiglu_rows(stem: str, inner: int, names: tuple[str, str, str] = SWIGLU_NAMES) -> dict[str, int]:
+    return {f"{stem}.{name}.weight": inner for name in names[:2]}
 
 
 def with_shared(

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from specbatch.kernels.elementwise.norm import rms_norm
+from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.weight import Weight
 from specbatch.models import qwen3_next
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, rope_tables
 from specbatch.models.draft_head import DraftHead, Joined
-from specbatch.models.layers import Attention, Reader
+from specbatch.models.layers import Attention, Layer, Reader
 from specbatch.models.moe import Shapes
 from specbatch.models.qwen3_next import Qwen3NextConfig, centred
 
@@ -38,21 +39,20 @@ class MtpConfig(Qwen3NextConfig):
         return {FC: (hidden, 2 * hidden), **norms, **shapes}
 
 
-class Mtp(DraftHead):
-    def __init__(self, reader: Reader, target: Decoder, positions: int) -> None:
-        """positions: length of the rope tables."""
+class MtpHead(DraftHead):
+    """A layer of the target's family over the joined norms of token and feature, and a norm after it."""
+
+    def __init__(self, reader: Reader, target: Decoder, layer: Layer, fc: str, norms: tuple[Norm, Norm, Norm]) -> None:
+        """fc: name of the matrix that joins them; norms: of tokens, of features, and the one after the layer."""
         config = reader.config
-        layer = qwen3_next.layer(reader, 0, rope_tables(config, positions, target.dtype, target.device))
         assert isinstance(layer.mixer, Attention)
         super().__init__(config, layer.mixer.heads, target)
         self._layer = layer
-        fc = reader.weight({FC: config.hidden_size}, 2 * config.hidden_size)
-        if config.may_dequantize(FC, fc.values.shape):  # a block of scales spans both halves
-            fc = Weight(reader.dequantize(FC, fc))
-        self._fc = Joined(fc)
-        self._token_norm = centred(reader, f"{PREFIX}pre_fc_norm_embedding")
-        self._hidden_norm = centred(reader, f"{PREFIX}pre_fc_norm_hidden")
-        self._norm = centred(reader, f"{PREFIX}norm")
+        weight = reader.weight({fc: config.hidden_size}, 2 * config.hidden_size)
+        if config.may_dequantize(fc, weight.values.shape):  # a block of scales spans both halves
+            weight = Weight(reader.dequantize(fc, weight))
+        self._fc = Joined(weight)
+        self._token_norm, self._hidden_norm, self._norm = norms
 
     def begin(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self._fc(embedded, hidden, self._token_norm, self._hidden_norm)
@@ -63,6 +63,15 @@ class Mtp(DraftHead):
 
     def _finish(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, *self._norm)
+
+
+class Mtp(MtpHead):
+    def __init__(self, reader: Reader, target: Decoder, positions: int) -> None:
+        """positions: length of the rope tables."""
+        tables = rope_tables(reader.config, positions, target.dtype, target.device)
+        token, hidden = (centred(reader, f"{PREFIX}pre_fc_norm_{part}") for part in ("embedding", "hidden"))
+        norms = token, hidden, centred(reader, f"{PREFIX}norm")
+        super().__init__(reader, target, qwen3_next.layer(reader, 0, tables), FC, norms)
 
 
 def mtp_config(target: ModelConfig, found: Shapes | None = None) -> MtpConfig:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from specbatch.config_values import count_of, flag_of, names_of, positive_of, table_of
+from specbatch.config_values import count_of, flag_of, names_of, table_of
 from specbatch.errors import refuse
 from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.gemm.fp8_linear import ConcatLinear, linear
@@ -23,6 +23,7 @@ from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig, attending, shared_out, without_windows
 from specbatch.models.layers import Attention, Layer, Mixer, Mlp, Reader, SwiGlu, Tables
 from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers
+from specbatch.models.partial_rope import paired, turning, without_factor
 from specbatch.models.recurrent import GatedDelta, taps_of, window_shapes
 
 _PARTIAL = 0.25  # share of rotated channels, if a config has none
@@ -77,17 +78,12 @@ class Qwen3NextConfig(ModelConfig):
         if flag_of(inner, "attention_bias"):
             raise refuse("attention_bias", True, "layers with biases are not supported")
         plain = without_windows(ModelConfig.from_dict(_as_qwen3(inner)), "the attention layers of this family")
-        partial = _partial(inner)
-        turning = int(plain.head_dim * partial)
-        if turning < 2 or turning % 2:
-            raise refuse(
-                "partial_rotary_factor", partial, f"an even number of the {plain.head_dim} channels must rotate"
-            )
+        rope = replace(plain.rope, rotary_dim=turning(inner, plain.head_dim, _PARTIAL))
         moe = kind in ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
         normalise = kind != "qwen3_next" or flag_of(inner, "norm_topk_prob", True)
         layers = plain.num_layers
         return cls(
-            **vars(plain) | {"rope": replace(plain.rope, rotary_dim=turning)},
+            **vars(plain) | {"rope": rope},
             attends=_attends(inner, layers),
             delta=_delta_sizes(inner, grouped=kind == "qwen3_next"),
             mixture=mixture_of(inner, normalise=normalise) if moe else None,
@@ -213,16 +209,6 @@ def _attention(read: Reader, stem: str, tables: Tables) -> Attention:
     )
 
 
-def paired(dim: int, turning: int) -> torch.Tensor:
-    """Permutation of a head's channels. The first `turning` channels are paired as halves of these `turning`; after the
-    permutation they are paired as halves of the head. The same permutation of queries and keys does not change their
-    dot products."""
-    half, still = turning // 2, (dim - turning) // 2
-    channels = torch.arange(dim)
-    one, two, rest = channels[:half], channels[half:turning], channels[turning:]
-    return torch.cat([one, rest[:still], two, rest[still:]])
-
-
 def _delta(read: Reader, stem: str, config: Qwen3NextConfig) -> GatedDelta:
     inner, sizes = f"{stem}.linear_attn", config.delta
     assert sizes is not None
@@ -276,14 +262,14 @@ def _ungrouped(read: Reader, name: str, groups: int, rows: list[int]) -> Weight:
 
 def _as_qwen3(config: dict[str, Any]) -> dict[str, Any]:
     """The config as that of a Qwen3, to read the settings that the families share."""
-    plain = {key: value for key, value in config.items() if key not in ("layer_types", "partial_rotary_factor")}
+    plain = {key: value for key, value in without_factor(config).items() if key != "layer_types"}
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(plain.get(key), dict):
             plain[key] = {
                 name: "default" if (name, value) in (("rope_type", "mrope"), ("type", "mrope")) else value
                 for name, value in plain[key].items()
                 # For text the three positions of mrope are equal.
-                if name != "partial_rotary_factor" and not name.startswith("mrope")
+                if not name.startswith("mrope")
             }
     # Layers with a mixture have no intermediate_size.
     width = config.get("intermediate_size") or config.get("moe_intermediate_size")
@@ -302,14 +288,6 @@ def _delta_sizes(config: dict[str, Any], *, grouped: bool) -> DeltaSizes:
         taps=taps_of(config, "linear_conv_kernel_dim"),
         grouped=grouped,
     )
-
-
-def _partial(config: dict[str, Any]) -> float:
-    key = "partial_rotary_factor"
-    share = positive_of(config, key, _PARTIAL, most=1)
-    for where in ("rope_parameters", "rope_scaling"):
-        share = positive_of(table_of(config, where), key, share, most=1, where=where)
-    return share
 
 
 def _attends(config: dict[str, Any], layers: int) -> tuple[bool, ...]:

@@ -115,13 +115,13 @@ class FolderCheckpoint:
             log(f"{name}: {len(scales)} scales are not used, such as {min(scales)}: {works}")
         if isinstance(stored, Int4Weights):
             self._check_orders(stored)
-        self.config = self.config.fit(found)
-        found = {name: shape for name, shape in found.items() if name not in unused}
-        self.mtp = {name: shape for name, shape in found.items() if self.config.is_mtp(name)}
+        head = {name: shape for name, shape in found.items() if self.config.is_mtp(name)}
         spare = [name for name in found if self.config.is_spare(name)]
         if spare and log is not None:
             log(f"{name}: {len(spare)} tensors are not used for text and not read, such as {min(spare)}")
-        own = {name: shape for name, shape in found.items() if name not in self.mtp and name not in spare}
+        own = {name: shape for name, shape in found.items() if name not in head and name not in spare}
+        self.config = self.config.fit(own)
+        own, self.mtp = ({name: part[name] for name in part if name not in unused} for part in (own, head))
         _check_ends(self.config, own, folder)
         check_tensors(self.config.tensor_shapes(), own, folder)
         self._names = list(own)

@@ -55,6 +55,21 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         **_MAMBA,
         **_SIGMOID,
     },
+    "glm4-moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        **_SIGMOID,
+    },
+    "lfm2-moe": {
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "norm_eps": 1e-5,
+        "num_dense_layers": 1,
+        **_MOE,
+    },
     "lfm2": {
         "architectures": ["Lfm2ForCausalLM"],
         "layer_types": ["conv", "full_attention", "conv", "conv"],
@@ -110,7 +125,11 @@ LATENT: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-TARGETS: dict[str, dict[str, Any]] = {"llama": {"architectures": ["LlamaForCausalLM"]}, **WINDOWED, **HYBRIDS, **LATENT}
+LONG: dict[str, Any] = {"type": "longrope", "short_factor": [1.0, 1.3, 1.7, 2.0], "long_factor": [4.0] * 4}
+PHI: dict[str, Any] = {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5, "rope_scaling": LONG}
+PHI["original_max_position_embeddings"] = 64
+TARGETS: dict[str, dict[str, Any]] = {"llama": {"architectures": ["LlamaForCausalLM"]}, "phi3": PHI}
+TARGETS |= {**WINDOWED, **HYBRIDS, **LATENT}
 
 # Llamas by the format of their weights; their widths are whole groups of inputs.
 QUANTIZED = {
@@ -124,7 +143,7 @@ QUANTIZED = {
 }
 DRAFTS = {"drafts": TARGETS["llama"], "recurrent-drafts": TARGETS["qwen3.5"]}
 
-MTP = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "deepseek-v3")  # whose checkpoints hold a draft head
+MTP = ("glm4-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe", "deepseek-v3")  # whose checkpoints hold a draft head
 
 
 class Letters:
@@ -150,7 +169,7 @@ class Letters:
 STRENGTHS = {
     "llama": 1.2, "mistral": 1.2, "ministral": 1.2, "gemma3": 0.45, "gpt-oss": 1.6,
     "qwen3-moe": 1.0, "qwen3-next": 2.6, "qwen3.5": 2.8, "qwen3.5-moe": 2.8, "nemotron-h": 1.2,
-    "nemotron-h-moe": 1.9, "lfm2": 1.3, "drafts": 2.0,
+    "nemotron-h-moe": 1.9, "lfm2": 1.3, "lfm2-moe": 1.3, "glm4-moe": 1.8, "phi3": 1.2, "drafts": 2.0,
     "recurrent-drafts": 2.0, "deepseek-v2": 0.8, "deepseek-v3": 1.0,
 }  # fmt: skip
 

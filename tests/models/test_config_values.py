@@ -35,6 +35,7 @@ INNER = SIZES | {"model_type": "qwen3"}
 READERS: dict[str, tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]] = {
     **{name: (ModelConfig.from_dict, SIZES | described) for name, described in HYBRIDS.items()},
     "gemma3": (ModelConfig.from_dict, SIZES | WINDOWED["gemma3"]),
+    "phi3": (ModelConfig.from_dict, SIZES | TARGETS["phi3"]),
     "gpt-oss": (ModelConfig.from_dict, SIZES | WINDOWED["gpt-oss"]),
     "llama": (ModelConfig.from_dict, SIZES | {"model_type": "llama", "rope_scaling": YARN}),
     "qwen2": (ModelConfig.from_dict, SIZES | {"model_type": "qwen2", "quantization_config": FP8}),

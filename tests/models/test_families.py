@@ -96,6 +96,17 @@ DENSE: dict[str, Callable[[], Any]] = {
     "gemma3-untied": lambda: gemma3(
         tie_word_embeddings=False, layer_types=["full_attention", "sliding_attention", "sliding_attention"]
     ),
+    "phi3": lambda: phi3(sliding_window=6),
+    "phi4-longrope": lambda: phi3(
+        partial_rotary_factor=0.67,
+        num_key_value_heads=6,
+        original_max_position_embeddings=64,
+        rope_scaling={
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.3, 2.0],
+            "long_factor": [2.0] * 4,
+        },
+    ),
     "qwen2-windows": lambda: qwen2(use_sliding_window=True, sliding_window=3, max_window_layers=1),
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**DENSE_SIZES, head_dim=24, tie_word_embeddings=False)),
 }
@@ -134,9 +145,12 @@ FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
     ),
     "gpt-oss": lambda: gpt_oss(),
     "gpt-oss-plain": lambda: gpt_oss(attention_bias=False, sliding_window=2, tie_word_embeddings=True),
+    "glm4-moe": lambda: glm(attention_bias=True, use_qk_norm=True, n_group=4, topk_group=2, first_k_dense_replace=1),
+    "glm4-moe-plain": lambda: glm(n_shared_experts=2, norm_topk_prob=False, first_k_dense_replace=0),
     "nemotron-h": lambda: nemotron(**MAMBA),
     "nemotron-h-moe": lambda: nemotron(**SIGMOID),
     "lfm2": lambda: hf.Lfm2ForCausalLM(hf.Lfm2Config(**NO_EPS, **LFM, conv_bias=False)),
+    "lfm2-moe": lambda: lfm_moe(),
     "lfm2-biases": lambda: hf.Lfm2ForCausalLM(hf.Lfm2Config(**NO_EPS, **LFM, conv_bias=True)),
 }
 
@@ -149,6 +163,28 @@ def gemma3(**changes: Any) -> Any:
     sizes = DENSE_SIZES | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 6}
     kinds = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
     return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**sizes | kinds | changes))
+
+
+def phi3(**changes: Any) -> Any:
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return hf.Phi3ForCausalLM(hf.Phi3Config(**DENSE_SIZES | ends | changes))
+
+
+def glm(**changes: Any) -> Any:
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    described = SIZES | experts | {"routed_scaling_factor": 2.5} | changes
+    model = hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**described))
+    for layer in model.model.layers[described["first_k_dense_replace"] :]:
+        layer.mlp.gate.e_score_correction_bias.normal_()
+    return model
+
+
+def lfm_moe() -> Any:
+    own = MOE | {"num_dense_layers": 1, "routed_scaling_factor": 1.5}
+    model = hf.Lfm2MoeForCausalLM(hf.Lfm2MoeConfig(**NO_EPS | LFM | own))
+    for layer in model.model.layers[1:]:
+        layer.feed_forward.expert_bias.normal_()
+    return model
 
 
 def gpt_oss(**changes: Any) -> Any:

@@ -40,6 +40,8 @@ PARAMETERS = {
     "qwen3-next-80b-a3b-fp8": 79_674_391_296,
     "nemotron-nano-9b-v2": 8_888_227_328,
     "lfm2-1.2b": 1_170_340_608,
+    "lfm2-8b-a1b": 8_339_929_856 + 22 * 32,  # with the biases of the routers
+    "phi-4": 14_659_507_200,
 }
 
 

@@ -1,0 +1,100 @@
+"""Phi-3, Phi-3.5 and Phi-4: Llama layers whose q, k and v, and whose gate and up, are one tensor each; LongRoPE.
+
+Names, layout and defaults are those of `Phi3Config` of transformers. LongRoPE (Ding et al., "LongRoPE", 2024) divides
+the frequencies by one list of factors in short texts and by another in long ones. Short texts only are supported: a
+text that grows past the limit would need other keys for the tokens that it has already.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from specbatch.config_values import count_of, positive_of, positives_of, table_of
+from specbatch.errors import refuse
+from specbatch.models import partial_rope
+from specbatch.models.config import ModelConfig
+from specbatch.models.layers import Layer, Reader, SwiGlu, Tables
+from specbatch.models.llama import final_norm  # noqa: F401 (`decoder` calls it)
+from specbatch.models.rope import DEFAULT_THETA, Rope
+
+_LONGROPE = ("longrope", "su", "yarn")  # its names in configs of this family
+_ROPE_KEYS = {
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "short_factor", "long_factor", "factor",
+    "attention_factor", "original_max_position_embeddings",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phi3Config(ModelConfig):
+    """max_position: with LongRoPE that of short texts."""
+
+    module: ClassVar[str] = __name__
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> Phi3Config:
+        plain = ModelConfig.from_dict(
+            {key: value for key, value in config.items() if not key.startswith(("rope_", partial_rope.FACTOR))}
+            | {
+                "architectures": None,
+                "model_type": "mistral",  # whose configs state windows alike
+                "sliding_window": config.get("sliding_window"),
+            }
+        )
+        rope, limit = _rope(config, plain.head_dim, plain.max_position)
+        return cls(**vars(plain) | {"family": "phi3", "rope": rope, "max_position": limit})
+
+    def divided(self, ranks: int) -> Self:
+        if self.num_kv_heads % ranks:
+            works = f"q, k and v are one tensor, so it must divide num_key_value_heads={self.num_kv_heads}"
+            raise refuse("tensor_parallel", ranks, works)
+        return super().divided(ranks)
+
+    def sections(self, name: str) -> tuple[int, ...]:
+        if ".qkv_proj." in name:
+            return self.num_heads * self.head_dim, *(self.num_kv_heads * self.head_dim,) * 2
+        return (self.intermediate_size,) * 2 if ".gate_up_proj." in name else ()
+
+
+def layer(read: Reader, index: int, tables: Tables) -> Layer:
+    """Layer `index`; tables: cos and sin."""
+    config, stem = read.config, f"model.layers.{index}"
+    attention, mlp = f"{stem}.self_attn", f"{stem}.mlp"
+    hidden, inner, queries = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+    qkv = {f"{attention}.qkv_proj": queries + 2 * config.num_kv_heads * config.head_dim}
+    mixer = partial_rope.attention(read, f"{stem}.input_layernorm", attention, tables, qkv, config.window(index))
+    gate_up = read.linear({f"{mlp}.gate_up_proj": 2 * inner}, hidden)
+    norm = read.norm(f"{stem}.post_attention_layernorm")
+    return Layer(mixer, (SwiGlu(norm, gate_up, read.linear({f"{mlp}.down_proj": hidden}, inner)),))
+
+
+def _rope(config: dict[str, Any], head_dim: int, max_position: int) -> tuple[Rope, int]:
+    """The rope, and the longest text that it is for."""
+    source = "rope_scaling" if table_of(config, "rope_scaling") else "rope_parameters"
+    table = {key: value for key, value in table_of(config, source).items() if value is not None}
+    kind = table.get("rope_type", table.get("type", "default"))
+    if kind not in ("default", *_LONGROPE):
+        raise refuse(f"{source}.rope_type", kind, f"Phi models have {', '.join(('default', *_LONGROPE))}")
+    for key in table.keys() - _ROPE_KEYS:
+        raise refuse(f"{source}.{key}", table[key], f"rope type {kind!r} has no such value")
+    found = table if "rope_theta" in table else config
+    theta = positive_of(found, "rope_theta", DEFAULT_THETA)
+    turning = partial_rope.turning(config, head_dim)
+    rope = Rope(theta=theta, rotary_dim=turning, source=source if found is table else "rope_theta")
+    if kind == "default":
+        return rope, max_position
+    key = "original_max_position_embeddings"
+    original = count_of(config, key, count_of(table, key, 4096))
+    for name in ("short_factor", "long_factor"):
+        if len(positives_of(table, name) or ()) != turning // 2:
+            raise refuse(f"{source}.{name}", table.get(name), f"give {turning // 2} positive numbers")
+    factor = positive_of(table, "factor", max_position / original, where=source)
+    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+    scaled = replace(
+        rope,
+        kind="divisors",
+        divisors=tuple(positives_of(table, "short_factor") or ()),
+        attention_factor=positive_of(table, "attention_factor", usual, where=source),
+    )
+    return scaled, min(original, max_position)
