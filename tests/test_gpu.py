@@ -16,7 +16,7 @@ import pytest
 import torch
 from crossed import crossed
 from plain_decoding import check_end, check_logprobs, check_tokens
-from targets import HYBRIDS, WINDOWED, Targets
+from targets import HYBRIDS, LATENT, WINDOWED, Targets
 
 from specbatch import Engine
 from specbatch.acceptance_profile import AcceptanceProfile
@@ -64,9 +64,9 @@ def test_tokens_are_those_of_the_baseline(
 
 
 @pytest.mark.parametrize(
-    ("name", "algorithm", "graphs"), crossed([*HYBRIDS, *WINDOWED], ["none", "ngram-tree", "eagle"], GRAPHS)
+    ("name", "algorithm", "graphs"), crossed([*HYBRIDS, *WINDOWED, *LATENT], ["none", "ngram-tree", "eagle"], GRAPHS)
 )
-def test_v2_on_recurrent_windowed_and_expert_targets_waits_only_for_results(
+def test_v2_on_targets_of_all_kinds_waits_only_for_results(
     targets: Targets, name: str, algorithm: str, graphs: str
 ) -> None:
     engine = targets.engine(name, algorithm, device="cuda", dtype="float32", graphs=GRAPHS[graphs])

@@ -73,8 +73,15 @@ class DeepseekConfig(ModelConfig):
         )
 
     def divided(self, ranks: int) -> Self:
-        mixture = self.mixture and self.mixture.divided(ranks, self.input_step)
-        return replace(super().divided(ranks), mixture=mixture)
+        """Heads are divided, and each rank has all latents."""
+        step = self.input_step
+        mixture = self.mixture and self.mixture.divided(ranks, step)
+        part = replace(super().divided(ranks), mixture=mixture)
+        for width in (self.plain + self.head_dim, self.plain + self.value_dim, self.value_dim):
+            if part.num_heads * width % step:
+                works = f"a rank's heads, {part.num_heads} of {width}, must be a multiple of {step} channels"
+                raise refuse("tensor_parallel", ranks, works)
+        return part
 
     def sections(self, name: str) -> tuple[int, ...]:
         is_stack = name.endswith("experts.gate_up_proj")

@@ -1,5 +1,5 @@
-"""Compiles kernels for Hopper, which needs no GPU: deterministic ones, those of gpt-oss and of quantized weights. One
-JSON line for each: shared memory and instructions of the tensor cores. A process of its own: in the tests, kernels are
+"""Compiles kernels for Hopper, which needs no GPU: deterministic ones, those of gpt-oss, of latent attention and of
+quantized weights. One JSON line for each: shared memory and instructions of the tensor cores. A process of its own: in the tests, kernels are
 interpreted."""
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from specbatch.kernels.attention import latent_attention_triton as latents
 from specbatch.kernels.attention import prefill_attention_triton as prompts
 from specbatch.kernels.attention import span_attention_triton as spans
 from specbatch.kernels.attention import verify_attention_triton as verifies
@@ -107,6 +108,24 @@ def prompt_with_sinks(source: str) -> dict[str, Any]:
     return compiled(prompts._attend, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
+def latent_attention(
+    rows: int, *, is_tree: bool = False, is_prompt: bool = False, cache: str = "bf16"
+) -> dict[str, Any]:
+    """Of DeepSeek-V2-Lite: 16 heads."""
+    tile = latents.MANY if is_prompt else latents.tile_for(rows)
+    kinds = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("k_cache", "v_cache"), f"*{cache}")
+    kinds |= dict.fromkeys(("partials", "logs"), "*fp32") | {"scale": "fp32"}
+    kinds |= dict.fromkeys(("page_table", "tiles", "bounds", "slots", "lengths", "ancestors"), "*i64")
+    kinds |= dict.fromkeys(("n", "first_node", "capacity", "width", "bounds_stride"), "i32")
+    fixed: dict[str, Any] = {
+        "HEADS": 16, "RANK": 512, "ROPE": 64, "BLOCK_R": 512, "BLOCK_P": 64, "PAGE": 16, "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n, "TOKENS": max(1, tile.block_m // 16),
+    }  # fmt: skip
+    fixed |= dict.fromkeys(("slots", "lengths") if is_prompt else ("tiles", "bounds"))
+    fixed |= {} if is_tree else {"ancestors": None}
+    return compiled(latents._latent_attention, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
+
+
 def mxfp4_experts(rows: int, *, is_gated: bool) -> dict[str, Any]:
     """A grouped GEMM of gpt-oss."""
     tile = experts._MXFP4_TILES[rows]
@@ -186,6 +205,11 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "sinks of a tree", sinks(is_tree=True)
     for source in ("slots", "pages", "rows"):
         yield f"sinks of a prompt, {source}", prompt_with_sinks(source)
+    yield "latents of a step", latent_attention(16)
+    yield "latents of a verify", latent_attention(256)
+    yield "latents of a tree", latent_attention(256, is_tree=True)
+    yield "latents of a prompt", latent_attention(256, is_prompt=True)
+    yield "latents of a verify, FP8", latent_attention(256, cache="fp8e4nv")
     for rows in experts._MXFP4_TILES:
         yield f"experts of {rows} rows", mxfp4_experts(rows, is_gated=True)
         yield f"second GEMM of experts of {rows} rows", mxfp4_experts(rows, is_gated=False)

@@ -69,6 +69,22 @@ NEMOTRON = {
     "moe_shared_expert_intermediate_size": 256,
 }
 
+DEEPSEEK = {
+    **{key: value for key, value in SIZES.items() if key != "head_dim"},
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "n_group": 2,
+    "topk_group": 1,
+}
+
 
 def qkv_of(*layers: int) -> set[str]:
     return {f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in layers for part in "qkv"}
@@ -84,6 +100,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], bool, set[str]]] = {
     "next": (NEXT, ["linear_attn.in_proj_ba"], False, qkv_of(1)),
     "qwen3.5": (QWEN35, [f"model.layers.0.linear_attn.in_proj_{part}" for part in "ab"], True, qkv_of(1)),
     "nemotron": (NEMOTRON, [], False, set()),
+    "deepseek": (DEEPSEEK, [], False, {f"model.layers.{layer}.self_attn.kv_b_proj.weight" for layer in (0, 1)}),
 }
 
 
