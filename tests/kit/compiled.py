@@ -1,6 +1,6 @@
 """Compiles kernels for Hopper, which needs no GPU: deterministic ones, those of gpt-oss, of latent attention and of
-quantized weights. One JSON line for each: shared memory and instructions of the tensor cores. A process of its own: in the tests, kernels are
-interpreted."""
+quantized weights. One JSON line for each: shared memory and instructions of the tensor cores. A process of its own: in
+the tests, kernels are interpreted."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_damaged_heads_are_refused(saved: Any) -> None:
     save_file(tensors, path)
     checkpoint = open_checkpoint(str(folder))
     found = own_tensors(checkpoint.config, checkpoint.mtp)
-    with pytest.raises(SpecbatchError, match="eh_proj.weight is missing"):
+    with pytest.raises(SpecbatchError, match=r"eh_proj\.weight is missing"):
         check_tensors(mtp_config(checkpoint.config, found).tensor_shapes(), found, "the head")
     described = json.loads((folder / "config.json").read_text())
     assert described["num_nextn_predict_layers"] == checkpoint.config.mtp_layers == 1
