@@ -1,20 +1,23 @@
-"""The MTP head of GLM-4.5 from a checkpoint as it is published, against `MtpModel` of transformers."""
+"""The MTP heads of GLM-4.5 and DeepSeek-V3 from a checkpoint as it is published, against `MtpModel` of transformers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
+from specbatch.errors import SpecbatchError
 from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import UncachedContext
 from specbatch.models.layer_mtp import Mtp, mtp_config, own_tensors
 from specbatch.models.layers import Reader
 from specbatch.weights import open_checkpoint
+from specbatch.weights.folder import check_tensors
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -22,6 +25,15 @@ SIZES: dict[str, Any] = {
     "moe_intermediate_size": 24, "first_k_dense_replace": 1, "attention_bias": True, "use_qk_norm": True,
     "num_nextn_predict_layers": 1,
 }  # fmt: skip
+LATENT = SIZES | {
+    "kv_lora_rank": 24, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 12, "q_lora_rank": 20,
+    "n_group": 3, "topk_group": 2, "num_key_value_heads": 4, "attention_bias": False,
+}  # fmt: skip
+del LATENT["head_dim"], LATENT["use_qk_norm"]
+TARGETS = {
+    "glm-4.5": lambda: hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**SIZES)),
+    "deepseek-v3": lambda: hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**LATENT)),
+}
 CPU = torch.device("cpu")
 
 
@@ -42,9 +54,10 @@ def published(head: Any, stem: str) -> dict[str, torch.Tensor]:
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
-def test_head_computes_what_transformers_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", TARGETS)
+def test_head_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
     torch.manual_seed(3)
-    theirs = hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**SIZES)).eval()
+    theirs = TARGETS[name]().eval()
     head = MtpModel(theirs, 1).eval()
     with torch.no_grad():
         for parameter in (*theirs.parameters(), *head.layers.parameters()):
@@ -71,3 +84,21 @@ def test_head_computes_what_transformers_does(tmp_path: Path) -> None:
         attended = UncachedContext(ours, 1, 20 - place).attend(0, qkv, mine.heads, torch.arange(place, 20))
         hidden = mine.leave(x, attended)
         torch.testing.assert_close(hidden, wanted[0], rtol=1e-3, atol=1e-4)
+
+
+def test_heads_of_other_shapes_are_refused(tmp_path: Path) -> None:
+    theirs, weights = TARGETS["deepseek-v3"](), tmp_path / "model.safetensors"
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(weights) | published(MtpModel(theirs, 1), "model.layers.2")
+    save_file(tensors | {"model.layers.2.embed_tokens.weight": torch.zeros(5, 48)}, weights)
+    checkpoint = open_checkpoint(str(tmp_path))
+    with pytest.raises(
+        SpecbatchError, match=r"layers.2.embed_tokens.weight': its shape is \[5, 48\], and .* \[97, 48\]"
+    ):
+        own_tensors(checkpoint.config, checkpoint.mtp)
+    del tensors["model.layers.2.eh_proj.weight"]
+    save_file(tensors, weights)
+    checkpoint = open_checkpoint(str(tmp_path))
+    found = own_tensors(checkpoint.config, checkpoint.mtp)
+    with pytest.raises(SpecbatchError, match=r"eh_proj\.weight is missing"):
+        check_tensors(mtp_config(checkpoint.config, found).tensor_shapes(), found, "the head")
