@@ -241,6 +241,7 @@ def memory_plan(
     if config.graphs.prefill == "piecewise":
         graphs += static_bytes(model, dtype, chunk, needs_all_hidden=draft.needs_all_hidden, aux=len(draft.aux))
         graphs += static_bytes(draft.config, dtype, chunk, needs_all_hidden=False) if draft.layers else 0
+    pools = 2 if graphs else 1  # graphs have one of their own
     return plan_memory(
         config,
         free=available_memory(device) if ranks is None else _least_memory(device, ranks),
@@ -256,7 +257,7 @@ def memory_plan(
         vocabulary=model.vocab_size,
         rows=draft.kv_slots_per_step(config.speculation.drafted + 1),
         token_bytes=_token_bytes(model, draft, dtype),
-        temporary=max(dequantized_bytes(part, dtype, device) for part in (model, draft.config)),
+        temporary=pools * max(dequantized_bytes(part, dtype, device) for part in (model, draft.config)),
         corpus_bytes=(lambda running: 0) if corpus is None else corpus.bytes,
         graphs=graphs,
         share=share,

@@ -7,6 +7,7 @@ from typing import Any
 
 import lossless
 import pytest
+import torch
 from targets import QUANTIZED, SPECULATIONS, Targets
 from thread_ranks import thread_group
 
@@ -38,3 +39,14 @@ def test_quantized_targets_are_lossless(
     settings = lossless.Case.settings
     monkeypatch.setattr(lossless.Case, "settings", lambda self: settings(self) | {"tensor_parallel": ranks})
     lossless.check(case, targets, monkeypatch, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@pytest.mark.parametrize("graphs", ["eager", "both"])
+@pytest.mark.parametrize("target", QUANTIZED)
+def test_quantized_targets_are_lossless_on_a_gpu(
+    targets: Targets, monkeypatch: pytest.MonkeyPatch, target: str, graphs: str
+) -> None:
+    drafter = _QUICK.get(target, "ngram")
+    lossless.check(lossless.Case(drafter, "v2", graphs, "roomy", target), targets, monkeypatch, "cuda")
