@@ -337,6 +337,23 @@ def test_nan_fp8_weights_are_refused(keeps: bool, tmp_path: Path, monkeypatch: p
         Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=64)
 
 
+@pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
+def test_blocks_of_compressed_tensors(keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same scales by another name."""
+    monkeypatch.setattr("specbatch.models.layers.keeps_quantized", lambda device: keeps)
+    meant = write(tmp_path, QWEN3, ["lm_head"], False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name.removesuffix("_inv"): item for name, item in tensors.items()}, tmp_path / "model.safetensors")
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"quantization_config": quantization}))
+    checkpoint = open_checkpoint(str(tmp_path))
+    sizes = {"dtype": torch.float32, "device": CPU, "max_positions": 64}
+    expected = logits(Decoder(ModelConfig.from_dict(QWEN3), meant.__getitem__, **sizes))
+    found = logits(Decoder(checkpoint.config, checkpoint.tensor, **sizes))
+    assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
 def test_file_decides_which_weights_are_fp8(tmp_path: Path) -> None:
     meant = write(tmp_path, QWEN3, ["lm_head", "model.layers.1.mlp"], False)
     described = json.loads((tmp_path / "config.json").read_text())
