@@ -132,7 +132,8 @@ class SamplingParams:
     repetition_penalty: float = setting(
         1.0,
         "Makes tokens of the prompt and the answer less likely if above 1; 1 is off.",
-        number(lambda x: 0 < x <= 100, "use a positive number, such as 1.1; 1 is off"),
+        # Logits divided by much less would not be finite.
+        number(lambda x: 0.01 <= x <= 100, "use a number from 0.01 to 100, such as 1.1; 1 is off"),
     )
     logit_bias: Any = setting((), "", _BIAS)
     bad_words: Sequence[str] = setting((), "", _STOP)
@@ -152,6 +153,13 @@ class SamplingParams:
             raise refuse("stop", self.stop, "a stop string must not be empty")
         if not all(word.strip() for word in self.bad_words):
             raise refuse("bad_words", self.bad_words, "a word must not be empty")
+        for word in self.bad_words:
+            if any("\ud800" <= character <= "\udfff" for character in word):
+                raise refuse("bad_words", word, "it has half of a surrogate pair, which is not text")
+        tokens = [token for token, _ in self.logit_bias]
+        for token in tokens:
+            if tokens.count(token) > 1:
+                raise refuse("logit_bias", token, "this token id is there more than once; use one bias for it")
         if self.min_tokens > self.max_new_tokens:
             raise refuse("min_tokens", self.min_tokens, f"use at most max_new_tokens={self.max_new_tokens}")
         self._check_grammar()
@@ -234,16 +242,21 @@ def sampling_text(sampling: Mapping[str, Any] | None) -> str:
 
 
 def _pairs_of(bias: Any) -> Any:
-    """A mapping as sorted pairs, whose keys may be digits, as in JSON; anything else stays as it is."""
+    """A mapping as sorted pairs, whose keys may be digits, as in JSON; anything else stays as it is. Different keys may
+    be the same token."""
     if not isinstance(bias, Mapping):
         return (
             tuple(tuple(pair) if isinstance(pair, list) else pair for pair in bias) if isinstance(bias, list) else bias
         )
-    ids = {int(key) if isinstance(key, str) and key.isdecimal() else key: value for key, value in bias.items()}
     try:
-        return tuple(sorted(ids.items()))
+        return tuple(sorted((_id_of(key), value) for key, value in bias.items()))
     except TypeError:  # keys that are no token ids
         return bias
+
+
+def _id_of(key: Any) -> Any:
+    is_id = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= len(str(MOST))
+    return int(key) if is_id else key
 
 
 def _json_of(schema: Any) -> Any:

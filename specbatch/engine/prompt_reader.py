@@ -92,8 +92,15 @@ class PromptReader:
             return ()
         key = tuple(words)
         if key not in self._spellings:
-            texts = [text for word in key for text in (word, " " + word.lstrip())]
-            found = dict.fromkeys(tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+            found: dict[tuple[int, ...], None] = {}
+            for word in key:
+                alone, after = (
+                    tuple(self._tokenizer.encode(text, add_special_tokens=False))
+                    for text in (word, " " + word.lstrip())
+                )
+                if not alone:  # after a space it would be the space
+                    raise refuse("bad_words", word, "the tokenizer has no tokens for it; leave it out")
+                found |= {alone: None, after: None}
             longest = max(map(len, found))
             if len(found) > MOST_BAD_WORDS:
                 works = f"they have {len(found)} spellings as tokens; use words with at most {MOST_BAD_WORDS}"
@@ -101,7 +108,8 @@ class PromptReader:
             if longest > MOST_WORD_TOKENS:
                 works = f"one has {longest} tokens; use words of at most {MOST_WORD_TOKENS}"
                 raise refuse("bad_words", list(words), works)
-            self._spellings[key] = tuple(word for word in found if word)
+            # Tokenizers may know tokens that the model does not have, and never chooses.
+            self._spellings[key] = tuple(word for word in found if max(word) < self._vocabulary)
         return self._spellings[key]
 
     def automaton(self, params: SamplingParams) -> TokenAutomaton | None:

@@ -198,8 +198,14 @@ def test_stop_strings_are_ignored_within_min_tokens(toy_engine: Callable[..., En
         ({"logprobs": 5}, "logprobs=5: use a boolean; top_logprobs=K"),
         ({"max_tokens": 5}, "max_tokens=5: use max_new_tokens"),
         ({"frequency_penalty": 2.1}, "frequency_penalty=2.1: use a number from -2 to 2; 0 is off"),
-        ({"repetition_penalty": 0}, "repetition_penalty=0: use a positive number"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0: use a number from 0.01"),
+        ({"repetition_penalty": 1e-39}, "repetition_penalty=1e-39: use a number from 0.01"),
         ({"logit_bias": {37: 1}}, "logit_bias=37: token ids go from 0 to 36"),
+        ({"logit_bias": {5: 1, "5": 2}}, "logit_bias=5: this token id is there more than once"),
+        ({"logit_bias": {"5": 1, "05": None}}, "logit_bias=.*use a mapping"),
+        ({"logit_bias": [[5, 1], [5, 1]]}, "logit_bias=5: this token id is there more than once"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias=.*use a mapping"),
+        ({"bad_words": ["\ud800"]}, "bad_words=.*half of a surrogate pair"),
         ({"logit_bias": {"x": 1}}, "logit_bias=.*use a mapping of at most 300 token ids to numbers from -100 to 100"),
         ({"logit_bias": {3: 101}}, "logit_bias=.*use a mapping"),
         ({"logit_bias": dict.fromkeys(range(301), 1)}, "logit_bias=.*at most 300"),
@@ -219,6 +225,20 @@ def test_sampling_params_that_cannot_work_are_refused(
         toy_engine().generate([[3]], SamplingParams(**{"max_new_tokens": 100} | params))
     with pytest.raises(SpecbatchError, match=r"sampling_params=.*use params"):
         toy_engine().generate([[3]], sampling_params=SamplingParams())
+
+
+def test_bad_words_without_tokens_are_refused_and_those_of_other_vocabularies_are_never_chosen(
+    toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, params = toy_engine(), SamplingParams(max_new_tokens=4)
+    plain = engine.generate([[3]], params)[0].token_ids
+    assert (
+        engine.generate([[3]], params.updated({"bad_words": ["x"]}))[0].token_ids == plain
+    )  # a byte above the 37 tokens
+    # As by tokenizers that remove characters without a width.
+    monkeypatch.setattr(type(engine.tokenizer), "encode", lambda *_, **__: [])
+    with pytest.raises(SpecbatchError, match=r"bad_words=.*the tokenizer has no tokens for it"):
+        engine.generate([[3]], params.updated({"bad_words": ["y"]}))
 
 
 # -- top_logprobs -----------------------------------------------------------------------------------------------------
