@@ -139,7 +139,7 @@ def latent_decode_attention(queries: DecodeQueries, group: int, dtype: torch.dty
     if runs_kernels(queries.lengths):
         from specbatch.kernels.attention import latent_attention_triton
 
-        return partial(latent_attention_triton.latent_verify, queries)
+        return partial(latent_attention_triton.latent_verify, queries, latent_attention_triton.slots_of(queries))
     return LatentDecodeRef(queries, group, dtype)
 
 

@@ -206,8 +206,18 @@ def _merge(partials, logs, out, rows, splits, RANK: tl.constexpr, BLOCK_R: tl.co
     tl.store(out + row * RANK + column, whole.to(out.dtype.element_ty), column < RANK)
 
 
+def slots_of(queries: DecodeQueries) -> torch.Tensor:
+    """KV slots of the tokens of a pass, int64 [T], the same for all layers; 0 for those that no page is for."""
+    size, capacity = queries.page_size, queries.page_table.shape[1] * queries.page_size
+    places = queries.lengths[:, None] + queries.first_node
+    places = places + torch.arange(queries.num_queries, device=places.device)
+    slots = kv_slots(queries.page_table, queries.slots[:, None], places.clamp(max=capacity - 1), size)
+    return torch.where(places < capacity, slots, 0).flatten()
+
+
 def latent_verify(
     queries: DecodeQueries,
+    slots: torch.Tensor,
     projected: torch.Tensor,
     heads: QKVLayout,
     positions: torch.Tensor,
@@ -218,16 +228,14 @@ def latent_verify(
     splits: int | None = None,
     tile: LatentTile | None = None,
 ) -> torch.Tensor:
-    """`LatentDecodeRef` of `queries`. splits: how many programs share the keys of a tile; tile: its configuration; both
-    are chosen by the sizes if None."""
+    """`LatentDecodeRef` of `queries`, whose tokens have the KV `slots` (`slots_of`).
+
+    splits: how many programs share the keys of a tile; tile: its configuration; both are chosen by the sizes if None.
+    """
     assert isinstance(heads, LatentLayout)
-    count, first, lengths = queries.num_queries, queries.first_node, queries.lengths
-    capacity = queries.page_table.shape[1] * k_cache.shape[1]
-    places = lengths[:, None] + first + torch.arange(count, device=lengths.device)
-    fits = places < capacity
-    slots = kv_slots(queries.page_table, queries.slots[:, None], places.clamp(max=capacity - 1), k_cache.shape[1])
-    q = write_latent(projected, heads, positions, torch.where(fits, slots, 0).flatten(), k_cache, v_cache)
-    rows, batch = count * heads.count, len(lengths)
+    count, capacity = queries.num_queries, queries.page_table.shape[1] * k_cache.shape[1]
+    q = write_latent(projected, heads, positions, slots, k_cache, v_cache)
+    rows, batch = count * heads.count, len(queries.lengths)
     tile = tile or tile_for(rows)
     tiles = triton.cdiv(rows, tile.block_m)
     splits = splits or splits_for(batch * tiles, tile.block_m, capacity, projected.device)

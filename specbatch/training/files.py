@@ -12,6 +12,7 @@ import torch
 
 from specbatch.atomic_file import replacing, write_json, writing
 from specbatch.errors import refuse
+from specbatch.models.config import ModelConfig
 from specbatch.training.answers import ANSWERS
 from specbatch.training.head import Head
 from specbatch.weights import Checkpoint, read_config
@@ -66,6 +67,9 @@ def takes_a_head(target: Checkpoint) -> FolderCheckpoint:
     """Check that an MTP head can be stored with the target. Returns the target as a folder."""
     if not isinstance(target, FolderCheckpoint):
         raise refuse("algorithm", "mtp", f"its head is stored with the target's files, and {target.name} has none")
+    if target.config.mtp_module != ModelConfig.mtp_module:
+        works = f"a head of {target.config.family} is stored as a layer, which is not trained here; use eagle3"
+        raise refuse("algorithm", "mtp", works)
     if target.mtp:
         raise refuse("algorithm", "mtp", f"{target.name} already has an MTP head; use a target without one")
     target.tokenizer()  # converts the tokenizer of a GGUF file, if that is not done yet

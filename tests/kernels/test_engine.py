@@ -18,7 +18,13 @@ from specbatch.acceptance_profile import AcceptanceProfile
 from specbatch.config import Graphs, Speculation
 from specbatch.core.request import SamplingParams
 from specbatch.engine.draft_length import DraftLength
-from specbatch.kernels.attention import context_kv_triton, qkv_triton, span_attention_triton, verify_attention_triton
+from specbatch.kernels.attention import (
+    context_kv_triton,
+    latent_attention_triton,
+    qkv_triton,
+    span_attention_triton,
+    verify_attention_triton,
+)
 from specbatch.kernels.attention.prefill_backends import _Triton
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.dispatch import use_deterministic
@@ -78,6 +84,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None])
         sample_triton: ["sample"],
         context_kv_triton: ["write_context_kv", "write_verified_kv"],
         elementwise_triton: ["rms_norm", "silu_and_mul", "gelu_and_mul"],
+        latent_attention_triton: ["latent_prefill", "latent_verify", "write_latent"],
         qkv_triton: ["split_qkv_rope"],
         tree_draft_triton: ["expand", "prune"],
         experts_triton: ["fused_moe"],
@@ -178,6 +185,8 @@ HYBRIDS = {
     ("qwen3-next", "mtp"): CONV | {"delta_prefill", "delta_verify", "fused_moe", "pending_inputs"},
     ("nemotron-h", "ngram-tree"): CONV | {"ssd_prefill", "ssd_verify", "commit_tree"},
     ("gpt-oss", "ngram-tree"): {"fused_moe", "verify_attention", "commit_tree"},
+    ("deepseek-v3", "mtp"): {"fused_moe", "latent_prefill", "latent_verify", "write_latent", "pending_inputs"},
+    ("deepseek-v2", "ngram-tree"): {"latent_verify", "move_accepted_kv", "commit_tree"},
     ("lfm2", "ngram"): CONV,
 }
 
@@ -284,3 +293,18 @@ def test_padding_rows_and_piecewise_graphs(
     assert all(item["replays"] and not item["fallbacks"] for item in graphs.values())
     assert int(engine._worker.batch.lengths[0]) == 1
     assert loaded  # short prompts went through one graph
+
+
+@pytest.mark.slow
+def test_latents_from_graphs(targets: Targets, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short prompts are one graph, whose spans the kernel reads from the device; longer ones are in segments."""
+    prompts = targets.prompts("deepseek-v3")[2:5]
+    expected = [tokens[:3] for tokens in targets.greedy("deepseek-v3", 3)[2:5]]
+    called = request.getfixturevalue("kernels")
+    fake_graphs(monkeypatch)
+    graphs = Graphs("whole", "piecewise")
+    engine = targets.engine("deepseek-v3", "none", graphs=graphs, prefill_chunk=8)
+    done = engine.generate(prompts, SamplingParams(max_new_tokens=3, ignore_eos=True))
+    assert [item.token_ids for item in done] == expected
+    assert all(item["replays"] and not item["fallbacks"] for item in engine.record().counters["graphs"].values())
+    assert called >= {"latent_prefill", "latent_verify"}
