@@ -92,8 +92,8 @@ def usual_head(target: ModelConfig) -> dict[str, Any]:
         "intermediate_size": target.intermediate_size,
         "num_hidden_layers": 1,
         "num_attention_heads": target.num_heads,
-        "num_key_value_heads": target.num_kv_heads,
-        "head_dim": target.head_dim,
+        "num_key_value_heads": target.usual_heads[0],
+        "head_dim": target.usual_heads[1],
         "max_position_embeddings": target.max_position,
         "rms_norm_eps": target.rms_norm_eps,
     }

@@ -209,6 +209,11 @@ class ModelConfig:
         return self.head_dim, self.head_dim
 
     @property
+    def usual_heads(self) -> tuple[int, int]:
+        """KV heads, and channels of a head, of drafts with layers of this model's sizes."""
+        return self.num_kv_heads, self.head_dim
+
+    @property
     def has_latents(self) -> bool:
         """Whether attention is multi-head latent attention (see `LatentLayout`)."""
         return False

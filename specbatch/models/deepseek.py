@@ -55,6 +55,8 @@ class DeepseekConfig(ModelConfig):
                 "moe_layer_freq", config["moe_layer_freq"], "every layer after the dense ones has a mixture; use 1"
             )
         turning = count_of(config, "qk_rope_head_dim", 64)
+        if turning % 2:
+            raise refuse("qk_rope_head_dim", turning, "rope rotates pairs of channels; it must be even")
         own = {"head_dim": turning, "num_key_value_heads": 1, "sliding_window": None, "layer_types": None}
         plain = ModelConfig.from_dict(config | {"architectures": None, "model_type": "llama"} | own)
         unturned, depth = count_of(config, "qk_nope_head_dim", 128), plain.num_layers
@@ -94,6 +96,10 @@ class DeepseekConfig(ModelConfig):
     @property
     def has_latents(self) -> bool:
         return True
+
+    @property
+    def usual_heads(self) -> tuple[int, int]:
+        return self.num_heads, self.value_dim
 
     @property
     def mixer_widths(self) -> tuple[int, int]:

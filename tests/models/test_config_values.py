@@ -12,7 +12,7 @@ from crossed import first_quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import limited
-from targets import HYBRIDS, SIZES, TARGETS, WINDOWED
+from targets import HYBRIDS, LATENT, SIZES, TARGETS, WINDOWED
 
 import specbatch.models
 from specbatch.errors import SpecbatchError
@@ -33,7 +33,7 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers":
 NESTED = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
 INNER = SIZES | {"model_type": "qwen3"}
 READERS: dict[str, tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]] = {
-    **{name: (ModelConfig.from_dict, SIZES | described) for name, described in HYBRIDS.items()},
+    **{name: (ModelConfig.from_dict, SIZES | described) for name, described in (HYBRIDS | LATENT).items()},
     "gemma3": (ModelConfig.from_dict, SIZES | WINDOWED["gemma3"]),
     "phi3": (ModelConfig.from_dict, SIZES | TARGETS["phi3"]),
     "gpt-oss": (ModelConfig.from_dict, SIZES | WINDOWED["gpt-oss"]),
@@ -143,6 +143,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron-h", {"time_step_limit": [0.0, {"x": 1}]}, "time_step_limit=.*must list two numbers"),
     ("nemotron-h-moe", {"routed_scaling_factor": "a"}, "routed_scaling_factor='a': the config must give"),
     ("nemotron-h-moe", {"n_group": "x"}, "n_group='x'"),
+    ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc': use 'greedy' or 'group_limited_greedy'"),
+    ("deepseek-v2", {"topk_method": "group_limited_greedy", "n_group": 4}, "n_group=4: use a divisor of the 6"),
+    ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob=True: .* use false"),
+    ("deepseek-v2", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid': .* 'softmax'"),
+    ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func='softmax': .* 'sigmoid'"),
+    ("deepseek-v3", {"topk_group": 3}, "topk_group=3: use 1 to 2"),
+    ("deepseek-v3", {"attention_bias": True}, "attention_bias=True: .* use false"),
+    ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq=2: .* use 1"),
+    ("deepseek-v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7: .* must be even"),
+    ("deepseek-v3", {"kv_lora_rank": 0}, "kv_lora_rank=0"),
+    ("deepseek-v3", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
     ("lfm2", {"hidden_size": None}, "hidden_size=None"),
     ("lfm2", {"num_attention_heads": 0}, "num_attention_heads=0"),
     ("lfm2", {"intermediate_size": None}, "intermediate_size=None"),
@@ -296,6 +307,8 @@ def test_disabled_sliding_window_is_ignored(family: str, changes: dict[str, Any]
         ("qwen3-moe", {"num_experts": 2**31 - 1}),
         ("qwen3-moe", {"num_experts": 2**16, "num_hidden_layers": 10_000}),
         ("nemotron-h-moe", {"n_routed_experts": 10**6}),
+        ("deepseek-v3", {"kv_lora_rank": 2**31 - 1}),
+        ("deepseek-v3", {"n_routed_experts": 2**16, "num_hidden_layers": 10_000}),
     ],
 )
 def test_sizes_that_no_model_has_are_refused_without_memory_for_them(family: str, changes: dict[str, Any]) -> None:
