@@ -135,6 +135,7 @@ class BatchJob:
                 split=split,
                 column=column,
                 folder=files.partial.parent,
+                log=log,
             )
         bad = BadLines(source)
         found = scan(form, bad)

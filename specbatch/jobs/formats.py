@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.partial_output import Row, row_seed
+from specbatch.jobs.prompt_file import location
 from specbatch.jobs.prompts import MalformedLine, Prompt, PromptReader
 from specbatch.jobs.tokens_on_disk import TokensOnDisk
 
@@ -121,8 +122,10 @@ class PromptRows(JobFormat):
         split: str | None,
         column: str | None,
         folder: Path,
+        log: Callable[[str], None] = lambda line: None,
     ) -> None:
         """folder: for a temporary file of token ids, so that a prompt is encoded once"""
+        self._log, self._noted = log, set[str]()
         self._source, self._params, self._seed = source, params, seed
         self._chat_template, self._split = chat_template, split
         self._reader = PromptReader(column=column)
@@ -134,6 +137,7 @@ class PromptRows(JobFormat):
             if isinstance(item, MalformedLine):
                 yield BadRow(number - 1, None, item.problem)
                 continue
+            self._note(item.misplaced, number)
             identity = [number - 1, item.form, item.value, item.id] + ([item.sampling] if item.sampling else [])
             try:
                 params = self._params.updated(item.sampling) if item.sampling else self._params
@@ -141,6 +145,13 @@ class PromptRows(JobFormat):
                 yield BadRow(number - 1, item.id, f"sampling: {error}")
                 continue
             yield JobRow(number - 1, item.id, item, params, identity)
+
+    def _note(self, misplaced: frozenset[str], number: int) -> None:
+        """Log names that a user may take for settings, each once."""
+        if new := misplaced - self._noted:
+            self._noted |= new
+            where, names = location(self._source, number), ", ".join(sorted(new))
+            self._log(f'note: {where}: {names} beside the prompt has no effect; parameters of a row go into "sampling"')
 
     def encode(self, row: JobRow, engine: InferenceEngine) -> list[Request]:
         prompt: Prompt = row.request

@@ -34,6 +34,7 @@ FORMS = ("prompt", "prompt_token_ids", "question", "messages")
 TURNS = "turns"
 SAMPLING = "sampling"
 PER_ROW = tuple(item.name for item in fields(SamplingParams))
+_MISPLACED = frozenset({*PER_ROW, *FOREIGN_NAMES, "params", "sampling_params"})
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Prompt:
     sampling   the sampling parameters that the line sets
     category   of a benchmark with several
     later      messages of the user that follow, each after the answer to the one before
+    misplaced  sampling parameters that the line has beside the prompt, where they are not read
     """
 
     line: int
@@ -52,6 +54,7 @@ class Prompt:
     sampling: dict[str, Any] = field(default_factory=dict)
     category: str | None = None
     later: tuple[str, ...] = ()
+    misplaced: frozenset[str] = frozenset()
 
     def as_message(self) -> Prompt:
         """The same prompt as a user message. Raises SpecbatchError for token ids, whose text is not known."""
@@ -197,7 +200,7 @@ def _prompt(row: Any, forms: tuple[str, ...], number: int) -> Prompt:
     category = row.get("category") if TURNS in forms else None
     if category is not None and (not isinstance(category, str) or not category.isprintable() or not category):
         raise MalformedRowError(f"category={shown_json(category)}: use a string")
-    return Prompt(number, form, value, own, _sampling(row.get(SAMPLING)), category, later)
+    return Prompt(number, form, value, own, _sampling(row.get(SAMPLING)), category, later, _MISPLACED & row.keys())
 
 
 def _sampling(value: Any) -> dict[str, Any]:

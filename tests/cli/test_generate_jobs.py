@@ -75,6 +75,14 @@ def test_sampling_of_a_row_overrides_the_options(generate, seen):
     assert (b.temperature, b.max_new_tokens, b.stop) == (1.0, 5, ("y",))
 
 
+def test_parameters_beside_the_prompt_are_named_once(generate):
+    lines = [PROMPTS[0], *[{"prompt": text, "temperature": 1.0, "max_tokens": 1, "source": "x"} for text in "ab"]]
+    result = generate(lines=lines)
+    assert result.exit_code == 0
+    assert result.stderr.count("has no effect") == 1
+    assert "in.jsonl:2: max_tokens, temperature beside the prompt has no effect" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("sampling", "problem"),
     [
