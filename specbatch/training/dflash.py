@@ -22,7 +22,7 @@ from specbatch.errors import refuse
 from specbatch.kernels.common.upload import upload
 from specbatch.models.config import ModelConfig
 from specbatch.training.data import Batch, Example, indices
-from specbatch.training.eagle3 import layer_keys, plain_rope
+from specbatch.training.eagle3 import layer_keys, plain_heads
 from specbatch.training.head import Guess, Head, Layer, Scores
 from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialize
 from specbatch.training.recipe import Recipe
@@ -39,7 +39,7 @@ class DFlashHead(Head):
         super().__init__()
         base = target.config
         sizes = replace(
-            base, num_layers=layers, qk_norm=True, qkv_bias=False, o_bias=False, mlp_bias=False, rope=plain_rope(base)
+            base, num_layers=layers, qk_norm=True, qkv_bias=False, o_bias=False, mlp_bias=False, **plain_heads(base)
         )
         hidden, eps = base.hidden_size, base.rms_norm_eps
         self.drafts, self._rows = block - 1, block

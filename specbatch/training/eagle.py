@@ -21,7 +21,7 @@ from torch import nn
 
 from specbatch.training.chain import ChainHead, Memory, cross_entropy, through
 from specbatch.training.data import Example
-from specbatch.training.eagle3 import layer_keys, plain_rope
+from specbatch.training.eagle3 import layer_keys, plain_heads
 from specbatch.training.head import Layer
 from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialize
 from specbatch.training.recipe import Recipe
@@ -36,7 +36,7 @@ class EagleHead(ChainHead):
         """steps: number of unrolled drafts."""
         super().__init__()
         base = target.config
-        sizes = replace(base, num_layers=layers, qk_norm=False, rope=plain_rope(base))
+        sizes = replace(base, num_layers=layers, qk_norm=False, **plain_heads(base))
         hidden, eps = base.hidden_size, base.rms_norm_eps
         self.drafts, self.depth = steps, layers
         self._sizes = sizes

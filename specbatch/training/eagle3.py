@@ -38,7 +38,7 @@ class Eagle3Head(ChainHead):
         """kept: int64 [Vd], draft vocabulary, ascending; steps: number of unrolled drafts."""
         super().__init__()
         base = target.config
-        sizes = replace(base, num_layers=layers, qk_norm=False, rope=plain_rope(base))
+        sizes = replace(base, num_layers=layers, qk_norm=False, **plain_heads(base))
         hidden, eps = base.hidden_size, base.rms_norm_eps
         self.drafts, self.depth = steps, layers
         self.kept = kept.to(target.device)
@@ -128,10 +128,13 @@ def feature_boundaries(layers: int) -> tuple[int, ...]:
     return usual if 1 <= usual[0] < usual[1] < usual[2] else tuple(range(1, min(layers, 4)))
 
 
-def plain_rope(target: ModelConfig) -> Rope:
-    """The target's theta without its scaling, as the draft is trained at the lengths that it will see."""
+def plain_heads(target: ModelConfig) -> dict[str, Any]:
+    """Fields of a draft's heads, with the target's theta without its scaling, as the draft is trained at the lengths
+    that it will see."""
     theta = target.rope.theta if target.rope.rotary_dim else DEFAULT_THETA
-    return Rope(theta=theta, rotary_dim=target.head_dim, source="rope_theta")
+    kv_heads, dim = target.usual_heads
+    rope = Rope(theta=theta, rotary_dim=dim, source="rope_theta")
+    return {"num_kv_heads": kv_heads, "head_dim": dim, "rope": rope}
 
 
 def layer_keys(sizes: ModelConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Training of heads for recurrent and MoE targets, and the trained heads in the engine."""
+"""Training of heads for recurrent, MoE and latent-attention targets, and the trained heads in the engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from crossed import slow_but
-from targets import HYBRIDS
+from targets import HYBRIDS, LATENT
 
 from specbatch.kernels.attention.qkv import split_qkv_rope_ref
 from specbatch.models.decoder import Decoder
@@ -24,7 +24,7 @@ from .conftest import CPU
 LENGTH = 40
 
 
-@pytest.mark.parametrize("name", slow_but(("qwen3-next", "nemotron-h-moe"), HYBRIDS))
+@pytest.mark.parametrize("name", slow_but(("qwen3-next", "nemotron-h-moe", "deepseek-v3"), HYBRIDS | LATENT))
 def test_target_features_match_decoding(targets, name):
     """A batch of texts of several lengths: each has its own recurrent states."""
     target = Target(targets.checkpoint(name), torch.float32, CPU, LENGTH)
