@@ -13,7 +13,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from specbatch.errors import refuse
+from specbatch.errors import refuse, shown_json
 
 DEEPEST = 100  # levels of lists and objects
 LARGEST = {"JSON": 256 << 20, "TOML": 1 << 20, "YAML": 1 << 20}  # bytes; the readers of TOML and YAML are slow
@@ -76,16 +76,19 @@ def read_yaml(setting: str, path: Path, works: str = "name another file") -> Any
     return _read(setting, path, "YAML", works)
 
 
-def parse_json(text: bytes | str) -> Any:
-    """The value of a JSON text. Raises UnreadableError for whatever is wrong with it."""
+def parse_json(text: bytes | str, *, unique: bool = False) -> Any:
+    """The value of a JSON text. Raises UnreadableError for whatever is wrong with it. unique: an object that has a key
+    twice is wrong, too; else the last value counts."""
     decoded = text if isinstance(text, str) else _decoded(text)
     try:
-        found = json.loads(decoded)
+        found = json.loads(decoded, object_pairs_hook=_unique if unique else None)
     except json.JSONDecodeError as error:
         place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
         raise UnreadableError(f"is not JSON ({error.msg.removesuffix(' at')} at {place})") from None
     except RecursionError:
         raise UnreadableError(_TOO_DEEP.format(form="JSON")) from None
+    except UnreadableError:  # of a key that is there twice
+        raise
     except ValueError as error:  # a number with thousands of digits
         raise UnreadableError(f"is not JSON that can be read ({str(error).partition(';')[0]})") from None
     if decoded.count("[") + decoded.count("{") > DEEPEST and _is_deep(found):
@@ -144,6 +147,16 @@ def _check_text(found: Any, content: bytes) -> None:
             json.dumps(found, ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError:
             raise UnreadableError("is not text (it has half of a surrogate pair)") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of these keys and values. Raises UnreadableError for a key that is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise UnreadableError(f"has the key {shown_json(twice, 60)} more than once in an object")
+    return found
 
 
 _TOO_DEEP = "is not {form} that can be read (nested too deeply)"

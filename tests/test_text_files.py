@@ -38,6 +38,13 @@ def test_values(tmp_path: Path) -> None:
         assert read("policy", path) == value
 
 
+def test_keys_that_an_object_has_twice() -> None:
+    text = '[{"a": 1, "b": {"c": 2, "c": 3}, "a": 4}]'
+    assert parse_json(text) == [{"a": 4, "b": {"c": 3}}]
+    with pytest.raises(UnreadableError, match=r'^has the key "c" more than once in an object$'):
+        parse_json(text, unique=True)
+
+
 @pytest.mark.parametrize("read", [*READERS.values(), read_text])
 def test_paths_that_cannot_be_read(read: Callable[..., Any], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")

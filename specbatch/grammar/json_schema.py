@@ -80,7 +80,7 @@ class SchemaError(RegexError):
 def regex_of_schema(text: str) -> str:
     """The expression for a schema, given as JSON. Raises SchemaError."""
     try:
-        root = parse_json(text)
+        root = parse_json(text, unique=True)
     except UnreadableError as error:
         raise SchemaError(f"{error}; write a JSON schema") from None
     try:
@@ -126,7 +126,10 @@ class _Schema:
             if "type" in keys:
                 raise SchemaError(f"{place}/type must be one of {', '.join(_KEYWORDS)}, or a list of them")
             _only(place, keys, {"type"})
-        _only(place, keys, {"type"}.union(*(_KEYWORDS[kind] for kind in kinds)))
+        known = {"type"}.union(*(_KEYWORDS[kind] for kind in kinds))
+        if "number" in kinds:  # the bounds of an integer would not hold for it
+            known -= _KEYWORDS["integer"] - _KEYWORDS["number"]
+        _only(place, keys, known)
         return _any_of(self._of_type(kind, schema, place, refs) for kind in kinds)
 
     def _of_type(self, kind: str, schema: Mapping[str, Any], place: str, refs: tuple[str, ...]) -> str:
@@ -135,7 +138,7 @@ class _Schema:
         if kind == "integer":
             return _integer(schema, place)
         if kind == "number" and "minimum" in schema:
-            if schema["minimum"] != 0:
+            if not is_number(schema["minimum"]) or schema["minimum"] != 0:
                 raise SchemaError(f"{place}/minimum: {_INSTEAD['minimum']}")
             return _INTEGER + _FRACTION
         if kind == "array":
@@ -145,7 +148,7 @@ class _Schema:
         return _SIMPLE[kind]
 
     def _referenced(self, ref: Any, place: str, refs: tuple[str, ...]) -> str:
-        if not isinstance(ref, str) or not ref.startswith("#"):
+        if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
             raise SchemaError(f"{place}/$ref must refer to a place in the schema, such as #/$defs/Name")
         if ref in refs:
             raise SchemaError(
@@ -174,12 +177,14 @@ class _Schema:
 
     def _object(self, schema: Mapping[str, Any], place: str, refs: tuple[str, ...]) -> str:
         required, properties = schema.get("required", []), schema.get("properties")
+        more = schema.get("additionalProperties", True)
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise SchemaError(f"{place}/required must be a list of names")
+        if not isinstance(more, (bool, dict)):
+            raise SchemaError(f"{place}/additionalProperties must be a schema, true or false")
         if properties is None:
             if required:
                 raise SchemaError(f"{place}/required needs properties of these names")
-            more = schema.get("additionalProperties", True)
             if more is False:
                 return rf"\{{{_S}\}}"
             value = _anything(DEPTH - 1) if more is True else self.regex(more, f"{place}/additionalProperties", refs)
@@ -277,11 +282,13 @@ def _is(value: Any, kind: Any) -> bool:
 
 
 def _literal(value: Any, place: str) -> str:
-    text = json.dumps(value, ensure_ascii=False)
     try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
     except UnicodeEncodeError:
         raise SchemaError(f"{place} has half of a surrogate pair, which is not text") from None
+    except ValueError:
+        raise SchemaError(f"{place} has a number that is not finite, which JSON cannot hold") from None
     return re.escape(text)
 
 

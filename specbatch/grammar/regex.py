@@ -2,7 +2,8 @@
 
 Python's own parser reads the expression; Thompson's construction and the subset construction (Hopcroft, Motwani and
 Ullman, chapters 2 and 3) make the automaton, within limits of its size and of the work. Expressions match whole texts,
-and `\\d`, `\\w` and `\\s` mean ASCII characters, as in the patterns of JSON Schema.
+and `\\d`, `\\w` and `\\s` mean ASCII characters, as in the patterns of JSON Schema. Where spaces are excluded, as by
+`\\S`, they are those of Unicode, so that Python and ECMAScript accept a match, too.
 
 outlines-core 0.2.14 makes the automaton of a search in a longer text as well, which has exponentially many states for
 `"[^"]{0,30}"` with escapes.
@@ -32,6 +33,13 @@ _CATEGORIES: dict[str, list[Range]] = {
     "CATEGORY_WORD": [(48, 57), (65, 90), (95, 95), (97, 122)],
     "CATEGORY_SPACE": [(9, 13), (32, 32)],
 }
+# All spaces of Python and ECMAScript.
+_EXCLUDED: dict[str, list[Range]] = {
+    "CATEGORY_SPACE": [
+        (9, 13), (28, 32), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
+        (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
+    ],
+}  # fmt: skip
 _UNSUPPORTED = {
     "ASSERT": "lookahead and lookbehind are not regular",
     "ASSERT_NOT": "lookahead and lookbehind are not regular",
@@ -140,15 +148,21 @@ class _Nfa:
 
     def _repeat(self, least: int, most: Any, inner: Any, state: int) -> int:
         for _ in range(least):
+            states = len(self.empty)
             state = self.add(inner, state)
+            if len(self.empty) == states:  # it matches the empty text only, however often it is repeated
+                return state
         out = self.state()
         if most is _parser.MAXREPEAT:
             self.empty[state].append(out)
             self.empty[self.add(inner, out)].append(out)
             return out
         for _ in range(most - least):
+            states = len(self.empty)
             self.empty[state].append(out)
             state = self.add(inner, state)
+            if len(self.empty) == states:
+                break
         self.empty[state].append(out)
         return out
 
@@ -166,8 +180,8 @@ class _Nfa:
         return out
 
 
-def _ranges_of(name: str, argument: Any) -> list[Range]:
-    """The code points of one character of an expression."""
+def _ranges_of(name: str, argument: Any, negated: bool = False) -> list[Range]:
+    """The code points of one character of an expression. negated: all others are meant."""
     if name == "LITERAL":
         return _united([(argument, argument)])
     if name == "NOT_LITERAL":
@@ -175,14 +189,15 @@ def _ranges_of(name: str, argument: Any) -> list[Range]:
     if name == "ANY":
         return _others([(10, 10)])
     if name == "IN":
-        negated = str(argument[0][0]) == "NEGATE"
-        ranges = [found for op, value in argument[negated:] for found in _ranges_of(str(op), value)]
-        return _others(ranges) if negated else _united(ranges)
+        excludes = str(argument[0][0]) == "NEGATE"
+        ranges = [found for op, value in argument[excludes:] for found in _ranges_of(str(op), value, excludes)]
+        return _others(ranges) if excludes else _united(ranges)
     if name == "RANGE":
         return [argument]
     if name == "CATEGORY":
-        kind = str(argument)
-        return _others(_CATEGORIES[kind.replace("_NOT", "")]) if "_NOT" in kind else _CATEGORIES[kind]
+        kind, others = str(argument).replace("_NOT", ""), "_NOT" in str(argument)
+        ranges = _EXCLUDED.get(kind, _CATEGORIES[kind]) if others != negated else _CATEGORIES[kind]
+        return _others(ranges) if others else ranges
     raise RegexError(f"{name.lower().replace('_', ' ')} is not supported")
 
 

@@ -45,7 +45,7 @@ def parse_line(line: bytes) -> Any:
     """The value of a line of JSON. Raises UnreadableError."""
     if len(line) > LONGEST_LINE:
         raise UnreadableError(f"is longer than {LONGEST_LINE >> 20} MiB")
-    return parse_json(line)
+    return parse_json(line, unique=True)
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
@@ -70,7 +70,7 @@ def _array(setting: str, source: str | Path, file: BinaryIO) -> Any:
     try:
         if len(content) > LARGEST["JSON"]:
             raise UnreadableError(f"is larger than {LARGEST['JSON'] >> 20} MiB")
-        return parse_json(content.removeprefix(codecs.BOM_UTF8))
+        return parse_json(content.removeprefix(codecs.BOM_UTF8), unique=True)
     except UnreadableError as error:
         works = "write an array of objects, or one object a line (.jsonl), which is streamed"
         raise refuse(setting, str(source), f"{str(error).removeprefix('is ')}; {works}") from None

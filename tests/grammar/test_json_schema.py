@@ -121,6 +121,15 @@ def deep(depth: int) -> dict[str, Any]:
         ({"type": "object", "properties": {}, "required": ["a"]}, "'a', which is not in properties"),
         (deep(40), "is too large as a regular expression"),
         ({"type": "object", "properties": {f"p{n}": {} for n in range(300)}}, "#/properties is too large"),
+        ({"type": ["integer", "number"], "maximum": 3}, "#/maximum is not supported"),
+        ({"type": "number", "minimum": False}, "of a number only 0"),
+        (
+            {"type": "object", "properties": {}, "additionalProperties": 5},
+            "#/additionalProperties must be a schema, true",
+        ),
+        ({"$ref": "#name"}, "must refer to a place in the schema"),
+        ({"enum": [1, {"a": float("inf")}]}, "# has a number that is not finite"),
+        ('{"type": "string", "type": "null"}', 'has the key "type" more than once'),
         ({"const": "\ud800"}, "half of a surrogate pair"),
     ],
 )

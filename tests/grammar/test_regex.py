@@ -42,6 +42,24 @@ def test_classes_of_characters_are_ascii() -> None:
         assert not matches(compile_regex(r"\w\d\s"), text)
 
 
+def test_excluded_spaces_are_those_of_unicode() -> None:
+    for expression in (r"\S", r"[^\s]", r"[\Sa]"):
+        automaton = compile_regex(expression)
+        assert matches(automaton, "é")
+        for text in (" ", "\xa0", "\u2028", "\ufeff"):
+            assert not matches(automaton, text)
+    automaton = compile_regex(r"[^\S]")
+    assert matches(automaton, " ")
+    assert not matches(automaton, "\xa0")
+
+
+@pytest.mark.parametrize("expression", ["(?:){1000000000}", "(?:){0,1000000000}", "((?:){65535}){65535}"])
+def test_repetitions_of_the_empty_text_take_no_time(expression: str) -> None:
+    automaton = compile_regex(expression)
+    assert automaton.table.tolist() == [[-1] * 256]
+    assert automaton.accepting.tolist() == [True]
+
+
 def test_half_of_a_surrogate_pair_never_matches() -> None:
     automaton = compile_regex(r"[\ud000-\ue000]")
     assert matches(automaton, "\ud7ff")

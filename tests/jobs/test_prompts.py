@@ -32,6 +32,7 @@ def scanned(tmp_path):
         ('{"prompt": "a"}'.encode("utf-16"), "not UTF-8 (byte 1)"),
         (b"1" * 5000, "not JSON that can be read (Exceeds the limit"),
         (b"[" * 100_000, "not JSON that can be read (nested too deeply)"),
+        (b'{"prompt": "a", "sampling": {"logit_bias": {"5": 1, "5": 2}}}', 'has the key "5" more than once'),
         (b"5", "write a JSON object with one of the keys prompt, prompt_token_ids, question, messages"),
         (b"null", "write a JSON object"),
         (b'{"text": "a"}', "write a JSON object"),
