@@ -21,7 +21,7 @@ from specbatch.kernels.attention.paged_attention import attention_bias, write_kv
 from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.attention.verify_attention import DecodeAttention, DecodeAttentionRef, DecodeQueries, Mask
-from specbatch.kernels.dispatch import op, runs_kernels
+from specbatch.kernels.dispatch import is_deterministic, op, runs_kernels
 from specbatch.kernels.elementwise.rope import apply_rope_ref
 
 
@@ -86,12 +86,12 @@ def write_keys(
     slots: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-) -> None:
-    """Write what later queries need of these tokens to `slots` int64 [T] of one layer's caches."""
+) -> torch.Tensor:
+    """Write what later queries need of these tokens to `slots` int64 [T] of one layer's caches. Returns their own
+    queries, rotated, [T, count, dim]."""
     if isinstance(heads, LatentLayout):
-        write_latent(projected, heads, positions, slots, k_cache, v_cache)
-    else:
-        split_qkv_rope(projected, heads, positions, slots, k_cache, v_cache)
+        return write_latent(projected, heads, positions, slots, k_cache, v_cache)
+    return split_qkv_rope(projected, heads, positions, slots, k_cache, v_cache)[0]
 
 
 def _attend(
@@ -140,6 +140,10 @@ def latent_decode_attention(queries: DecodeQueries, group: int, dtype: torch.dty
         from specbatch.kernels.attention import latent_attention_triton
 
         return partial(latent_attention_triton.latent_verify, queries, latent_attention_triton.slots_of(queries))
+    if is_deterministic():
+        from specbatch.kernels.attention.span_attention import SpanDecodeAttention
+
+        return SpanDecodeAttention(queries)
     return LatentDecodeRef(queries, group, dtype)
 
 
@@ -163,4 +167,8 @@ def latent_prefill_ref(
     return torch.cat(parts).flatten(1)
 
 
-latent_prefill = op(latent_prefill_ref, "specbatch.kernels.attention.latent_attention_triton:latent_prefill")
+latent_prefill = op(
+    latent_prefill_ref,
+    "specbatch.kernels.attention.latent_attention_triton:latent_prefill",
+    deterministic="specbatch.kernels.attention.span_attention:span_latent_prefill",
+)

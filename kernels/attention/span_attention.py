@@ -4,7 +4,8 @@ Keys are reduced in spans of 64, counted from key 0, and the spans are merged in
 this pass or read from the cache, as part of a prompt, a chunk or a verify, does not matter: its position decides in
 which span and at which place it is added. The scores of a span and its weighted values are two GEMMs of one shape, of
 16 queries each, in float32; keys that a query does not see have weight 0, and adding 0 changes no bit. In a tree the
-keys of a node are its ancestors, ordered as they would be in a chain.
+keys of a node are its ancestors, ordered as they would be in a chain. Latents (see `latent_attention`) are keys and
+values of one KV head.
 
 The merge is that of Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 """
@@ -16,8 +17,8 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels.attention.paged_attention import write_kv_ref
-from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope_ref
+from specbatch.kernels.attention.latent_attention import LatentLayout, write_keys, write_latent_ref
+from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.common.kv_slots import kv_slots
@@ -37,15 +38,18 @@ def span_attention(
     begin: torch.Tensor,
     end: torch.Tensor,
     sinks: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """q [B, rows, heads, dim]; caches [pages, page_size, kv, dim]; slots int64 [B, keys]: flat slots of keys 0, 1, ...
     of each sequence; begin, end int64 [B, rows]: a query sees keys begin..end - 1, at least one; sinks float32 [heads]:
-    see `QKVLayout`, added last.
+    see `QKVLayout`, added last. scale: of the scores, dim**-0.5 if None. Where v_cache holds latents [pages, page_size,
+    1, rank] and k_cache the rotated part of keys, a key is [latent, rotated part].
 
-    Returns [B, rows, heads, dim].
+    Returns [B, rows, heads, dim], of latents rank in place of dim.
     """
     rows, heads, dim = q.shape[1:]
-    kv = k_cache.shape[2]
+    kv, width = v_cache.shape[2:]
+    scale = dim**-0.5 if scale is None else scale
     # [B, kv, blocks, 16, dim]: rows and the heads that share a KV head, 16 together.
     queries = _blocks(q.float().unflatten(2, (kv, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3))
     first, last = (
@@ -53,13 +57,15 @@ def span_attention(
     )
     count = end.amax(1)  # of each sequence
     most = queries.new_full((*queries.shape[:-1], 1), -torch.inf)
-    total, out = torch.zeros_like(most), torch.zeros_like(queries)
+    total, out = torch.zeros_like(most), queries.new_zeros(*queries.shape[:-1], _aligned(width))
     for start in range(0, int(count.max()), SPAN):
         key = torch.arange(start, start + SPAN, device=q.device)
         at = slots[:, start : start + SPAN]
         at = F.pad(at, (0, SPAN - at.shape[1]))
         k, v = (_rows(cache, at, key < count[:, None]) for cache in (k_cache, v_cache))
-        scores = _gemm(queries, k.transpose(-1, -2)) * dim**-0.5
+        k = k if k.shape[-1] == dim else torch.cat([v, k], -1)
+        k, v = (F.pad(x, (0, _aligned(x.shape[-1]) - x.shape[-1])) for x in (k, v))
+        scores = _gemm(queries, k.transpose(-1, -2)) * scale
         scores = scores.masked_fill_((key < first) | (key >= last), -torch.inf)
         largest = scores.amax(-1, keepdim=True)
         seen = largest > -torch.inf
@@ -74,14 +80,14 @@ def span_attention(
         new = torch.maximum(most, sink)
         old_share = exp(most - new)
         total, out = total * old_share + exp(sink - new), out * old_share
-    attended: torch.Tensor = (out / total).flatten(2, 3)[:, :, : rows * heads // kv, :dim]
+    attended: torch.Tensor = (out / total).flatten(2, 3)[:, :, : rows * heads // kv, :width]
     attended = attended.unflatten(2, (rows, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     return attended.to(q.dtype)
 
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:
     """[B, kv, n, width] -> [B, kv, blocks, 16, width], filled up with zeros; float: to a multiple of 16 columns."""
-    width = -x.shape[-1] % _ALIGNED if x.is_floating_point() else 0
+    width = _aligned(x.shape[-1]) - x.shape[-1] if x.is_floating_point() else 0
     filled: torch.Tensor = F.pad(x, (0, width, 0, -x.shape[2] % QUERIES)).unflatten(2, (-1, QUERIES))
     return filled
 
@@ -89,7 +95,11 @@ def _blocks(x: torch.Tensor) -> torch.Tensor:
 def _rows(cache: torch.Tensor, slots: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
     """Keys or values float32 [B, kv, 1, keys, dim] at flat slots [B, keys]; zeros where none exists."""
     found = cache.flatten(0, 1)[slots].float().masked_fill(~exists[..., None, None], 0.0)
-    return F.pad(found, (0, -found.shape[-1] % _ALIGNED)).transpose(1, 2)[:, :, None]
+    return found.transpose(1, 2)[:, :, None]
+
+
+def _aligned(width: int) -> int:
+    return width + -width % _ALIGNED
 
 
 def _gemm(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -137,10 +147,10 @@ class SpanDecodeAttention:
         mask: Mask,
     ) -> torch.Tensor:
         """As `DecodeAttentionRef.__call__`."""
-        q, k, v = split_qkv_rope_ref(qkv, heads, positions)
-        write_kv_ref(k, v, k_cache, v_cache, self._new)
+        q = write_keys(qkv, heads, positions, self._new, k_cache, v_cache)
+        scale = heads.scale if isinstance(heads, LatentLayout) else None
         q = q.unflatten(0, (len(self._slots), -1))
-        attended = span_attention(q, k_cache, v_cache, self._slots, *self._bounds(mask), heads.sinks)
+        attended = span_attention(q, k_cache, v_cache, self._slots, *self._bounds(mask), heads.sinks, scale)
         return attended.flatten(0, 1).flatten(1)
 
 
@@ -164,9 +174,10 @@ def span_prefill_attention(
     spans: RaggedBatch,
     window: int = 0,
     sinks: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Causal attention of prompt chunks, whose keys and values are in the cache: q [T, heads, dim] of `spans` -> [T,
-    heads, dim]. A query sees `window` keys, itself included; 0 is all. sinks float32 [heads]: see `QKVLayout`."""
+    heads, dim]. A query sees `window` keys, itself included; 0 is all. sinks, scale: see `span_attention`."""
     parts: list[torch.Tensor] = []
     for rows, row, start in zip(q.split(spans.counts), spans.rows, spans.starts, strict=True):
         for part in rows.split(_AT_ONCE):
@@ -174,6 +185,20 @@ def span_prefill_attention(
             keys = torch.arange(start + len(part), device=q.device)[None]
             slots = kv_slots(spans.page_table, torch.full_like(keys, row), keys, spans.page_size)
             begin = _begin(end, window or None)
-            parts.append(span_attention(part[None], k_cache, v_cache, slots, begin, end, sinks)[0])
+            parts.append(span_attention(part[None], k_cache, v_cache, slots, begin, end, sinks, scale)[0])
             start += len(part)
     return torch.cat(parts)
+
+
+def span_latent_prefill(
+    projected: torch.Tensor,
+    heads: LatentLayout,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    spans: RaggedBatch,
+) -> torch.Tensor:
+    """`latent_prefill_ref`, deterministic."""
+    q = write_latent_ref(projected, heads, positions, slots, k_cache, v_cache)
+    return span_prefill_attention(q, k_cache, v_cache, spans, scale=heads.scale).flatten(1)

@@ -56,6 +56,7 @@ DETERMINISTIC_RECURRENCES_ON_CUDA = False
 DETERMINISTIC_WINDOWS_ON_CUDA = False
 DETERMINISTIC_SINKS_ON_CUDA = False
 DETERMINISTIC_FP32_ON_CUDA = False
+DETERMINISTIC_LATENTS_ON_CUDA = False  # multi-head latent attention, likewise
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,6 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     sharing = "" if shared is None else ", weights shared"
     log(f"model: {target.name} ({target.origin}), {type_name(dtype)} on {device}{sharing}; {target.config.rope}")
     _check_cache_scales(config, target.config)
-    if config.deterministic and target.config.has_latents:
-        works = "multi-head latent attention (MLA) has no deterministic kernels; use False"
-        raise refuse("deterministic", True, works)
     if config.deterministic and device.type == "cuda":
         _check_deterministic_on_cuda(config, device, target.config, dtype)
     draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, log)
@@ -538,6 +536,7 @@ def _check_kernels_on_cuda(model: ModelConfig, recurrent: int, whose: str = "") 
         ("recurrent layers", recurrent > 0, DETERMINISTIC_RECURRENCES_ON_CUDA),
         ("attention sinks", model.has_sinks, DETERMINISTIC_SINKS_ON_CUDA),
         ("sliding windows", bool(model.windows), DETERMINISTIC_WINDOWS_ON_CUDA),
+        ("multi-head latent attention", model.has_latents, DETERMINISTIC_LATENTS_ON_CUDA),
     ):
         if has_it and not may_run:
             works = f"its kernels for {whose}{what} were never run on a CUDA device; use device='cpu'"

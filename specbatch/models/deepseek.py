@@ -16,6 +16,7 @@ from specbatch.config_values import count_of, flag_of, positive_of, table_of
 from specbatch.errors import refuse
 from specbatch.kernels.attention.latent_attention import LatentLayout
 from specbatch.kernels.elementwise.norm import rms_norm
+from specbatch.kernels.gemm.head_gemm import head_gemm
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.models import llama
 from specbatch.models.config import ModelConfig, follows_layers
@@ -161,15 +162,15 @@ class LatentAttention(Attention):
         q = q.unflatten(1, (heads.count, -1))
         out = x.new_empty(len(x), self.width) if out is None else out
         rows = out.view(len(x), heads.count + 1, heads.dim)
-        rows[:, :-1, :rank] = torch.bmm(q[..., : self.plain].transpose(0, 1), self.up[:, : self.plain]).transpose(0, 1)
+        rows[:, :-1, :rank] = head_gemm(q[..., : self.plain], self.up[:, : self.plain])
         rows[:, :-1, rank:] = q[..., self.plain :]
         rows[:, -1, :rank] = rms_norm(latent.contiguous(), *self.latent_norm)
         rows[:, -1, rank:] = key
         return out
 
     def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        latents = mixed.view(len(x), self.heads.count, self.heads.rank).transpose(0, 1)
-        values = torch.bmm(latents, self.up[:, self.plain :].transpose(1, 2)).transpose(0, 1)
+        latents = mixed.view(len(x), self.heads.count, self.heads.rank)
+        values = head_gemm(latents, self.up[:, self.plain :].transpose(1, 2))
         return self.out(values.flatten(1), residual=x)
 
 

@@ -15,20 +15,22 @@ import torch.nn.functional as F
 from company import Company
 from lossless import Case
 from stand_ins import late_results, random_draft_lengths
-from targets import LATENT, SPECULATIONS, TARGETS, Targets
+from targets import SPECULATIONS, TARGETS, Targets
 
 from specbatch import Completion, EngineConfig, SamplingParams, SpecbatchError, Speculation
 from specbatch.engine.builder import prepare
 from specbatch.kernels.attention import span_attention
+from specbatch.kernels.attention.latent_attention import LatentDecodeRef, latent_prefill_ref
 from specbatch.kernels.attention.verify_attention import DecodeAttentionRef, DecodeQueries
 from specbatch.kernels.common.rowwise import row_sum
 from specbatch.kernels.dispatch import use_deterministic
 from specbatch.kernels.gemm import fixed_rows
+from specbatch.kernels.gemm.head_gemm import head_gemm_ref
 from specbatch.kernels.gemm.linear import Linear
 from specbatch.kernels.moe import experts
 from specbatch.kernels.recurrent import gated_delta, mamba2, row_by_row, short_conv
+from specbatch.models import deepseek
 
-COVERED = [name for name in TARGETS if name not in LATENT]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -45,15 +47,17 @@ def differing(name: str, dtype: torch.dtype, rounds: int, state: str = "fp32", l
     return found
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("llama", BF16), ("nemotron-h-moe", FP32), ("qwen3.5", FP16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama", BF16), ("deepseek-v3", BF16), ("nemotron-h-moe", FP32), ("qwen3.5", FP16)]
+)
 def test_logits_do_not_depend_on_company(name: str, dtype: torch.dtype) -> None:
-    assert differing(name, dtype, 1, lengths=(90, 9, 30) if name == "llama" else (14, 20)) == 0
+    assert differing(name, dtype, 1, lengths=(90, 9, 30) if dtype == BF16 else (14, 20)) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state", ["fp32", "bf16"])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-@pytest.mark.parametrize("name", COVERED)
+@pytest.mark.parametrize("name", TARGETS)
 def test_logits_of_every_family_do_not_depend_on_company(name: str, dtype: torch.dtype, state: str) -> None:
     assert differing(name, dtype, 3, state, (150, 70, 9, 33)) == 0
 
@@ -73,7 +77,7 @@ def _engine_cases() -> list[Any]:
     turns = itertools.cycle(itertools.product(("v1", "v2", "v2-late"), lossless.MEMORY))
     every = [
         Case(drafter, schedule, "eager", memory, target)
-        for (drafter, target), (schedule, memory) in zip(itertools.product(drafters, COVERED), turns, strict=False)
+        for (drafter, target), (schedule, memory) in zip(itertools.product(drafters, TARGETS), turns, strict=False)
     ]
     return [
         *(pytest.param(case, id=str(case)) for case in quick),
@@ -155,6 +159,18 @@ def _keys_of_a_tree(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(span_attention, "SpanDecodeAttention", attention)
 
 
+def _rows_of_a_gemm_of_heads(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(deepseek, "head_gemm", head_gemm_ref)
+
+
+def _latents_of_a_verify(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(span_attention, "SpanDecodeAttention", lambda queries: LatentDecodeRef(queries, 4, FP32))
+
+
+def _latents_of_a_prompt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(span_attention, "span_latent_prefill", latent_prefill_ref)
+
+
 def _sum_of_a_norm(patch: pytest.MonkeyPatch) -> None:
     place = "specbatch.kernels.elementwise.norm"
     patch.setattr(f"{place}.row_sum", lambda x: row_sum(x if len(x) % 2 else x.roll(1, -1)))
@@ -205,6 +221,9 @@ def _states_rounded_when_stored(patch: pytest.MonkeyPatch) -> None:
         (_spans_of_a_prompt, "llama", BF16, "fp32"),
         (_spans_of_a_verify, "llama", BF16, "fp32"),
         (_keys_of_a_tree, "llama", FP32, "fp32"),
+        (_rows_of_a_gemm_of_heads, "deepseek-v2", FP32, "fp32"),
+        (_latents_of_a_verify, "deepseek-v3", FP32, "fp32"),
+        (_latents_of_a_prompt, "deepseek-v2", FP32, "fp32"),
         (_sum_of_a_norm, "llama", FP32, "fp32"),
         (_one_exponential, "qwen3.5", FP32, "fp32"),
         (_order_of_experts, "qwen3.5-moe", FP32, "fp32"),
@@ -261,12 +280,10 @@ def test_what_it_does_not_cover_is_refused(targets: Targets, monkeypatch: pytest
     with pytest.raises(SpecbatchError, match=r"dtype='float32': with .* kernels for float32 were never run"):
         prepare(EngineConfig(deterministic=True, dtype="float32"), print)
     models = ("gpt-oss-20b", "attention sinks"), ("gemma-3-270m", "sliding windows"), ("lfm2-1.2b", "recurrent layers")
+    models += (("deepseek-v2-lite", "multi-head latent attention"),)
     for shape, what in models:
         with pytest.raises(SpecbatchError, match=f"deterministic=True: .* kernels for {what}.*; use device='cpu'"):
             prepare(EngineConfig(shape, load_format="dummy", deterministic=True), print)
-    for device in ("cpu", "cuda"):
-        with pytest.raises(SpecbatchError, match=r"deterministic=True: multi-head latent attention \(MLA\)"):
-            prepare(EngineConfig("deepseek-v2-lite", load_format="dummy", device=device, deterministic=True), print)
     with pytest.raises(SpecbatchError, match="tensor_parallel=2: with deterministic=True"):
         EngineConfig(deterministic=True, tensor_parallel=2)
     block = Speculation("mtp", verification="block")
