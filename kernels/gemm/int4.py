@@ -18,7 +18,7 @@ def pack_int4(values: torch.Tensor, group: int) -> torch.Tensor:
     first in the low bits. Each half of a group is then multiplied by adjacent columns."""
     low, high = values.unflatten(1, (-1, 2, group // 2)).unbind(2)
     packed: torch.Tensor = low | high << 4
-    return packed.flatten(1)
+    return packed.flatten(1).contiguous()
 
 
 def dequantize_int4(

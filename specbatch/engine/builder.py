@@ -50,13 +50,9 @@ from specbatch.tokenizer import Tokenizer
 from specbatch.weights import Checkpoint, Log
 
 MOST_RANKS = 16  # that are tried when others do not work
-# Whether deterministic mode runs recurrent layers, sliding windows, attention sinks and float32 on a CUDA device. Their
-# kernels were compared in the interpreter only; `tests/lossless/test_deterministic_gpu.py` compares them on a device.
-DETERMINISTIC_RECURRENCES_ON_CUDA = False
-DETERMINISTIC_WINDOWS_ON_CUDA = False
-DETERMINISTIC_SINKS_ON_CUDA = False
-DETERMINISTIC_FP32_ON_CUDA = False
-DETERMINISTIC_LATENTS_ON_CUDA = False  # multi-head latent attention, likewise
+# Whether deterministic mode runs these on a CUDA device: `tests/lossless/test_deterministic_gpu.py` compares them there.
+DETERMINISTIC_MXFP4_ON_CUDA = False  # blocks of 16 and 32 rows ran other instructions than larger ones: other bits
+DETERMINISTIC_LATENTS_ON_CUDA = False  # multi-head latent attention: compared in the interpreter only
 
 
 @dataclass(frozen=True)
@@ -129,7 +125,7 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
         _check_deterministic_on_cuda(config, device, target.config, dtype)
     draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, log)
     if config.deterministic and device.type == "cuda":
-        _check_kernels_on_cuda(draft.config, draft.state_layers, "a draft model with ")
+        _check_kernels_on_cuda(draft.config, "a draft model with ")
     _check_experts(device, target.config, draft.config)
     if draft.drafted is not None:
         asked = config.speculation
@@ -511,16 +507,13 @@ def _check_deterministic_on_cuda(
     if capability != (9, 0):
         works = f"its kernels were compared on Hopper only, and {device} has compute capability {capability}"
         raise refuse("deterministic", True, f"{works}; use an H100 or H200, or device='cpu'")
-    if dtype == torch.float32 and not DETERMINISTIC_FP32_ON_CUDA:
-        works = f"{why} runs bfloat16 and float16; its kernels for float32 were never run on one. Use one of them"
-        raise refuse("dtype", type_name(dtype), works)
     if config.attention_backend not in ("auto", "triton"):
         raise refuse("attention_backend", config.attention_backend, f"{why} runs triton only; use auto or triton")
     if isinstance(target.quantization, Int4Weights):
         raise refuse("deterministic", True, "a CUDA device has no such kernels for INT4 weights; use device='cpu'")
     if target.quantization is not None and not quantizes_activations(config.fp8_activations, dtype, device, target):
         raise refuse("fp8_activations", False, f"{why} multiplies FP8 weights by FP8 activations only; use True")
-    _check_kernels_on_cuda(target, target.num_layers - target.attention_layers)
+    _check_kernels_on_cuda(target)
     if target.quantization is not None and target.chosen:
         raise refuse("deterministic", True, "a CUDA device has no such kernels for FP8 experts; use device='cpu'")
     widths = target.hidden_size, target.intermediate_size, target.num_heads * target.head_dim, target.mixer_widths[1]
@@ -530,16 +523,14 @@ def _check_deterministic_on_cuda(
             raise refuse("deterministic", True, works)
 
 
-def _check_kernels_on_cuda(model: ModelConfig, recurrent: int, whose: str = "") -> None:
-    """Refuse what only kernels run that no device has run, in a draft, too. recurrent: layers that are."""
+def _check_kernels_on_cuda(model: ModelConfig, whose: str = "") -> None:
+    """Refuse what only kernels run whose bits no device has shown to be equal, in a draft, too."""
     for what, has_it, may_run in (
-        ("recurrent layers", recurrent > 0, DETERMINISTIC_RECURRENCES_ON_CUDA),
-        ("attention sinks", model.has_sinks, DETERMINISTIC_SINKS_ON_CUDA),
-        ("sliding windows", bool(model.windows), DETERMINISTIC_WINDOWS_ON_CUDA),
+        ("MXFP4 experts", model.has_mxfp4, DETERMINISTIC_MXFP4_ON_CUDA),
         ("multi-head latent attention", model.has_latents, DETERMINISTIC_LATENTS_ON_CUDA),
     ):
         if has_it and not may_run:
-            works = f"its kernels for {whose}{what} were never run on a CUDA device; use device='cpu'"
+            works = f"on a CUDA device the bits of {whose}{what} were not yet found equal; use device='cpu'"
             raise refuse("deterministic", True, works)
 
 

@@ -204,6 +204,11 @@ class ModelConfig:
         return False
 
     @property
+    def has_mxfp4(self) -> bool:
+        """Whether the experts of the checkpoint are MXFP4."""
+        return False
+
+    @property
     def cache_dims(self) -> tuple[int, int]:
         """Numbers per token and KV head in the caches of keys and of values."""
         return self.head_dim, self.head_dim

@@ -80,6 +80,10 @@ class GptOssConfig(ModelConfig):
     def has_sinks(self) -> bool:
         return True
 
+    @property
+    def has_mxfp4(self) -> bool:
+        return self.mxfp4
+
     def divided(self, ranks: int) -> Self:
         step = MX_BLOCK if self.mxfp4 else 1
         inner = shared_out("intermediate_size", self.intermediate_size, ranks, step)

@@ -37,7 +37,7 @@ WINDOWS = ("mistral", "ministral", "gemma3", "gpt-oss")
 
 @pytest.fixture(autouse=True)
 def _every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    for what in ("RECURRENCES", "WINDOWS", "SINKS", "FP32"):
+    for what in ("MXFP4", "LATENTS"):
         monkeypatch.setattr(builder, f"DETERMINISTIC_{what}_ON_CUDA", True)
 
 
