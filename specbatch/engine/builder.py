@@ -50,7 +50,7 @@ from specbatch.tokenizer import Tokenizer
 from specbatch.weights import Checkpoint, Log
 
 MOST_RANKS = 16  # that are tried when others do not work
-# Whether deterministic mode runs these on a CUDA device: `tests/lossless/test_deterministic_gpu.py` compares them there.
+# Whether deterministic mode runs these on a CUDA device; `tests/lossless/test_deterministic_gpu.py` compares them.
 DETERMINISTIC_MXFP4_ON_CUDA = False  # blocks of 16 and 32 rows ran other instructions than larger ones: other bits
 DETERMINISTIC_LATENTS_ON_CUDA = False  # multi-head latent attention: compared in the interpreter only
 
