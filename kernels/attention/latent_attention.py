@@ -137,8 +137,10 @@ class LatentDecodeRef(DecodeAttentionRef):
 def latent_decode_attention(queries: DecodeQueries, group: int, dtype: torch.dtype) -> DecodeAttention:
     """`decode_attention` for latents; group: number of heads."""
     if runs_kernels(queries.lengths):
-        from specbatch.kernels.attention import latent_attention_triton
+        from specbatch.kernels.attention import latent_attention_triton, span_latents_triton
 
+        if is_deterministic():
+            return span_latents_triton.span_latent_verify(queries)
         return partial(latent_attention_triton.latent_verify, queries, latent_attention_triton.slots_of(queries))
     if is_deterministic():
         from specbatch.kernels.attention.span_attention import SpanDecodeAttention
@@ -171,4 +173,5 @@ latent_prefill = op(
     latent_prefill_ref,
     "specbatch.kernels.attention.latent_attention_triton:latent_prefill",
     deterministic="specbatch.kernels.attention.span_attention:span_latent_prefill",
+    deterministic_kernel="specbatch.kernels.attention.span_latents_triton:span_latent_prefill",
 )

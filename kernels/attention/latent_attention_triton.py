@@ -93,7 +93,7 @@ def write_latent(
         projected, positions, slots, heads.cos, heads.sin, k_cache, v_cache,
         COUNT=heads.count, ROWS=triton.next_power_of_2(heads.count + 1), RANK=heads.rank,
         BLOCK_R=triton.next_power_of_2(heads.rank), HALF=half, BLOCK_H=triton.next_power_of_2(half),
-        INTERLEAVED=heads.interleaved, num_warps=4,
+        INTERLEAVED=heads.interleaved, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return projected.view(len(projected), heads.count + 1, heads.dim)[:, :-1]
 

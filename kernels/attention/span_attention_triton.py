@@ -76,6 +76,12 @@ class Lineages(NamedTuple):
 def decode_attention(queries: DecodeQueries) -> partial[torch.Tensor]:
     """The attention of a decode or verify pass for all layers, whose masks are causal: `DecodeAttentionRef` of
     `queries`."""
+    return partial(_decode, queries, *prepare(queries))
+
+
+def prepare(queries: DecodeQueries) -> tuple[torch.Tensor, Lineages | None]:
+    """What is the same for all layers: the slots int64 [T] of a pass's keys, and the lineages of its nodes if it has
+    trees."""
     table, count, first, ancestors = queries.page_table, queries.num_queries, queries.first_node, queries.ancestors
     tokens, device = len(queries.lengths) * count, table.device
     slots = torch.empty(tokens, dtype=torch.int64, device=device)
@@ -85,11 +91,11 @@ def decode_attention(queries: DecodeQueries) -> partial[torch.Tensor]:
     )  # fmt: skip
     if ancestors is None:
         assert not first, "a chain is computed in one pass"
-        return partial(_decode, queries, slots, None)
+        return slots, None
     width = first + count
     lineages = Lineages(*(torch.empty(tokens, n, dtype=torch.int32, device=device) for n in (width, 1)))
     _lineages[(tokens,)](ancestors, *lineages, width, BLOCK=triton.next_power_of_2(width), num_warps=1, **pdl(table))
-    return partial(_decode, queries, slots, lineages)
+    return slots, lineages
 
 
 @triton.jit(do_not_specialize=["width"])

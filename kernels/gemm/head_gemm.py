@@ -29,4 +29,5 @@ head_gemm = op(
     head_gemm_ref,
     "specbatch.kernels.gemm.head_gemm:head_gemm_ref",  # cuBLAS
     deterministic="specbatch.kernels.gemm.head_gemm:head_gemm_in_blocks",
+    deterministic_kernel="specbatch.kernels.gemm.head_gemm_triton:head_gemm",
 )

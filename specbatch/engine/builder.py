@@ -516,8 +516,7 @@ def _check_deterministic_on_cuda(
     _check_kernels_on_cuda(target)
     if target.quantization is not None and target.chosen:
         raise refuse("deterministic", True, "a CUDA device has no such kernels for FP8 experts; use device='cpu'")
-    widths = target.hidden_size, target.intermediate_size, target.num_heads * target.head_dim, target.mixer_widths[1]
-    for size in widths:
+    for size in target.input_widths:
         if size % 8:
             works = f"{why} needs matrices whose columns are a multiple of 8, not {size}; use device='cpu'"
             raise refuse("deterministic", True, works)

@@ -257,6 +257,11 @@ class ModelConfig:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return queries + 2 * keys, queries
 
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        """Of linear layers, but for experts."""
+        return self.hidden_size, self.intermediate_size, self.num_heads * self.head_dim, self.mixer_widths[1]
+
     def mixing_bytes(self, dtype: torch.dtype) -> int:
         """Bytes per prompt token that a mixer needs at most besides its projected input and its output."""
         return (self.num_heads + self.num_kv_heads) * self.head_dim * dtype.itemsize  # q and k

@@ -106,6 +106,11 @@ class DeepseekConfig(ModelConfig):
     def mixer_widths(self) -> tuple[int, int]:
         return (self.num_heads + 1) * (self.rank + self.head_dim), self.num_heads * self.rank
 
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        low = () if self.query_rank is None else (self.query_rank,)
+        return self.hidden_size, self.intermediate_size, self.num_heads * self.value_dim, *low
+
     def mixing_bytes(self, dtype: torch.dtype) -> int:
         queries, low = self.num_heads * (self.plain + self.head_dim), self.query_rank
         # Of the next layer: its input of attention, the first projection, queries, queries for latents, latents.

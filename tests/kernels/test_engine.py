@@ -12,7 +12,7 @@ import torch
 from company import Company
 from crossed import slow_but
 from stand_ins import fake_graphs, no_step_times
-from targets import Targets
+from targets import LATENT, Targets
 
 from specbatch.acceptance_profile import AcceptanceProfile
 from specbatch.config import Graphs, Speculation
@@ -23,6 +23,7 @@ from specbatch.kernels.attention import (
     latent_attention_triton,
     qkv_triton,
     span_attention_triton,
+    span_latents_triton,
     verify_attention_triton,
 )
 from specbatch.kernels.attention.prefill_backends import _Triton
@@ -30,7 +31,7 @@ from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBa
 from specbatch.kernels.dispatch import use_deterministic
 from specbatch.kernels.drafting import corpus_triton, draft_inputs_triton, ngram_triton, tree_draft_triton
 from specbatch.kernels.elementwise import elementwise_triton, gather_rows_triton
-from specbatch.kernels.gemm import fixed_order, skinny_gemm_triton
+from specbatch.kernels.gemm import fixed_order, head_gemm_triton, skinny_gemm_triton
 from specbatch.kernels.moe import experts_triton
 from specbatch.kernels.recurrent import gated_delta_prefill_triton, gated_delta_triton, mamba2_triton, short_conv_triton
 from specbatch.kernels.sampling import (
@@ -96,9 +97,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None])
         draft_inputs_triton: ["pending_inputs", "beam_inputs", "buffer_features"],
         gather_rows_triton: ["gather_rows"],
         short_conv_triton: ["conv_prefill", "conv_verify"],
+        head_gemm_triton: ["head_gemm"],
         skinny_gemm_triton: ["skinny_linear", "skinny_gated"],
         fixed_order: ["fixed_order_linear", "fixed_order_gated", "fixed_order_gemm"],
         span_attention_triton: ["prefill_attention", "decode_attention"],
+        span_latents_triton: ["span_latent_prefill", "span_latent_verify"],
         tree_verify_triton: ["move_accepted_kv"],
         verify_attention_triton: ["verify_attention"],
     }.items():
@@ -164,7 +167,7 @@ def test_deterministic_mode(toy: Any, kernel_engine: tuple[Callable[..., Any], s
 
 @pytest.mark.parametrize(
     "name",
-    slow_but(["llama"], ["llama", "qwen3-moe", "qwen3-next", "nemotron-h-moe", "lfm2", "gemma3"]),
+    slow_but(["llama"], ["llama", "qwen3-moe", "qwen3-next", "nemotron-h-moe", "lfm2", "gemma3", *LATENT]),
 )
 def test_logits_in_deterministic_mode_do_not_depend_on_company(
     monkeypatch: pytest.MonkeyPatch, kernels: set[str], name: str
@@ -175,8 +178,12 @@ def test_logits_in_deterministic_mode_do_not_depend_on_company(
     with use_deterministic():
         alone, together = [company.alone(text) for text in texts], company.together(texts, Random(3))
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-4)
-    assert kernels >= {"fixed_order_linear", "prefill_attention", "decode_attention"}
-    assert kernels.isdisjoint({"delta_prefill", "delta_verify", "ssd_prefill", "ssd_verify"})  # those of the default
+    attention = {"prefill_attention", "decode_attention"}
+    if name in LATENT:
+        attention = {"span_latent_prefill", "span_latent_verify", "write_latent", "head_gemm"}
+    assert kernels >= {"fixed_order_linear"} | attention
+    default = {"delta_prefill", "delta_verify", "ssd_prefill", "ssd_verify", "latent_prefill", "latent_verify"}
+    assert kernels.isdisjoint(default)
     assert ("gelu_and_mul" in kernels) == (name == "gemma3")
 
 
@@ -296,15 +303,19 @@ def test_padding_rows_and_piecewise_graphs(
 
 
 @pytest.mark.slow
-def test_latents_from_graphs(targets: Targets, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_latents_from_graphs(
+    targets: Targets, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
     """Short prompts are one graph, whose spans the kernel reads from the device; longer ones are in segments."""
     prompts = targets.prompts("deepseek-v3")[2:5]
     expected = [tokens[:3] for tokens in targets.greedy("deepseek-v3", 3)[2:5]]
     called = request.getfixturevalue("kernels")
     fake_graphs(monkeypatch)
     graphs = Graphs("whole", "piecewise")
-    engine = targets.engine("deepseek-v3", "none", graphs=graphs, prefill_chunk=8)
+    engine = targets.engine("deepseek-v3", "none", graphs=graphs, prefill_chunk=8, deterministic=deterministic)
     done = engine.generate(prompts, SamplingParams(max_new_tokens=3, ignore_eos=True))
     assert [item.token_ids for item in done] == expected
     assert all(item["replays"] and not item["fallbacks"] for item in engine.record().counters["graphs"].values())
-    assert called >= {"latent_prefill", "latent_verify"}
+    own = {"latent_prefill", "latent_verify"}
+    assert called >= ({f"span_{name}" for name in own} | {"head_gemm"} if deterministic else own)

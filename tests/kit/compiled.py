@@ -16,23 +16,25 @@ from triton.compiler import ASTSource
 from specbatch.kernels.attention import latent_attention_triton as latents
 from specbatch.kernels.attention import prefill_attention_triton as prompts
 from specbatch.kernels.attention import span_attention_triton as spans
+from specbatch.kernels.attention import span_latents_triton as span_latents
 from specbatch.kernels.attention import verify_attention_triton as verifies
 from specbatch.kernels.attention.verify_attention_configs import Tile
 from specbatch.kernels.gemm import fixed_order_gemm_triton as gemms
 from specbatch.kernels.gemm import fp8_linear_triton as fp8s
+from specbatch.kernels.gemm import head_gemm_triton as head_gemms
 from specbatch.kernels.gemm import int4_triton as int4s
 from specbatch.kernels.gemm import skinny_gemm_triton as skinny
 from specbatch.kernels.gemm.skinny_gemm_configs import undivided_tile_for
 from specbatch.kernels.moe import experts_triton as experts
 
-SIZES = ("N", "K", "x_stride", "y_stride")
+SIZES = ("N", "K", "x_stride", "y_stride", "x_token", "x_head", "weight_head", "weight_k", "weight_n")
 
 
 def compiled(kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], **options: Any) -> dict[str, Any]:
     """kinds: types of the arguments, of which those of pointers and of sizes of 16 are multiples of it."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in fixed else kinds[name] for name in names}
-    aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in SIZES]
+    aligned = [i for i, name in enumerate(names) if signature[name][0] == "*" or (name in SIZES and name not in fixed)]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(kernel, signature, constexprs=fixed, attrs=attributes)
     done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -126,6 +128,47 @@ def latent_attention(
     return compiled(latents._latent_attention, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
+def spans_of_latents(
+    rows: int, *, is_prompt: bool = False, is_spread: bool = False, is_tree: bool = False, heads: int = 16,
+    cache: str = "bf16", dtype: str = "bf16",
+) -> dict[str, Any]:  # fmt: skip
+    """Deterministic attention of DeepSeek-V2 and V3."""
+    kinds = dict.fromkeys(("q", "out"), f"*{dtype}") | dict.fromkeys(("k_cache", "v_cache"), f"*{cache}")
+    kinds |= dict.fromkeys(("starts", "ends", "page_rows", "offsets", "tiles", "page_table"), "*i64")
+    kinds |= dict.fromkeys(("page_stride", "q_stride", "width", "total", "spans", "count", "per_sequence"), "i32")
+    kinds |= {"partials": "*fp32", "lineages": "*i32", "seen": "*i32", "scale": "fp32"}
+    group = min(heads, rows)
+    fixed = {
+        "HEADS": heads, "GROUP": group, "RANK": 512, "BLOCK_R": 512, "ROPE": 64, "BLOCK_P": 64, "PAGE": 16,
+        "TOKENS": 1 if is_tree else rows // group, "ROWS": rows, "SPAN": span_latents.SPAN, "SPREAD": is_spread,
+        "KEYS": span_latents.FP32_KEYS if dtype == "fp32" else span_latents.KEYS, "PDL": True,
+    }  # fmt: skip
+    fixed |= {} if is_prompt else {"tiles": None}
+    fixed |= {} if is_tree else {"lineages": None, "seen": None}
+    options = {"num_warps": span_latents.WARPS, "num_stages": span_latents.STAGES, "enable_fp_fusion": False}
+    return compiled(span_latents._span_latents, kinds, fixed, **options)
+
+
+def merge_of_latents() -> dict[str, Any]:
+    kinds = {"partials": "*fp32", "positions": "*i64", "out": "*bf16", "total": "i32", "spans": "i32"}
+    fixed = {
+        "HEADS": 16, "RANK": 512, "BLOCK_R": 512, "SPAN": span_latents.SPAN, "AT_ONCE": span_latents.AT_ONCE,
+        "PDL": True,
+    }  # fmt: skip
+    return compiled(span_latents._merge_spans, kinds, fixed, num_warps=4, enable_fp_fusion=False)
+
+
+def head_gemm(tokens: int, *, is_turned: bool, dtype: str = "bf16") -> dict[str, Any]:
+    """Of the queries, and turned of the output, of DeepSeek-V2-Lite."""
+    tile = head_gemms.tile_for(tokens, 4 if dtype == "fp32" else 2)
+    kinds = dict.fromkeys(("x", "weight", "y"), f"*{dtype}")
+    kinds |= dict.fromkeys(("T", "x_token", "x_head", "weight_head", "weight_k", "weight_n"), "i32")
+    k, n = (512, 128) if is_turned else (128, 512)
+    fixed = {"N": n, "K": k, "BT": tile.tokens, "BN": head_gemms.OUTPUTS, "BK": tile.columns, "PDL": True}
+    fixed |= {"weight_k" if is_turned else "weight_n": 1}
+    return compiled(head_gemms._head_gemm, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
+
+
 def mxfp4_experts(rows: int, *, is_gated: bool) -> dict[str, Any]:
     """A grouped GEMM of gpt-oss."""
     tile = experts._MXFP4_TILES[rows]
@@ -210,6 +253,17 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "latents of a tree", latent_attention(256, is_tree=True)
     yield "latents of a prompt", latent_attention(256, is_prompt=True)
     yield "latents of a verify, FP8", latent_attention(256, cache="fp8e4nv")
+    for rows in (16, 32):
+        for is_spread in (False, True):
+            yield f"spans of latents, {rows} rows, spread: {is_spread}", spans_of_latents(rows, is_spread=is_spread)
+    yield "spans of latents of a prompt", spans_of_latents(32, is_prompt=True)
+    yield "spans of latents of a tree", spans_of_latents(16, is_tree=True, is_spread=True)
+    yield "spans of latents of 128 heads", spans_of_latents(32, heads=128, dtype="fp16", cache="fp16")
+    yield "spans of latents, FP8", spans_of_latents(32, is_spread=True, cache="fp8e4nv")
+    yield "FP32 spans of latents", spans_of_latents(16, cache="fp32", dtype="fp32")
+    for tokens, is_turned in ((1, False), (1, True), (1024, False), (1024, True)):
+        yield f"GEMM of heads, {tokens} tokens, turned: {is_turned}", head_gemm(tokens, is_turned=is_turned)
+    yield "FP32 GEMM of heads", head_gemm(1024, is_turned=True, dtype="fp32")
     for rows in experts._MXFP4_TILES:
         yield f"experts of {rows} rows", mxfp4_experts(rows, is_gated=True)
         yield f"second GEMM of experts of {rows} rows", mxfp4_experts(rows, is_gated=False)

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from company import Company
 from lossless import Case
 from stand_ins import late_results, random_draft_lengths
-from targets import SPECULATIONS, TARGETS, Targets
+from targets import SPECULATIONS, TARGETS, TargetCheckpoint, Targets
 
 from specbatch import Completion, EngineConfig, SamplingParams, SpecbatchError, Speculation
+from specbatch.engine import builder
 from specbatch.engine.builder import prepare
 from specbatch.kernels.attention import span_attention
 from specbatch.kernels.attention.latent_attention import LatentDecodeRef, latent_prefill_ref
@@ -269,21 +270,18 @@ def test_gemm_whose_bits_depend_on_the_place_takes_one_row_at_a_time(monkeypatch
     assert calls[-40:] == [1] * 40
 
 
-def test_what_it_does_not_cover_is_refused(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_does_not_cover_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specbatch.engine.builder.find_device", lambda device: torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     with pytest.raises(SpecbatchError, match="deterministic=True: its kernels were compared on Hopper only"):
         prepare(EngineConfig(deterministic=True), print)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    with pytest.raises(SpecbatchError, match="its kernels for a draft model with recurrent layers were never run"):
-        targets.engine("llama", "model-recurrent", dtype="bfloat16", deterministic=True)
-    with pytest.raises(SpecbatchError, match=r"dtype='float32': with .* kernels for float32 were never run"):
-        prepare(EngineConfig(deterministic=True, dtype="float32"), print)
-    models = ("gpt-oss-20b", "attention sinks"), ("gemma-3-270m", "sliding windows"), ("lfm2-1.2b", "recurrent layers")
-    models += (("deepseek-v2-lite", "multi-head latent attention"),)
+    models = ("gpt-oss-20b", "MXFP4 experts"), ("deepseek-v2-lite", "multi-head latent attention")
     for shape, what in models:
-        with pytest.raises(SpecbatchError, match=f"deterministic=True: .* kernels for {what}.*; use device='cpu'"):
+        with pytest.raises(SpecbatchError, match=f"deterministic=True: .* bits of {what} were .*; use device='cpu'"):
             prepare(EngineConfig(shape, load_format="dummy", deterministic=True), print)
+    with pytest.raises(SpecbatchError, match="bits of a draft model with multi-head latent attention"):
+        builder._check_kernels_on_cuda(TargetCheckpoint("deepseek-v2").config, "a draft model with ")
     with pytest.raises(SpecbatchError, match="tensor_parallel=2: with deterministic=True"):
         EngineConfig(deterministic=True, tensor_parallel=2)
     block = Speculation("mtp", verification="block")

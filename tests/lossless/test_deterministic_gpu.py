@@ -14,7 +14,7 @@ import torch
 from company import Company, differing
 from lossless import Case
 from stand_ins import late_results, random_draft_lengths
-from targets import SIZES, SPECULATIONS, TargetCheckpoint, Targets, random_weights
+from targets import LATENT, SIZES, SPECULATIONS, TargetCheckpoint, Targets, random_weights
 
 from specbatch import Completion, SamplingParams
 from specbatch.engine import builder
@@ -98,7 +98,7 @@ def test_logits_of_wide_recurrent_models_do_not_depend_on_company(name: str) -> 
     assert differing(company, [400, 150, 9, 70], Random(name), 2) == 0
 
 
-@pytest.mark.parametrize("name", ["llama", "Qwen3ForCausalLM", "qwen3-moe", *RECURRENT, *WINDOWS])
+@pytest.mark.parametrize("name", ["llama", "Qwen3ForCausalLM", "qwen3-moe", *RECURRENT, *WINDOWS, *LATENT])
 def test_float32_logits_do_not_depend_on_company(name: str) -> None:
     target = Wide(name) if name.startswith("Qwen3For") else name
     company, rng = Company(target, torch.float32, device=torch.device("cuda")), Random(name)
@@ -113,6 +113,22 @@ def test_logits_of_models_with_windows_do_not_depend_on_company(name: str, kv_dt
     wide = {"head_dim": 256, "num_attention_heads": 8, "sliding_window": 200, "sliding_window_pattern": 2}
     target = name if name in WINDOWS else Wide(name, **wide)
     company, rng = Company(target, BF16, device=torch.device("cuda"), kv_dtype=kv_dtype), Random(name)
+    assert differing(company, [600, 150, 9, 70, 300], rng, 3) == 0
+    assert differing(company, [rng.randrange(1, 60) for _ in range(128)], rng, 1) == 0
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(BF16, None), (FP16, None), (BF16, torch.float8_e4m3fn)])
+@pytest.mark.parametrize("name", [*LATENT, "deepseek-v2-lite", "deepseek-v2-lite with 128 heads"])
+def test_logits_of_latent_attention_do_not_depend_on_company(
+    name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
+    target: str | DummyCheckpoint = name
+    if name not in LATENT:
+        heads = {"num_attention_heads": 128, "num_key_value_heads": 128} if "128" in name else {}
+        few = {"num_hidden_layers": 2, "vocab_size": 1000, "n_routed_experts": 8, "eos_token_id": None}
+        config = ModelConfig.from_dict(SHAPES["deepseek-v2-lite"] | few | heads)
+        target = DummyCheckpoint(config, name="latents", seed=0, tokenizer=None, device="cuda")
+    company, rng = Company(target, dtype, device=torch.device("cuda"), kv_dtype=kv_dtype), Random(name)
     assert differing(company, [600, 150, 9, 70, 300], rng, 3) == 0
     assert differing(company, [rng.randrange(1, 60) for _ in range(128)], rng, 1) == 0
 
@@ -205,7 +221,7 @@ def test_results_do_not_depend_on_draft_schedule_graphs_and_memory(
 
 def _cases_of_other_models() -> list[Any]:
     turns = itertools.cycle(itertools.product(("v1", "v2", "v2-late"), ("both", "eager", "whole"), lossless.MEMORY))
-    targets = *RECURRENT, *WINDOWS
+    targets = *RECURRENT, *WINDOWS, *LATENT
     pairs = itertools.product(("none", "ngram", "ngram-tree", "mtp", "eagle3", "model-auto"), targets)
     return [
         pytest.param(case := Case(drafter, *next(turns), target), id=str(case))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from specbatch.kernels.attention import span_latents_triton
 from specbatch.kernels.attention.latent_attention import LatentDecodeRef, LatentLayout, latent_prefill_ref
 from specbatch.kernels.attention.latent_attention_triton import LatentTile, latent_prefill, latent_verify, slots_of
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
+from specbatch.kernels.attention.verify_attention import DecodeAttention, DecodeQueries, Mask
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.kernels.sampling.tree_verify import ancestor_words, tree_depths
@@ -45,18 +47,39 @@ def on_device(device: torch.device) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(span_latents_triton, "SPAN", 16)
+
+
+def default(queries: DecodeQueries, splits: int) -> DecodeAttention:
+    return partial(latent_verify, queries, slots_of(queries), splits=splits, tile=LatentTile(16, 16, 1, 1))
+
+
+def spans(queries: DecodeQueries, splits: int) -> DecodeAttention:
+    """Of deterministic mode."""
+    return partial(span_latents_triton.span_latent_verify(queries), splits=splits)
+
+
+Kernel = Callable[[DecodeQueries, int], DecodeAttention]
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize(("count", "splits"), [(1, 1), (4, 3), (7, 2)])
-def test_verify_matches_reference(name: str, count: int, splits: int) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "count", "splits"),
+    [(default, 1, 1), (default, 4, 3), (default, 7, 2), (spans, 1, 1), (spans, 3, 2)],
+)
+def test_verify_matches_reference(name: str, kernel: Kernel, count: int, splits: int) -> None:
     heads, table = layout(name), page_table()
     lengths = torch.tensor([0, 17, PAGE * WIDTH - count, 5])
     queries = DecodeQueries(table, torch.tensor([3, 1, 4, 2]), lengths, count, PAGE)
-    compare(queries, heads, (lengths[:, None] + torch.arange(count)).flatten(), splits)
+    compare(queries, heads, (lengths[:, None] + torch.arange(count)).flatten(), kernel(queries, splits))
 
 
+@pytest.mark.parametrize("kernel", [default, spans])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("first", [0, 2])
-def test_tree_matches_reference(first: int, splits: int) -> None:
+def test_tree_matches_reference(first: int, splits: int, kernel: Kernel) -> None:
     """As a whole, or its last nodes after the first two are in the cache."""
     words = ancestor_words(torch.tensor([[0, 0, 1, 1, 3], [0, 1, 2, 2, 0], [0, 0, 0, 1, 2]]), 5)
     lengths = torch.tensor([9, 0, 21])
@@ -64,23 +87,24 @@ def test_tree_matches_reference(first: int, splits: int) -> None:
     queries = DecodeQueries(
         page_table(), torch.tensor([2, 4, 1]), lengths, 6 - first, PAGE, None, words[:, first:].contiguous(), first
     )
-    compare(queries, layout("odd"), positions, splits)
+    compare(queries, layout("odd"), positions, kernel(queries, splits))
 
 
-def test_an_fp8_cache() -> None:
+@pytest.mark.parametrize("kernel", [default, spans])
+def test_an_fp8_cache(kernel: Kernel) -> None:
     lengths = torch.tensor([11, 3])
     queries = DecodeQueries(page_table(), torch.tensor([2, 1]), lengths, 2, PAGE)
     positions = (lengths[:, None] + torch.arange(2)).flatten()
     heads = layout("odd")
     heads.cos.fill_(1), heads.sin.fill_(0)  # the interpreter rounds to FP8 differently: nothing is rounded
-    compare(queries, heads, positions, 2, torch.float8_e4m3fn)
+    compare(queries, heads, positions, kernel(queries, 2), torch.float8_e4m3fn)
 
 
 def compare(
     queries: DecodeQueries,
     heads: LatentLayout,
     positions: torch.Tensor,
-    splits: int,
+    attend: DecodeAttention,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Slots of no earlier key are poisoned."""
@@ -93,10 +117,7 @@ def compare(
     expected_k, expected_v = (cache.float().nan_to_num(0).to(dtype) for cache in (k, v))
     reference = LatentDecodeRef(queries, heads.count, torch.float32)
     expected = reference(projected.clone(), heads, positions, expected_k, expected_v, Mask())
-    tile = LatentTile(16, 16, 1, 1)
-    found = latent_verify(
-        queries, slots_of(queries), projected, heads, positions, k, v, Mask(), splits=splits, tile=tile
-    )
+    found = attend(projected, heads, positions, k, v, Mask())
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     written = torch.zeros_like(held).flatten().index_fill(0, slots_of(queries), True).view_as(held)
     for cache, wanted in ((k, expected_k), (v, expected_v)):
@@ -104,8 +125,11 @@ def compare(
         assert cache.float()[~written & ~held].isnan().all()
 
 
+@pytest.mark.parametrize(
+    "prefill", [partial(latent_prefill, tile=LatentTile(16, 16, 1, 1)), span_latents_triton.span_latent_prefill]
+)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_prefill_matches_reference(name: str) -> None:
+def test_prefill_matches_reference(name: str, prefill: Callable[..., torch.Tensor]) -> None:
     """Prompts, and a chunk after a prefix."""
     heads, table = layout(name), page_table()
     with torch.device("cpu"):  # where it makes its tables, before it copies them
@@ -115,7 +139,7 @@ def test_prefill_matches_reference(name: str) -> None:
     projected, (k, v) = torch.randn(len(positions), heads.width), caches(heads)
     expected = latent_prefill_ref(projected.clone(), heads, positions, slots, k.clone(), v.clone(), spans)
     with torch.device("cpu"):
-        found = latent_prefill(projected, heads, positions, slots, k, v, spans, tile=LatentTile(16, 16, 1, 1))
+        found = prefill(projected, heads, positions, slots, k, v, spans)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
