@@ -364,12 +364,12 @@ def _family(config: dict[str, Any]) -> str:
 
 def _windows(config: dict[str, Any], family: str, layers: int, positions: int) -> tuple[int | None, ...]:
     """The window of each layer. Empty if none has one, or if it is not shorter than the longest text."""
-    # Without the key the classes of Mistral have a window of 4096. Qwen configs state one that is off unless
-    # use_sliding_window is true. Llama has none; a config that states one is of another model.
+    # Without the key the classes of Mistral have a window of 4096. They do not read use_sliding_window. Qwen configs
+    # state one that is off unless that is true. Llama has none; a config that states one is of another model.
     mistral = family in ("mistral", "ministral")
     stated = config.get("sliding_window", 4096 if mistral else None) is not None
     window = count_of(config, "sliding_window", 4096) if stated else None
-    if not flag_of(config, "use_sliding_window", mistral or family == "llama"):
+    if not mistral and not flag_of(config, "use_sliding_window", family == "llama"):
         window = None
     kinds = names_of(config, "layer_types") if family != "mistral" else None  # whose layers are all of one kind
     if kinds is None:

@@ -24,6 +24,8 @@ from specbatch.models.deepseek_moe import DeepseekMixture, deepseek_mixture_of, 
 from specbatch.models.layers import Attention, Layer, Reader, Tables
 from specbatch.models.moe import MoeMlp, Shapes
 
+_LATENT_EPS = 1e-6  # of the norms in latent attention, which do not read rms_norm_eps
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekConfig(ModelConfig):
@@ -69,7 +71,7 @@ class DeepseekConfig(ModelConfig):
             rank=count_of(config, "kv_lora_rank", 512),
             plain=unturned,
             value_dim=count_of(config, "v_head_dim", 128),
-            interleaved=flag_of(config, "rope_interleave", True),
+            interleaved=not is_third or flag_of(config, "rope_interleave", True),  # V2 has no such switch
             score_scale=(unturned + turning) ** -0.5 * _mscale(config) ** 2,
             mixture=(_third_mixture(config) if is_third else _second_mixture(config)) if dense < depth else None,
             dense_layers=min(dense, depth),
@@ -206,9 +208,9 @@ def _attention(read: Reader, stem: str, tables: Tables) -> LatentAttention:
             rank=rank, scale=config.score_scale, interleaved=config.interleaved,
         ),
         out=read.linear({f"{inner}.o_proj": hidden}, heads * config.value_dim),
-        query_norm=None if low is None else read.norm(f"{inner}.q_a_layernorm", low),
+        query_norm=None if low is None else Norm(read(f"{inner}.q_a_layernorm.weight", low), _LATENT_EPS),
         query_up=None if low is None else read.linear({f"{inner}.q_b_proj": queries}, low),
-        latent_norm=read.norm(f"{inner}.kv_a_layernorm", rank),
+        latent_norm=Norm(read(f"{inner}.kv_a_layernorm.weight", rank), _LATENT_EPS),
         up=up.view(heads, config.plain + config.value_dim, rank),
         plain=config.plain,
     )  # fmt: skip

@@ -50,7 +50,7 @@ class GptOssConfig(ModelConfig):
             if config.get(key) not in (None, works):
                 raise refuse(key, config[key], f"the experts of gpt-oss here have {works}")
         layers = count_of(config, "num_hidden_layers", _LAYERS)
-        rope = table_of(config, "rope_parameters") or table_of(config, "rope_scaling") or _YARN
+        rope = table_of(config, "rope_scaling") or table_of(config, "rope_parameters") or _YARN
         plain = ModelConfig.from_dict(
             {key: value for key, value in config.items() if key != "quantization_config"}
             | {

@@ -15,7 +15,6 @@ from specbatch.models.layers import Layer, Mixer, Mlp, Reader, SwiGlu, Tables
 from specbatch.models.llama import attention, final_norm  # noqa: F401 (`decoder` calls it)
 from specbatch.models.moe import MoeMlp, Shapes
 from specbatch.models.recurrent import ShortConv, taps_of, window_shapes
-from specbatch.models.rope import Rope
 
 _THETA = 1e6  # if a config has no theta
 
@@ -51,7 +50,7 @@ class Lfm2Config(ModelConfig):
             }
         )
         if plain.rope.source == "class default":
-            plain = replace(plain, rope=Rope(theta=_THETA, rotary_dim=plain.head_dim, source="class default"))
+            plain = replace(plain, rope=replace(plain.rope, theta=_THETA))
         attends, taps = _attends(config, plain.num_layers), taps_of(config, "conv_L_cache", 3)
         return cls(
             **vars(plain),

@@ -274,11 +274,25 @@ def test_windows_of_layers() -> None:
     assert read("mistral", sliding_window=64) == (64,) * 4
     assert read("mistral") == (4096,) * 4
     assert read("mistral", sliding_window=64, layer_types=some) == (64,) * 4  # its class has one kind of layer
+    assert read("mistral", sliding_window=64, use_sliding_window=False) == (64,) * 4  # which it does not read
     assert read("ministral", sliding_window=64, layer_types=some) == (None, 64, None, 64)
     assert read("qwen2", **used, max_window_layers=3) == (None, None, None, 64)
     assert read("qwen3", **used, layer_types=some) == (None, 64, None, 64)
     for off in ({"sliding_window": None}, {"sliding_window": 8192}, {"max_position_embeddings": 512}):
         assert read("mistral", **off) == ()
+
+
+def test_ropes_of_configs_with_some_of_the_keys() -> None:
+    scaling, other = ({"rope_type": "linear", "factor": factor} for factor in (2.0, 3.0))
+    rope = ModelConfig.from_dict(SIZES | TARGETS["lfm2"] | {"rope_scaling": scaling}).rope
+    assert (rope.theta, rope.kind, rope.factor) == (1e6, "linear", 2.0)
+    for name in ("gpt-oss", "llama"):  # as in transformers, the older key takes precedence
+        described = TARGETS.get(name, {"model_type": "llama"})
+        rope = ModelConfig.from_dict(SIZES | described | {"rope_scaling": scaling, "rope_parameters": other}).rope
+        assert rope.factor == 2.0
+    for name, value in (("deepseek-v2", True), ("deepseek-v3", False)):
+        config = ModelConfig.from_dict(SIZES | TARGETS[name] | {"rope_interleave": False})
+        assert getattr(config, "interleaved") is value  # noqa: B009
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ LFM = {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_L_cache"
 LATENT: dict[str, Any] = {
     **{key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads")},
     "kv_lora_rank": 24, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4,
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "rms_norm_eps": 1e-3,
 }  # fmt: skip
 THIRD = {"q_lora_rank": 20, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 2}
 NO_EPS = {key: value for key, value in SIZES.items() if key not in ("rms_norm_eps", "head_dim")}
