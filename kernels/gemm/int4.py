@@ -10,15 +10,23 @@ import torch.nn.functional as F
 
 from specbatch.kernels.dispatch import is_deterministic, op
 from specbatch.kernels.gemm.fixed_rows import linear_in_blocks
+from specbatch.kernels.gemm.four_bits import CHUNK, pack_four_bits, unpack_four_bits
 from specbatch.kernels.gemm.weight import Weight
 
 
-def pack_int4(values: torch.Tensor, group: int) -> torch.Tensor:
-    """values uint8 [out, in] below 16 -> uint8 [out, in / 2]: values j and j + group / 2 of a group in its byte j, the
-    first in the low bits. Each half of a group is then multiplied by adjacent columns."""
-    low, high = values.unflatten(1, (-1, 2, group // 2)).unbind(2)
-    packed: torch.Tensor = low | high << 4
-    return packed.flatten(1).contiguous()
+def chunk_of(inputs: int) -> int:
+    """How many inputs of an output are packed together: 128, or 64 or 32 where that does not divide their number."""
+    return min(CHUNK, inputs & -inputs)
+
+
+def pack_int4(values: torch.Tensor) -> torch.Tensor:
+    """values uint8 [out, in] below 16 -> uint8 [out, in / 2]: `pack_four_bits`."""
+    return pack_four_bits(values, chunk_of(values.shape[1]))
+
+
+def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [out, in / 2] from `pack_int4` -> its values uint8 [out, in]."""
+    return unpack_four_bits(packed, chunk_of(2 * packed.shape[1]))
 
 
 def dequantize_int4(
@@ -26,8 +34,7 @@ def dequantize_int4(
 ) -> torch.Tensor:
     """values uint8 [out, in / 2] from `pack_int4`; scales [out, in / group], float16, bfloat16 or float32; zeros uint8,
     as many -> [out, in], rounded once from float32."""
-    packed = values.unflatten(1, (scales.shape[1], -1))
-    found = torch.stack([packed & 15, packed >> 4], 2).flatten(2).float() - zeros.float()[..., None]
+    found = unpack_int4(values).unflatten(1, (scales.shape[1], -1)).float() - zeros.float()[..., None]
     return (found * scales.float()[..., None]).flatten(1).to(dtype)
 
 

@@ -1,58 +1,96 @@
-"""Triton kernels for INT4 weights: a GEMM that unpacks them in registers, for few rows, and dequantization for many."""
+"""Triton kernels for INT4 weights: a GEMM that unpacks them in registers, for few rows, and dequantization for many.
+
+The weight is the first operand of the products, which a tensor core takes from registers (wgmma). Its bytes are stored
+in the order of that operand (`pack_int4`), so that no unpacked value goes through shared memory. With few rows a GEMM
+is split over K until its programs fill the device, as in `skinny_gemm_triton`.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.dispatch import is_deterministic
+from specbatch.kernels.gemm.four_bits_triton import fragment_rows, in_fragment_order, split_columns, swap_middle
+from specbatch.kernels.gemm.int4 import chunk_of
+from specbatch.kernels.gemm.skinny_gemm_triton import workspace
 from specbatch.kernels.gemm.weight import Weight
 
-_PROGRAMS = 132  # multiprocessors of an H200
+_RESIDENT = 3 * 132  # programs that the multiprocessors of an H200 hold at once
 _MANY = 256  # rows from which to write and read a dequantized weight takes less time than to unpack it for each tile
-_DEQUANTIZED = 32, 4  # rows and groups of a program
+_DEQUANTIZED = 64  # rows of a program
 
-# The lower or higher 4 bits of four bytes become the lowest bits of the fraction of 128 (bfloat16) or 1024 (float16),
-# whose last place is 1: the value is that number plus the 4 bits, exactly.
+# 4 bits of bytes 0 and 2, then of bytes 1 and 3, become the lowest bits of the fraction of 128 (bfloat16) or 1024
+# (float16), whose last place is 1: the value is that number plus the 4 bits, exactly.
 _WIDEN: tl.constexpr = tl.constexpr("""{
-.reg .b32 x, high;
-SHIFT
-and.b32 x, x, 0x0f0f0f0f;
-mov.b32 high, ONES;
-prmt.b32 $0, x, high, 0x4140;
-prmt.b32 $1, x, high, 0x4342;
+.reg .b32 a, b;
+shr.u32 a, $2, FIRST;
+shr.u32 b, $2, SECOND;
+lop3.b32 $0, a, 0x000f000f, ONES, 0xea;
+lop3.b32 $1, b, 0x000f000f, ONES, 0xea;
 }""")
-_LOW: tl.constexpr = tl.constexpr(_WIDEN.value.replace("SHIFT", "mov.b32 x, $2;"))
-_HIGH: tl.constexpr = tl.constexpr(_WIDEN.value.replace("SHIFT", "shr.b32 x, $2, 4;"))
-_LOW_BF16: tl.constexpr = tl.constexpr(_LOW.value.replace("ONES", "0x43434343"))
-_HIGH_BF16: tl.constexpr = tl.constexpr(_HIGH.value.replace("ONES", "0x43434343"))
-_LOW_FP16: tl.constexpr = tl.constexpr(_LOW.value.replace("ONES", "0x64646464"))
-_HIGH_FP16: tl.constexpr = tl.constexpr(_HIGH.value.replace("ONES", "0x64646464"))
+_LOW: tl.constexpr = tl.constexpr(_WIDEN.value.replace("FIRST", "0").replace("SECOND", "8"))
+_HIGH: tl.constexpr = tl.constexpr(_WIDEN.value.replace("FIRST", "4").replace("SECOND", "12"))
+_LOW_BF16: tl.constexpr = tl.constexpr(_LOW.value.replace("ONES", "0x43004300"))
+_HIGH_BF16: tl.constexpr = tl.constexpr(_HIGH.value.replace("ONES", "0x43004300"))
+_LOW_FP16: tl.constexpr = tl.constexpr(_LOW.value.replace("ONES", "0x64006400"))
+_HIGH_FP16: tl.constexpr = tl.constexpr(_HIGH.value.replace("ONES", "0x64006400"))
 
 
 @triton.jit
-def _less(x, y, INSTRUCTION: tl.constexpr):
-    """x - y of two values at once, which the compiler does not do by itself."""
-    return tl.inline_asm_elementwise(INSTRUCTION, "=r,r,r", [x, y], dtype=x.dtype, is_pure=True, pack=2)
-
-
-@triton.jit
-def unpack_int4(values, zeros, kind: tl.constexpr):
-    """values uint8 [N, K] of `pack_int4` of one group and zeros uint8 [N] -> its first half and its second one, less
-    the zeros, both [N, K] and exact."""
-    zero = zeros[:, None]
+def widen_int4(packed, kind: tl.constexpr, WARPS: tl.constexpr):
+    """packed uint8 [N, H] in memory's order -> its low and its high bits as values of the operand, both [N, H]; in
+    bfloat16 128 are added, in float16 1024."""
     if kind == tl.bfloat16:
-        low = tl.inline_asm_elementwise(_LOW_BF16, "=r,=r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=4)
-        high = tl.inline_asm_elementwise(_HIGH_BF16, "=r,=r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=4)
-        base = tl.broadcast_to((zero.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True), low.shape)
-        return _less(low, base, "sub.rn.bf16x2 $0, $1, $2;"), _less(high, base, "sub.rn.bf16x2 $0, $1, $2;")
-    if kind == tl.float16:
-        low = tl.inline_asm_elementwise(_LOW_FP16, "=r,=r,r", [values], dtype=tl.float16, is_pure=True, pack=4)
-        high = tl.inline_asm_elementwise(_HIGH_FP16, "=r,=r,r", [values], dtype=tl.float16, is_pure=True, pack=4)
-        base = tl.broadcast_to((zero.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True), low.shape)
-        return _less(low, base, "sub.rn.f16x2 $0, $1, $2;"), _less(high, base, "sub.rn.f16x2 $0, $1, $2;")
-    return (values & 15).to(kind) - zero.to(kind), (values >> 4).to(kind) - zero.to(kind)
+        low = tl.inline_asm_elementwise(_LOW_BF16, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
+        high = tl.inline_asm_elementwise(_HIGH_BF16, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
+    elif kind == tl.float16:
+        low = tl.inline_asm_elementwise(_LOW_FP16, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
+        high = tl.inline_asm_elementwise(_HIGH_FP16, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
+    else:
+        low, high = swap_middle(packed & 15).to(kind), swap_middle(packed >> 4).to(kind)
+    return in_fragment_order(low, WARPS), in_fragment_order(high, WARPS)
+
+
+@triton.jit
+def _less(values, zero):
+    """values [N, H] of `widen_int4` less a zero point uint8 [N], exact; two at once, which the compiler does not do by
+    itself."""
+    if values.dtype == tl.bfloat16:
+        base = (zero.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)[:, None]
+        code: tl.constexpr = "sub.rn.bf16x2 $0, $1, $2;"
+    elif values.dtype == tl.float16:
+        base = (zero.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)[:, None]
+        code: tl.constexpr = "sub.rn.f16x2 $0, $1, $2;"
+    else:
+        return values - zero[:, None].to(values.dtype)
+    both = [values, tl.broadcast_to(base, values.shape)]
+    return tl.inline_asm_elementwise(code, "=r,r,r", both, dtype=values.dtype, is_pure=True, pack=2)
+
+
+class Tile(NamedTuple):
+    """rows of x by outputs; splits: programs that share the K of a tile; stages of the pipeline."""
+
+    rows: int
+    outputs: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def tile_for(rows: int, n: int, k: int, item: int) -> Tile:
+    """The tile of a GEMM of so many rows of x [rows, k], of `item` bytes a value, with a weight [n, k]."""
+    block = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    if item == 4:
+        return Tile(min(block, 32), 32, 2 if k >= 256 and not is_deterministic() else 1, 4, 2)
+    outputs, warps, stages = {16: (64, 4, 6), 32: (64, 4, 5), 64: (128, 8, 4)}[block]
+    programs = triton.cdiv(n, outputs) * triton.cdiv(rows, block)
+    splits = 1 if is_deterministic() else max(1, min(_RESIDENT // programs, k // 512))
+    return Tile(block, outputs, splits, warps, stages)
 
 
 def int4_linear(
@@ -61,9 +99,10 @@ def int4_linear(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """`int4_linear_ref`: x [T, K], weight [N, K] -> [T, N], in `out` if given. Rows of x, residual and out may be
-    apart."""
+    apart. tile: chosen by the shapes if None."""
     (rows, k), n, scales, zeros = x.shape, weight.shape[0], weight.scales, weight.zeros
     assert scales is not None, "an INT4 weight has scales"
     assert zeros is not None, "an INT4 weight has zero points"
@@ -74,103 +113,136 @@ def int4_linear(
     y = torch.empty(rows, n, device=x.device, dtype=x.dtype) if out is None else out
     assert y.shape == (rows, n), f"out {tuple(y.shape)} is not {(rows, n)}"
     assert y.stride(1) == 1, "the elements of a row of out must be adjacent"
-    if rows >= _MANY:
+    if rows >= _MANY and not is_deterministic():
         matrix = dequantize(weight, x.dtype).t()
         torch.mm(x, matrix, out=y) if bias is None else torch.addmm(bias, x, matrix, out=y)
         return y if residual is None else y.add_(residual)
-    group = k // scales.shape[1]
-    block, columns, warps, stages = tile_for(rows, n, x.element_size())
-    grid = triton.cdiv(rows, block) * triton.cdiv(n, columns)
-    _int4_linear_kernel[(grid,)](
-        x, weight.values, scales, zeros, bias, residual, y, rows, n, k, x.stride(0),
+    chunk, group = chunk_of(k), k // scales.shape[1]
+    tile = tile or tile_for(rows, n, k, x.element_size())
+    steps = k // chunk
+    splits = triton.cdiv(steps, triton.cdiv(steps, tile.splits))  # no program without a part of K
+    programs = triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.outputs)
+    partial, counters = workspace(x.device)
+    assert splits == 1 or programs <= len(counters), f"{programs} tiles are too many to be split"
+    assert splits == 1 or programs * splits * tile.rows * tile.outputs <= len(partial), "too many partial sums"
+    _int4_linear_kernel[(programs * splits,)](
+        x, weight.values, scales, zeros, bias, residual, y, partial, counters, rows, n, k, x.stride(0),
         0 if residual is None else residual.stride(0), y.stride(0), HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None, GROUP=group, BM=block, BN=columns, **pdl(x), num_warps=warps,
-        num_stages=stages,
+        HAS_RESIDUAL=residual is not None, GROUP=group, CHUNK=chunk, SPLITS=splits, BM=tile.rows, BN=tile.outputs,
+        WARPS=min(tile.warps, tile.outputs // 16), **pdl(x), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
 
 
-def tile_for(rows: int, n: int, item: int) -> tuple[int, int, int, int]:
-    """Rows and outputs of a tile, warps, and stages of the pipeline, for x of `item` bytes a value."""
-    block = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
-    if item == 4:
-        return min(block, 32), 32, 4, 2
-    if block == 16:  # the widest tile that gives every processor one
-        columns = next((width for width in (64, 32) if n >= width * _PROGRAMS), 16)
-        return block, columns, 4, {64: 6, 32: 8, 16: 12}[columns]
-    return (block, 64, 4, 4) if block == 32 else (block, 128, block // 16, 4)
-
-
 @triton.jit(do_not_specialize=["M"])
 def _int4_linear_kernel(
-    x, weight, scales, zeros, bias, residual, y, M, N, K, x_stride, residual_stride, y_stride, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+    x, weight, scales, zeros, bias, residual, y, partial, counters, M, N, K, x_stride, residual_stride, y_stride,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs that share rows of the weight are neighbours. A step of the loop is a group: the products with its
-    whole numbers are exact, and their sums are scaled, so no value is rounded on the way."""
-    HALF: tl.constexpr = GROUP // 2
+    """Programs that share rows of the weight are neighbours. The products with a group's whole numbers are exact, and
+    their sums are scaled, so no value is rounded on the way."""
+    HALF: tl.constexpr = CHUNK // 2
     blocks = tl.cdiv(M, BM)
-    row = (tl.program_id(0) % blocks * BM + tl.arange(0, BM)).to(tl.int64)
-    column = tl.program_id(0) // blocks * BN + tl.arange(0, BN)
-    outer, pairs = tl.minimum(column, N - 1).to(tl.int64), tl.arange(0, HALF)
+    block, split = tl.program_id(0) % blocks, tl.program_id(0) // blocks % SPLITS
+    tile = tl.program_id(0) // (blocks * SPLITS)
+    row = (block * BM + tl.arange(0, BM)).to(tl.int64)
     exists = (row < M)[:, None]
+    stored = tl.minimum(tile * BN + fragment_rows(BN, WARPS), N - 1).to(tl.int64)
+    column = tile * BN + tl.arange(0, BN)
+    group = tl.minimum(column, N - 1).to(tl.int64) * (K // GROUP)
     policy: tl.constexpr = "evict_first" if BM == 16 else ""
-    x_tile = x + row[:, None] * x_stride + pairs[None, :]
-    weight_tile = weight + tl.multiple_of(outer * (K // 2), 16)[:, None] + pairs[None, :]
-    groups = K // GROUP
-    # Too narrow for the compiler's pipeline: they are loaded a step ahead.
-    next_scale, next_zero = tl.load(scales + outer * groups), tl.load(zeros + outer * groups)
-    total = tl.zeros([BM, BN], tl.float32)
+    x_row = x + row * x_stride
+    weight_tile = weight + tl.multiple_of(stored * (K // 2), 16)[:, None] + tl.arange(0, HALF)[None, :]
+    per_split = tl.cdiv(K // CHUNK, SPLITS)
+    total = tl.zeros([BN, BM], tl.float32)
     wait_for_previous_kernel(PDL)
-    for group in tl.range(0, groups):
-        scale, zero = next_scale, next_zero
-        place = outer * groups + tl.minimum(group + 1, groups - 1)
-        next_scale, next_zero = tl.load(scales + place), tl.load(zeros + place)
-        first = tl.load(x_tile + group * GROUP, exists, other=0.0)
-        second = tl.load(x_tile + group * GROUP + HALF, exists, other=0.0)
-        packed = tl.load(weight_tile + group * HALF, eviction_policy=policy)
-        low, high = unpack_int4(packed, zero, first.dtype)
-        part = tl.dot(first, low.T, input_precision="ieee")
-        part = tl.dot(second, high.T, part, input_precision="ieee")
-        total += part * scale.to(tl.float32)[None, :]
-    inside = exists & (column < N)[None, :]
+    for step in tl.range(split * per_split, tl.minimum(K // CHUNK, (split + 1) * per_split)):
+        packed = tl.load(weight_tile + step * HALF, eviction_policy=policy)
+        low, high = widen_int4(packed, x.dtype.element_ty, WARPS)
+        low_x, place = x_row + step * CHUNK, group + step * (CHUNK // GROUP)
+        high_x = low_x + HALF
+        if GROUP == CHUNK:
+            zero = tl.load(zeros + place)
+            part = _times_rows(_less(low, zero), low_x, exists, tl.zeros([BN, BM], tl.float32))
+            part = _times_rows(_less(high, zero), high_x, exists, part)
+            total += part * tl.load(scales + place).to(tl.float32)[:, None]
+        elif GROUP == HALF:
+            total = _add_group(total, low, low_x, exists, scales + place, zeros + place)
+            total = _add_group(total, high, high_x, exists, scales + place + 1, zeros + place + 1)
+        else:
+            left, right = split_columns(low)
+            total = _add_group(total, left, low_x, exists, scales + place, zeros + place)
+            total = _add_group(total, right, low_x + GROUP, exists, scales + place + 1, zeros + place + 1)
+            left, right = split_columns(high)
+            total = _add_group(total, left, high_x, exists, scales + place + 2, zeros + place + 2)
+            total = _add_group(total, right, high_x + GROUP, exists, scales + place + 3, zeros + place + 3)
+
+    if SPLITS > 1:
+        inner = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        place = (tile * blocks + block) * SPLITS
+        tl.store(partial + (place + split) * (BN * BM) + inner, total)
+        tl.debug_barrier()
+        if tl.atomic_add(counters + tile * blocks + block, 1, sem="acq_rel") != SPLITS - 1:
+            return
+        total = tl.zeros([BN, BM], tl.float32)
+        for other in tl.static_range(SPLITS):
+            total += tl.load(partial + (place + other) * (BN * BM) + inner, cache_modifier=".cg")
+        tl.store(counters + tile * blocks + block, 0)
+
+    result, inside = total.T, exists & (column < N)[None, :]
     if HAS_BIAS:
-        total += tl.load(bias + column, column < N, other=0.0).to(tl.float32)[None, :]
+        result += tl.load(bias + column, column < N, other=0.0).to(tl.float32)[None, :]
     if HAS_RESIDUAL:
-        total += tl.load(residual + row[:, None] * residual_stride + column[None, :], inside, other=0.0).to(tl.float32)
-    tl.store(y + row[:, None] * y_stride + column[None, :], total.to(y.dtype.element_ty), inside)
+        added = tl.load(residual + row[:, None] * residual_stride + column[None, :], inside, other=0.0)
+        result += added.to(tl.float32)
+    tl.store(y + row[:, None] * y_stride + column[None, :], result.to(y.dtype.element_ty), inside)
+
+
+@triton.jit
+def _times_rows(values, x_row, exists, total):
+    """total [N, M] + values [N, K] @ the K elements at x_row [M] of each row."""
+    columns = tl.arange(0, values.shape[1])
+    x = tl.load(x_row[:, None] + columns[None, :], exists, other=0.0)
+    return tl.dot(values, x.T, total, input_precision="ieee")
+
+
+@triton.jit
+def _add_group(total, values, x_row, exists, scale, zero):
+    """total and the products of a group, its scales and zero points at pointers [N]."""
+    part = _times_rows(_less(values, tl.load(zero)), x_row, exists, tl.zeros(total.shape, tl.float32))
+    return total + part * tl.load(scale).to(tl.float32)[:, None]
 
 
 def dequantize(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     """`dequantize_int4` of a whole weight [N, K]."""
     (n, k), scales = weight.shape, weight.scales
     assert scales is not None
-    found = torch.empty(n, k, device=weight.values.device, dtype=dtype)
-    rows, groups = _DEQUANTIZED
-    grid = triton.cdiv(n, rows) * triton.cdiv(scales.shape[1], groups)
-    _dequantize_kernel[(grid,)](
-        weight.values, scales, weight.zeros, found, n, scales.shape[1], HALF=k // scales.shape[1] // 2, ROWS=rows,
-        GROUPS=groups, **pdl(scales), num_warps=4,
+    found, chunk = torch.empty(n, k, device=weight.values.device, dtype=dtype), chunk_of(k)
+    _dequantize_kernel[(triton.cdiv(n, _DEQUANTIZED) * (k // chunk),)](
+        weight.values, scales, weight.zeros, found, n, k, GROUP=k // scales.shape[1], CHUNK=chunk, ROWS=_DEQUANTIZED,
+        **pdl(scales), num_warps=4,
     )  # fmt: skip
     return found
 
 
 @triton.jit
 def _dequantize_kernel(
-    values, scales, zeros, found, N, groups, HALF: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    values, scales, zeros, found, N, K, GROUP: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """found [N, groups, 2, HALF]."""
-    tiles = tl.cdiv(groups, GROUPS)
-    row = (tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    group = tl.program_id(0) % tiles * GROUPS + tl.arange(0, GROUPS)
-    place = row[:, None] * groups + group[None, :]
-    exists = (row < N)[:, None] & (group < groups)[None, :]
-    inner = tl.arange(0, HALF)[None, None, :]
-    packed = tl.load(values + place[:, :, None] * HALF + inner, exists[:, :, None], other=0)
-    scale = tl.load(scales + place, exists, other=0.0).to(tl.float32)[:, :, None]
-    zero = tl.load(zeros + place, exists, other=0).to(tl.float32)[:, :, None]
-    to = found + place[:, :, None] * (2 * HALF) + inner
+    HALF: tl.constexpr = CHUNK // 2
+    chunks = K // CHUNK
+    chunk, row = tl.program_id(0) % chunks, (tl.program_id(0) // chunks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    exists, columns = (row < N)[:, None], chunk * CHUNK + tl.arange(0, HALF)[None, :]
+    packed = tl.load(values + row[:, None] * (K // 2) + chunk * HALF + tl.arange(0, HALF)[None, :], exists, other=0)
+    packed = tl.reshape(packed, [ROWS, 4, HALF // 16, 2, 2])
+    packed = tl.reshape(tl.permute(packed, [0, 2, 4, 1, 3]), [ROWS, HALF])
     wait_for_previous_kernel(PDL)  # which may still read this memory
-    tl.store(to, (((packed & 15).to(tl.float32) - zero) * scale).to(found.dtype.element_ty), exists[:, :, None])
-    tl.store(to + HALF, (((packed >> 4).to(tl.float32) - zero) * scale).to(found.dtype.element_ty), exists[:, :, None])
+    for half in tl.static_range(2):
+        column = columns + half * HALF
+        place = row[:, None] * (K // GROUP) + column // GROUP
+        zero = tl.load(zeros + place, exists, other=0).to(tl.float32)
+        scale = tl.load(scales + place, exists, other=0.0).to(tl.float32)
+        value = ((packed & 15 if half == 0 else packed >> 4).to(tl.float32) - zero) * scale
+        tl.store(found + row[:, None] * K + column, value.to(found.dtype.element_ty), exists)

@@ -20,7 +20,7 @@ class Weight:
     """values [..., out, in]; scales None, or float32, bfloat16 or float16: [..., ceil(out / 128), ceil(in / 128)], what
     the checkpoints of DeepSeek-V3, Qwen3 and Qwen3.5 in FP8 call `weight_scale_inv`, which multiplies all the same; or
     [..., out, 1], a scale per output (the compressed-tensors strategies channel and, all equal, tensor).
-    MXFP4: values uint8 [..., out, in / 2] from `pack_mxfp4` and scales uint8 [..., out, in / 32].
+    MXFP4: values uint8 [..., out, about in / 2] from `pack_mxfp4` and scales uint8 [..., out, in / 32].
     INT4: values uint8 [out, in / 2] from `pack_int4`, scales [out, in / group] and zeros uint8, as many."""
 
     values: torch.Tensor
@@ -35,7 +35,10 @@ class Weight:
     def shape(self) -> tuple[int, ...]:
         """[..., out, in]."""
         *outer, inner = self.values.shape
-        return (*outer, 2 * inner if self.is_mxfp4 or self.is_int4 else inner)
+        if self.is_mxfp4:
+            assert self.scales is not None
+            return (*outer, MX_BLOCK * self.scales.shape[-1])
+        return (*outer, 2 * inner if self.is_int4 else inner)
 
     def of(self, expert: int) -> Weight:
         """One of a stack."""
@@ -99,7 +102,10 @@ def split_input_columns(weight: Weight) -> tuple[Weight, Weight]:
     if weight.scales is None or weight.is_per_channel:
         return Weight(first, weight.scales), Weight(second, weight.scales)
     if weight.zeros is not None:
+        from specbatch.kernels.gemm.int4 import pack_int4, unpack_int4
+
         assert weight.scales.shape[1] % 2 == 0, "a group would be cut"
+        first, second = (pack_int4(half) for half in unpack_int4(weight.values).chunk(2, 1))
         halves = ([half.contiguous() for half in part.chunk(2, 1)] for part in (weight.scales, weight.zeros))
         (scale, other_scale), (zero, other_zero) = halves
         return Weight(first, scale, zero), Weight(second, other_scale, other_zero)

@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
-from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.elementwise.activations import GATE_LIMIT, GATE_SLOPE
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8
+from specbatch.kernels.gemm.four_bits import CHUNK
+from specbatch.kernels.gemm.four_bits_triton import fragment_rows
 from specbatch.kernels.gemm.gemm_mainloop_triton import gemm_mainloop, gemm_mainloop_fp8, gemm_mainloop_mxfp4
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 from specbatch.kernels.moe.experts import GATED, NO_BIASES, Activation, Biases
@@ -40,7 +41,12 @@ _TILES = {  # rows of a block: for weights of two bytes a value, and of one
     64: (Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
     128: (Tile(256, 64, 8, 4), Tile(128, 64, 8, 4)),
 }
-_MXFP4_TILES = {16: Tile(64, 128, 4, 4), 32: Tile(64, 128, 4, 4), 64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3)}
+_MXFP4_TILES = {
+    16: Tile(64, CHUNK, 4, 5),
+    32: Tile(64, CHUNK, 4, 4),
+    64: Tile(128, CHUNK, 8, 4),
+    128: Tile(128, CHUNK, 8, 3),
+}
 _SLOPE, _LIMIT = tl.constexpr(GATE_SLOPE), tl.constexpr(GATE_LIMIT)
 _FP8_ROWS, _FP8_TILE = 64, Tile(128, SCALE_BLOCK, 4, 4)  # for FP8 x: the least a warpgroup takes; 128 are slower
 
@@ -59,9 +65,8 @@ def tile_for(rows: int, weight: Weight, item: int) -> Tile:
         return Tile(32, 32, 4, 2)
     if item == 1:
         return _FP8_TILE
-    if weight.is_mxfp4:  # columns are added step by step, hence in one order with steps of one size only
-        tile = _MXFP4_TILES[rows]
-        return tile._replace(k=64) if is_deterministic() else tile
+    if weight.is_mxfp4:
+        return _MXFP4_TILES[rows]
     return _TILES[rows][weight.scales is not None]
 
 
@@ -129,8 +134,9 @@ def grouped(
         x, x_scales, values, scales, bias, *plan, y, n, k, x.stride(0), QUANTIZED=x_scales is not None,
         SHARE=1 if activation is None else rule.width, GATED=gated, CLAMPED=activation == "clamped_swiglu",
         SQUARED=activation == "relu2", SCALED=is_fp8 and not per_channel, PER_CHANNEL=per_channel, MXFP4=is_mxfp4,
-        SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows, EARLY=activation is None and rows == 16 and not is_mxfp4,
-        EVEN_K=k % tile.k == 0, BM=rows, BN=tile.n, BK=tile.k, **pdl(x),
+        CHUNK=CHUNK, SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows,
+        EARLY=activation is None and rows == 16 and not is_mxfp4, EVEN_K=k % (CHUNK if is_mxfp4 else tile.k) == 0,
+        BM=rows, BN=tile.n, BK=tile.k, WARPS=min(tile.warps, tile.n // 16), **pdl(x),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
@@ -140,10 +146,11 @@ def grouped(
 def _grouped_kernel(
     x, x_scales, weight, scales, bias, order, blocks, used, y, N, K, x_stride, QUANTIZED: tl.constexpr,
     SHARE: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, SQUARED: tl.constexpr, SCALED: tl.constexpr,
-    PER_CHANNEL: tl.constexpr, MXFP4: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, MXFP4: tl.constexpr, CHUNK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     ONCE: tl.constexpr,  # no expert has a second block
     EARLY: tl.constexpr,  # fetch weights before what the kernel before wrote; it did not write the plan
-    EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     OUTER = N * 2 if GATED else N  # rows of an expert's weight
     tiles = tl.cdiv(OUTER, BN)
@@ -160,9 +167,7 @@ def _grouped_kernel(
 
     column = tile * BN + tl.arange(0, BN)
     TO: tl.constexpr = BN // 2 if GATED else BN  # columns of y
-    inner = tl.minimum(column, OUTER - 1)
-    if GATED:  # rows of gate and up alternate in the tile
-        inner = inner % 2 * N + inner // 2
+    inner = _weight_rows(column, N, OUTER, GATED)
     ks = tl.arange(0, BK)
     x_tile = x + (pair // SHARE)[:, None] * x_stride + ks[None, :]
     weight_tile = weight + expert * OUTER * K + inner.to(tl.int64)[None, :] * K + ks[:, None]
@@ -181,12 +186,22 @@ def _grouped_kernel(
             x_tile, exists, x_scale, weight_tile, even_scale, odd_scale, K, SCALED, EVEN_K, BM, BN, SCALE_BLOCK
         )
     elif MXFP4:
-        row = expert * OUTER + inner
-        first_byte = tl.multiple_of(row * (K // 2), 16)
+        stored = expert * OUTER + _weight_rows(tile * BN + fragment_rows(BN, WARPS), N, OUTER, GATED)
+        first_byte = tl.multiple_of(stored * (tl.cdiv(K, CHUNK) * CHUNK // 2), 16)
+        scale_row = scales + (expert * OUTER + inner) * (K // 32)
         total = gemm_mainloop_mxfp4(
-            x + (pair // SHARE) * x_stride, exists, weight + first_byte, scales + row * (K // 32), K, ONCE, EVEN_K,
-            BM, BN, BK,
-        )  # fmt: skip
+            x + (pair // SHARE) * x_stride,
+            exists,
+            weight + first_byte,
+            scale_row,
+            K,
+            ONCE,
+            EVEN_K,
+            CHUNK,
+            BM,
+            BN,
+            WARPS,
+        ).T
     else:
         total = gemm_mainloop(
             x_tile, exists, weight_tile, scale_row, K, SCALED, SCALE_BLOCK, ONCE, EARLY, EVEN_K, BM, BN, BK, PDL
@@ -211,6 +226,13 @@ def _grouped_kernel(
             result = tl.where(result < 0, 0.0, result)  # a maximum would hide NaN
             result *= result
     tl.store(y + pair[:, None] * N + to[None, :], result.to(y.dtype.element_ty), exists[:, None] & (to < N)[None, :])
+
+
+@triton.jit
+def _weight_rows(column, N, OUTER, GATED: tl.constexpr):
+    """The rows of an expert's weight for columns of a tile; of gate and up, N rows each, in turn."""
+    row = tl.minimum(column, OUTER - 1)
+    return row % 2 * N + row // 2 if GATED else row
 
 
 def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:

@@ -40,6 +40,7 @@ from specbatch.memory.recurrent_state import state_bytes, state_types
 from specbatch.memory.state_cache import StateCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, token_bytes
+from specbatch.models.fp8 import FP8Weights
 from specbatch.models.int4 import Int4Weights
 from specbatch.progress import Report, Stages
 from specbatch.runtime.cuda_graphs import Recorder, batch_buckets, graph_bytes
@@ -51,7 +52,7 @@ from specbatch.weights import Checkpoint, Log
 
 MOST_RANKS = 16  # that are tried when others do not work
 # Whether deterministic mode runs these on a CUDA device; `tests/lossless/test_deterministic_gpu.py` compares them.
-DETERMINISTIC_MXFP4_ON_CUDA = False  # blocks of 16 and 32 rows ran other instructions than larger ones: other bits
+DETERMINISTIC_FOUR_BITS_ON_CUDA = False  # INT4 weights and MXFP4 experts: compared in the interpreter only
 DETERMINISTIC_LATENTS_ON_CUDA = False  # multi-head latent attention: compared in the interpreter only
 
 
@@ -509,12 +510,11 @@ def _check_deterministic_on_cuda(
         raise refuse("deterministic", True, f"{works}; use an H100 or H200, or device='cpu'")
     if config.attention_backend not in ("auto", "triton"):
         raise refuse("attention_backend", config.attention_backend, f"{why} runs triton only; use auto or triton")
-    if isinstance(target.quantization, Int4Weights):
-        raise refuse("deterministic", True, "a CUDA device has no such kernels for INT4 weights; use device='cpu'")
-    if target.quantization is not None and not quantizes_activations(config.fp8_activations, dtype, device, target):
+    is_fp8 = isinstance(target.quantization, FP8Weights)
+    if is_fp8 and not quantizes_activations(config.fp8_activations, dtype, device, target):
         raise refuse("fp8_activations", False, f"{why} multiplies FP8 weights by FP8 activations only; use True")
     _check_kernels_on_cuda(target)
-    if target.quantization is not None and target.chosen:
+    if is_fp8 and target.chosen:
         raise refuse("deterministic", True, "a CUDA device has no such kernels for FP8 experts; use device='cpu'")
     for size in target.input_widths:
         if size % 8:
@@ -525,7 +525,8 @@ def _check_deterministic_on_cuda(
 def _check_kernels_on_cuda(model: ModelConfig, whose: str = "") -> None:
     """Refuse what only kernels run whose bits no device has shown to be equal, in a draft, too."""
     for what, has_it, may_run in (
-        ("MXFP4 experts", model.has_mxfp4, DETERMINISTIC_MXFP4_ON_CUDA),
+        ("INT4 weights", isinstance(model.quantization, Int4Weights), DETERMINISTIC_FOUR_BITS_ON_CUDA),
+        ("MXFP4 experts", model.has_mxfp4, DETERMINISTIC_FOUR_BITS_ON_CUDA),
         ("multi-head latent attention", model.has_latents, DETERMINISTIC_LATENTS_ON_CUDA),
     ):
         if has_it and not may_run:

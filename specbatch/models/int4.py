@@ -110,7 +110,7 @@ class Int4Weights(Quantization):
         if self.group == WHOLE:
             count = values.shape[1] // _WHOLE_STEP
             scales, zeros = scales.expand(-1, count), zeros.expand(-1, count)
-        return Weight(pack_int4(values, self.input_step), scales.contiguous(), zeros.contiguous())
+        return Weight(pack_int4(values), scales.contiguous(), zeros.contiguous())
 
 
 def is_zeros(name: str) -> bool:

@@ -20,8 +20,9 @@ from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.common.rowwise import sigmoid
 from specbatch.kernels.gemm.fp8_linear import linear
+from specbatch.kernels.gemm.int4 import pack_int4, unpack_int4
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.kernels.gemm.mxfp4 import LARGEST_SCALE, keeps_mxfp4, pack_mxfp4
+from specbatch.kernels.gemm.mxfp4 import LARGEST_PACKED_SCALE, LARGEST_SCALE, keeps_mxfp4, pack_mxfp4
 from specbatch.kernels.gemm.weight import MX_BLOCK, SCALE_BLOCK, Weight, concat_outputs, contains_nan, keeps_quantized
 from specbatch.models import mxfp4
 from specbatch.models.config import ModelConfig
@@ -200,8 +201,11 @@ class Reader:
         """A stack of MXFP4 matrices [count, outputs, inputs], not yet `kept`."""
         groups = count, outputs, inputs // MX_BLOCK
         values = pack_mxfp4(self._part(name + mxfp4.BLOCKS, (*groups, MX_BLOCK // 2)).to(self._device))
-        scales = self._part(name + mxfp4.SCALES, groups).to(self._device)
-        return Weight(values, self._checked(name + mxfp4.SCALES, scales))
+        scales = self._checked(name + mxfp4.SCALES, self._part(name + mxfp4.SCALES, groups).to(self._device))
+        if keeps_mxfp4(self._device) and (largest := int(scales.max())) > LARGEST_PACKED_SCALE:
+            works = f"its scales go up to 2^{largest - 127}; MXFP4 GEMMs take at most 2; use device='cpu'"
+            raise refuse("draft" if self._of_draft else "model", name, works)
+        return Weight(values, scales)
 
     def kept(self, weight: Weight) -> Weight:
         """A weight as it stays in memory: MXFP4 if the device supports it, else dequantized."""
@@ -271,11 +275,11 @@ class Reader:
             raise refuse("tensor_parallel", self.ranks.size, works)
         if whole.shape[1] != shape[1]:
             self._row_parallel.add(name)
-        sizes = (shape[1] // 2, *[shape[1] // stored.input_step] * 2)  # of the columns of each tensor
+        sizes = (shape[1], *[shape[1] // stored.input_step] * 2)  # of the columns of each tensor
         sections, (rank, ranks) = self.config.sections(name), (self.ranks.rank, self.ranks.size)
-        tensors = (whole.values, whole.scales, whole.zeros)
-        parts = zip(tensors, sizes, strict=True)
-        return Weight(*(part_of(one, (shape[0], size), rank, ranks, sections).contiguous() for one, size in parts))
+        tensors = zip((unpack_int4(whole.values), whole.scales, whole.zeros), sizes, strict=True)
+        parts = (part_of(one, (shape[0], size), rank, ranks, sections).contiguous() for one, size in tensors)
+        return Weight(pack_int4(next(parts)), *parts)
 
     def _upcast(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self._is_int4(name, shape):

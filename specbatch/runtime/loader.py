@@ -12,7 +12,7 @@ import torch
 from specbatch.kernels.attention.prefill_backends import PrefillAttention
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.linear import is_blocked
-from specbatch.kernels.gemm.mxfp4 import keeps_mxfp4
+from specbatch.kernels.gemm.mxfp4 import keeps_mxfp4, mxfp4_bytes
 from specbatch.kernels.gemm.weight import keeps_quantized
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
@@ -73,10 +73,8 @@ def _kept_mxfp4(config: ModelConfig, device: torch.device) -> dict[str, int]:
     """Weights that stay MXFP4 in memory, and their bytes including scales."""
     if not keeps_mxfp4(device):
         return {}
-    shapes = config.tensor_shapes()
-    suffixes = mxfp4.BLOCKS, mxfp4.SCALES
-    stored = (name.removesuffix(mxfp4.BLOCKS) for name in shapes if name.endswith(mxfp4.BLOCKS))
-    return {name: sum(math.prod(shapes[name + suffix]) for suffix in suffixes) for name in stored}
+    scales = {name: shape for name, shape in config.tensor_shapes().items() if name.endswith(mxfp4.SCALES)}
+    return {name.removesuffix(mxfp4.SCALES): mxfp4_bytes(groups) for name, groups in scales.items()}
 
 
 def quantizes_activations(asked: bool, dtype: torch.dtype, device: torch.device, *models: ModelConfig) -> bool:

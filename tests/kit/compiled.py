@@ -1,6 +1,6 @@
 """Compiles kernels for Hopper, which needs no GPU: deterministic ones, those of gpt-oss, of latent attention and of
-quantized weights. One JSON line for each: shared memory and instructions of the tensor cores. A process of its own: in
-the tests, kernels are interpreted."""
+quantized weights. One JSON line for each: shared memory, instructions of the tensor cores, and instructions of the main
+loop that write to shared memory. A process of its own: in the tests, kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -38,8 +38,12 @@ def compiled(kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], **option
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(kernel, signature, constexprs=fixed, attrs=attributes)
     done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    found = sorted({name.split(".")[0] for name in re.findall(r"wgmma\.mma_async|mma\.sync", done.asm["ptx"])})
-    return {"shared": done.metadata.shared, "instructions": found}
+    code = done.asm["ptx"]
+    found = sorted({name.split(".")[0] for name in re.findall(r"wgmma\.mma_async|mma\.sync", code)})
+    loops = [code[code.index(f"{label}:") : end.end()] for end in re.finditer(r"bra(?:\.uni)? \s*(\$\w+);", code)
+             if f"{(label := end[1])}:" in code[: end.end()]]  # fmt: skip
+    copies = max(loops, key=len, default="").count("st.shared")
+    return {"shared": done.metadata.shared, "instructions": found, "copies": copies}
 
 
 def attention(
@@ -177,7 +181,8 @@ def mxfp4_experts(rows: int, *, is_gated: bool) -> dict[str, Any]:
     fixed: dict[str, Any] = {
         "x_scales": None, "QUANTIZED": False, "SHARE": 4 if is_gated else 1, "GATED": is_gated, "CLAMPED": is_gated,
         "SQUARED": False, "SCALED": False, "PER_CHANNEL": False, "MXFP4": True, "SCALE_BLOCK": 128, "ONCE": rows == 16,
-        "EARLY": False, "EVEN_K": 2880 % tile.k == 0, "BM": rows, "BN": tile.n, "BK": tile.k, "PDL": True,
+        "EARLY": False, "EVEN_K": False, "BM": rows, "BN": tile.n, "BK": tile.k, "CHUNK": 128, "WARPS": tile.warps,
+        "PDL": True,
     }  # fmt: skip
     return compiled(experts._grouped_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
@@ -219,13 +224,16 @@ def fp8(rows: int, *, per_channel: bool, quantized: bool) -> dict[str, Any]:
     return compiled(fp8s._fp8_linear_kernel, kinds, fixed, num_warps=8 if inner == 64 else 4, num_stages=stages)
 
 
-def int4(rows: int, kind: str) -> dict[str, Any]:
-    block, columns, warps, stages = int4s.tile_for(rows, 12288, 2)
+def int4(rows: int, kind: str, group: int) -> dict[str, Any]:
+    tile = int4s.tile_for(rows, 4096, 12288, 2)
     kinds = dict.fromkeys(("x", "bias", "residual", "y"), f"*{kind}") | {"scales": "*fp16"}
-    kinds |= dict.fromkeys(("weight", "zeros"), "*u8")
+    kinds |= dict.fromkeys(("weight", "zeros"), "*u8") | {"partial": "*fp32", "counters": "*i32"}
     kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "residual_stride", "y_stride"), "i32")
-    fixed = {"HAS_BIAS": False, "HAS_RESIDUAL": True, "GROUP": 128, "BM": block, "BN": columns, "PDL": True}
-    return compiled(int4s._int4_linear_kernel, kinds, fixed, num_warps=warps, num_stages=stages)
+    fixed: dict[str, Any] = {
+        "HAS_BIAS": False, "HAS_RESIDUAL": True, "GROUP": group, "CHUNK": 128, "SPLITS": tile.splits, "BM": tile.rows,
+        "BN": tile.outputs, "WARPS": tile.warps, "PDL": True,
+    }  # fmt: skip
+    return compiled(int4s._int4_linear_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def every() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -277,8 +285,8 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"GEMM of {rows} rows", gemm(rows)
     for n, k, gated in ((6144, 4096, False), (4096, 4096, False), (151936, 4096, False), (12288, 4096, True)):
         yield f"GEMM of few rows, {n} x {k}", few_rows(n, k, gated=gated)
-    for rows, kind in ((16, "bf16"), (32, "bf16"), (64, "fp16"), (128, "bf16")):
-        yield f"INT4 GEMM of {rows} rows, {kind}", int4(rows, kind)
+    for rows, kind, group in ((16, "bf16", 128), (32, "bf16", 64), (64, "fp16", 128), (64, "bf16", 32)):
+        yield f"INT4 GEMM of {rows} rows, {kind}, groups of {group}", int4(rows, kind, group)
     for rows, quantized in ((16, False), (128, False), (64, True)):
         yield f"FP8 GEMM of {rows} rows, scaled per output", fp8(rows, per_channel=True, quantized=quantized)
 

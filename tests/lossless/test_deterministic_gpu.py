@@ -37,7 +37,7 @@ WINDOWS = ("mistral", "ministral", "gemma3", "gpt-oss")
 
 @pytest.fixture(autouse=True)
 def _every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    for what in ("MXFP4", "LATENTS"):
+    for what in ("FOUR_BITS", "LATENTS"):
         monkeypatch.setattr(builder, f"DETERMINISTIC_{what}_ON_CUDA", True)
 
 
@@ -139,6 +139,15 @@ def test_fp8_logits_do_not_depend_on_company() -> None:
     company, rng = Company(checkpoint, BF16, device=torch.device("cuda"), trees=False), Random(0)
     with use_fp8_activations(True):
         assert differing(company, [600, 150, 9, 70, 300], rng, 3) == 0
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_int4_logits_do_not_depend_on_company(group: int) -> None:
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": True}
+    sizes = Wide("Qwen3ForCausalLM").sizes | {"quantization_config": quantization}
+    checkpoint = DummyCheckpoint(ModelConfig.from_dict(sizes), name="int4", seed=0, tokenizer=None, device="cuda")
+    company, rng = Company(checkpoint, BF16, device=torch.device("cuda"), trees=False), Random(0)
+    assert differing(company, [600, 150, 9, 70, 300], rng, 3) == 0
 
 
 def test_logits_of_mxfp4_experts_do_not_depend_on_company() -> None:

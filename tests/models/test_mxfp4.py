@@ -110,7 +110,9 @@ def test_plan_counts_the_memory_of_experts(folder: Path, monkeypatch: pytest.Mon
         stacks += [mlp.experts.up, mlp.experts.down]
     held = sum(part.nbytes for stack in stacks for part in (stack.values, stack.scales) if part is not None)
     values = sum(math.prod(stack.shape) for stack in stacks)
-    assert held == (values * 17 // 32 if keeps else 2 * values)
+    shapes = [stack.shape for stack in stacks]
+    packed = sum(count * rows * (-(-inputs // 128) * 64 + inputs // 32) for count, rows, inputs in shapes)
+    assert held == (packed if keeps else 2 * values)
     assert weight_bytes(config, torch.bfloat16, CPU) == held + 2 * (config.parameter_count() - values)
     [line] = quantization_lines(model, config, loads=(True, False), quantizes=False)
     stored = "kept" if keeps else "dequantized to bfloat16, as this device has no MXFP4 GEMM"

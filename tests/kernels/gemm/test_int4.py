@@ -28,7 +28,7 @@ def random_weight(n: int, k: int, group: int, device: torch.device) -> tuple[Wei
     meant = torch.zeros(n, k, dtype=torch.float64)
     for j in range(k):
         meant[:, j] = (values[:, j] - zeros[:, j // group]) * scales[:, j // group].double()
-    packed = pack_int4(values.byte(), group)
+    packed = pack_int4(values.byte())
     return Weight(packed.to(device), scales.to(device), zeros.byte().to(device)), meant.to(device)
 
 
@@ -73,7 +73,7 @@ def test_int4_linear_matches_reference(
 def test_every_value_and_zero_point_is_exact(rows: int, dtype: torch.dtype, device: torch.device) -> None:
     """Each is the only term of its sum."""
     values, zeros = torch.arange(256)[:, None] % 16, torch.arange(256)[:, None] // 16
-    weight = Weight(pack_int4(values.byte().expand(256, 32), 32), torch.ones(256, 1).half(), zeros.byte())
+    weight = Weight(pack_int4(values.byte().expand(256, 32)), torch.ones(256, 1).half(), zeros.byte())
     weight = Weight(*(part.to(device) for part in (weight.values, weight.scales, weight.zeros)))  # type: ignore[union-attr]
     column = torch.arange(rows, device=device) * 7 % 32
     y = int4_linear(F.one_hot(column, 32).to(dtype), weight)

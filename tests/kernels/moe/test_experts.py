@@ -252,19 +252,20 @@ def test_mxfp4_weights(tokens: int, dtype: torch.dtype, device: torch.device) ->
     check(y, expected, dtype)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(16, None), (32, 64), (64, 128), (128, None)])
+@pytest.mark.parametrize(
+    ("rows", "tile"), [(16, None), (32, Tile(64, 128, 4, 2)), (64, Tile(128, 128, 4, 2)), (128, None)]
+)
 def test_mxfp4_values_are_unpacked_in_order(
-    rows: int, columns: int | None, dtype: torch.dtype, device: torch.device
+    rows: int, tile: Tile | None, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """The identity as x shows every value and scale, without a sum. columns: of a tile."""
+    """The identity as x shows every value and scale, without a sum."""
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 8, 2, 16).repeat(1, 5, 1, 1)
-    scales = torch.arange(107, 147, dtype=torch.uint8).view(1, 40, 1).repeat(1, 1, 2)
+    scales = torch.arange(89, 129, dtype=torch.uint8).view(1, 40, 1).repeat(1, 1, 2)
     if dtype == torch.float16:
         scales = scales.clamp(125, 129)  # of which it has all values
     weight, rule = Weight(pack_mxfp4(blocks).to(device), scales.to(device)), Routing(1, 1)
     plan = route(torch.zeros(64, 1, device=device), rule, rows)[2]
     x = torch.eye(64, device=device, dtype=dtype)
-    tile = None if columns is None else Tile(64, columns, 4, 2)
     assert torch.equal(grouped(x, weight, plan, rule, rows, tile=tile), weight.dequantize(dtype)[0].T)
 
 
