@@ -23,7 +23,8 @@ def pack_four_bits(values: torch.Tensor, chunk: int = CHUNK) -> torch.Tensor:
     no other movement, make pairs of 16-bit values of it.
     """
     low, high = values.unflatten(-1, (-1, 2, chunk // 32, 2, 4, 2)).unbind(-5)  # 16 columns, 8 of them, t, pair
-    return (low | high << 4).movedim((-2, -4, -1, -3), (-4, -3, -2, -1)).flatten(-5).contiguous()
+    packed: torch.Tensor = low | high << 4
+    return packed.movedim((-2, -4, -1, -3), (-4, -3, -2, -1)).flatten(-5).contiguous()
 
 
 def unpack_four_bits(packed: torch.Tensor, chunk: int = CHUNK) -> torch.Tensor:

@@ -35,7 +35,8 @@ def dequantize_int4(
     """values uint8 [out, in / 2] from `pack_int4`; scales [out, in / group], float16, bfloat16 or float32; zeros uint8,
     as many -> [out, in], rounded once from float32."""
     found = unpack_int4(values).unflatten(1, (scales.shape[1], -1)).float() - zeros.float()[..., None]
-    return (found * scales.float()[..., None]).flatten(1).to(dtype)
+    weight: torch.Tensor = found * scales.float()[..., None]
+    return weight.flatten(1).to(dtype)
 
 
 def int4_linear_ref(

@@ -62,14 +62,18 @@ def _less(values, zero):
     itself."""
     if values.dtype == tl.bfloat16:
         base = (zero.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)[:, None]
-        code: tl.constexpr = "sub.rn.bf16x2 $0, $1, $2;"
+        found = _difference(values, tl.broadcast_to(base, values.shape), "sub.rn.bf16x2 $0, $1, $2;")
     elif values.dtype == tl.float16:
         base = (zero.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)[:, None]
-        code: tl.constexpr = "sub.rn.f16x2 $0, $1, $2;"
+        found = _difference(values, tl.broadcast_to(base, values.shape), "sub.rn.f16x2 $0, $1, $2;")
     else:
-        return values - zero[:, None].to(values.dtype)
-    both = [values, tl.broadcast_to(base, values.shape)]
-    return tl.inline_asm_elementwise(code, "=r,r,r", both, dtype=values.dtype, is_pure=True, pack=2)
+        found = values - zero[:, None].to(values.dtype)
+    return found
+
+
+@triton.jit
+def _difference(x, y, INSTRUCTION: tl.constexpr):
+    return tl.inline_asm_elementwise(INSTRUCTION, "=r,r,r", [x, y], dtype=x.dtype, is_pure=True, pack=2)
 
 
 class Tile(NamedTuple):
