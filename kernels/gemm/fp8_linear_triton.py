@@ -1,6 +1,11 @@
-"""Triton kernel of a GEMM with an FP8 weight that has scales per 128 x 128 values or per output."""
+"""Triton kernel of a GEMM with an FP8 weight that has scales per 128 x 128 values or per output.
+
+With few rows and unquantized activations it is split over K until its programs fill the device.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -8,10 +13,38 @@ import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations
-from specbatch.kernels.gemm.gemm_mainloop_triton import gemm_mainloop, gemm_mainloop_fp8
+from specbatch.kernels.gemm.gemm_mainloop_triton import gemm_mainloop_e4m3, gemm_mainloop_fp8
+from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 
 _PROGRAMS = 132  # multiprocessors of an H200
+
+
+class Tile(NamedTuple):
+    """rows of x by outputs, in steps of k columns; splits: programs that share the K of a tile; stages: steps under way
+    at once, plus one."""
+
+    rows: int
+    outputs: int
+    k: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def tile_for(rows: int, n: int, k: int, item: int) -> Tile:
+    """The tile of a GEMM of so many rows of x [rows, k], of `item` bytes a value, with a weight [n, k]."""
+    if item == 1:
+        # Always the 64 rows that a warpgroup takes, and never split, so that a row's result does not depend on the
+        # number of rows: fewer would be another instruction. 128 are slower in most shapes.
+        fills = triton.cdiv(rows, 64) * triton.cdiv(n, 128) >= _PROGRAMS * 2 // 3
+        return Tile(64, 128 if fills else 64, SCALE_BLOCK, 1, 4, 4 if fills else 6)
+    block = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or item == 4 else 128
+    outputs, step, warps, stages = (128, 64, 8, 4) if block == 128 else (64, SCALE_BLOCK, 4, 5 if block == 16 else 4)
+    if item == 4:
+        outputs, step, stages = 32, 32, 2
+    splits = splits_for(triton.cdiv(rows, block) * triton.cdiv(n, outputs), block * outputs, k)
+    return Tile(block, outputs, step, splits, warps, stages)
 
 
 def fp8_linear(
@@ -20,9 +53,10 @@ def fp8_linear(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """`fp8_linear_ref`: x [T, K], weight [N, K] -> [T, N], in `out` if given. Rows of x, residual and out may be
-    apart."""
+    apart. tile: chosen by the shapes if None."""
     x_scales, dtype = None, x.dtype
     if isinstance(x, FP8Activations):
         x, x_scales, _ = x
@@ -35,60 +69,57 @@ def fp8_linear(
     y = torch.empty(rows, n, device=x.device, dtype=dtype) if out is None else out
     assert y.shape == (rows, n), f"out {tuple(y.shape)} is not {(rows, n)}"
     assert y.stride(1) == 1, "the elements of a row of out must be adjacent"
-    block = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
-    if x_scales is not None:
-        # Always the 64 that a warpgroup takes: fewer would be another instruction, which may add in another order, and
-        # 128 are slower in most shapes.
-        block, inner, warps = 64, SCALE_BLOCK, 4
-        fills = triton.cdiv(rows, block) * triton.cdiv(n, 128) >= _PROGRAMS * 2 // 3
-        columns, stages = (128, 4) if fills else (64, 6)
-    elif block == 16:  # the widest tile that gives every processor one; 24 KiB of weights in shared memory
-        columns = next((width for width in (64, 32) if n >= width * _PROGRAMS), 16)
-        inner, warps, stages = SCALE_BLOCK, 4, 192 // columns
-    else:
-        columns, inner, warps, stages = (64, SCALE_BLOCK, 4, 4) if block == 32 else (128, 64, block // 16, 4)
-    if x.element_size() == 4:
-        inner, stages = 32, 2
-    tiles = triton.cdiv(rows, block), triton.cdiv(n, columns)
-    _fp8_linear_kernel[(tiles[0] * tiles[1],)](
-        x, x_scales, values, scales, bias, residual, y, rows, n, k, x.stride(0),
+    tile = tile or tile_for(rows, n, k, x.element_size())
+    blocks = triton.cdiv(k, SCALE_BLOCK)
+    splits = triton.cdiv(blocks, triton.cdiv(blocks, tile.splits))  # no program without a part of K
+    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.outputs)
+    partial, counters = workspace(x.device)
+    _fp8_linear_kernel[(tiles * splits,)](
+        x, x_scales, values, scales, bias, residual, y, partial, counters, rows, n, k, x.stride(0),
         0 if residual is None else residual.stride(0), y.stride(0), QUANTIZED=x_scales is not None,
         PER_CHANNEL=weight.is_per_channel, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        SCALE_BLOCK=SCALE_BLOCK, EVEN_K=k % inner == 0, BM=block, BN=columns, BK=inner, **pdl(x),
-        num_warps=warps, num_stages=stages,
+        SCALE_BLOCK=SCALE_BLOCK, EVEN_K=k % SCALE_BLOCK == 0, SPLITS=splits, BM=tile.rows, BN=tile.outputs, BK=tile.k,
+        **pdl(x), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
 
 
 @triton.jit(do_not_specialize=["M"])
 def _fp8_linear_kernel(
-    x, x_scales, weight, scales, bias, residual, y, M, N, K, x_stride, residual_stride, y_stride,
+    x, x_scales, weight, scales, bias, residual, y, partial, counters, M, N, K, x_stride, residual_stride, y_stride,
     QUANTIZED: tl.constexpr, PER_CHANNEL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PDL: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs that share rows of the weight are neighbours."""
-    blocks = tl.cdiv(M, BM)
-    row = (tl.program_id(0) % blocks * BM + tl.arange(0, BM)).to(tl.int64)
-    column = tl.program_id(0) // blocks * BN + tl.arange(0, BN)
-    ks = tl.arange(0, BK)
+    blocks, blocks_k = tl.cdiv(M, BM), tl.cdiv(K, SCALE_BLOCK)
+    block, split = tl.program_id(0) % blocks, tl.program_id(0) // blocks % SPLITS
+    tile = tl.program_id(0) // (blocks * SPLITS)
+    row = (block * BM + tl.arange(0, BM)).to(tl.int64)
+    column = tile * BN + tl.arange(0, BN)
     outer = tl.minimum(column, N - 1)
-    if BM > 16:
-        wait_for_previous_kernel(PDL)
-    x_tile = x + row[:, None] * x_stride + ks[None, :]
-    weight_tile = weight + outer.to(tl.int64)[None, :] * K + ks[:, None]
-    blocks_k = tl.cdiv(K, SCALE_BLOCK)
+    first = split * tl.cdiv(blocks_k, SPLITS)  # of the blocks of this split
+    width = tl.minimum(K - first * SCALE_BLOCK, tl.cdiv(blocks_k, SPLITS) * SCALE_BLOCK)
+    x_row, weight_row = x + row * x_stride + first * SCALE_BLOCK, weight + outer.to(tl.int64) * K + first * SCALE_BLOCK
+    wait_for_previous_kernel(PDL)
     if QUANTIZED:  # the columns of a tile share their scales
-        x_scale = x_scales + row[:, None] * blocks_k
-        scale = scales + tl.program_id(0) // blocks * BN // SCALE_BLOCK * blocks_k
+        ks = tl.arange(0, BK)
+        x_scale = x_scales + row[:, None] * blocks_k + first
+        scale = scales + tile * BN // SCALE_BLOCK * blocks_k + first
         total = gemm_mainloop_fp8(
-            x_tile, row < M, x_scale, weight_tile, scale, scale, K, not PER_CHANNEL, EVEN_K, BM, BN, SCALE_BLOCK
-        )
-    else:
-        total = gemm_mainloop(
-            x_tile, row < M, weight_tile, scales + outer // SCALE_BLOCK * blocks_k,
-            K, not PER_CHANNEL, SCALE_BLOCK, BM == 16, BM == 16, EVEN_K, BM, BN, BK, PDL,
+            x_row[:, None] + ks[None, :], row < M, x_scale, weight_row[None, :] + ks[:, None], scale, scale, width,
+            not PER_CHANNEL, EVEN_K, BM, BN, SCALE_BLOCK,
         )  # fmt: skip
+    else:
+        total = gemm_mainloop_e4m3(
+            x_row, row < M, weight_row, scales + outer // SCALE_BLOCK * blocks_k + first, width, not PER_CHANNEL,
+            SCALE_BLOCK, BM == 16, EVEN_K, BM, BN, BK,
+        ).T  # fmt: skip
+    if SPLITS > 1:
+        place = tile * blocks + block
+        if not is_last_split(total, partial, counters, place, split, SPLITS):
+            return
+        total = sum_of_splits(partial, counters, place, SPLITS, BM, BN)
     if PER_CHANNEL:
         total *= tl.load(scales + outer).to(tl.float32)[None, :]
     exists = (row < M)[:, None] & (column < N)[None, :]

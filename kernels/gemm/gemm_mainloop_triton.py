@@ -102,16 +102,12 @@ def dequantize_e4m3(values, kind: tl.constexpr):
 
 @triton.jit
 def gemm_mainloop(
-    x_tile, x_rows, weight_tile, scale_row, K, SCALED: tl.constexpr, SIDE: tl.constexpr, ONCE: tl.constexpr,
-    EARLY: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PDL: tl.constexpr,
+    x_tile, x_rows, weight_tile, K, ONCE: tl.constexpr, EARLY: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x @ weight.T float32 [BM, BN] from pointers to their first BK columns, [BM, BK] and [BK, BN].
 
     x_rows bool [BM]: the rows there are; the others are 0, and not read.
-    SCALED: FP8 weights, whose every SIDE columns share a scale in `scale_row` [BN]; BK divides SIDE. The weights
-    are exact in the type of x, and sums are scaled instead of weights: no value is rounded on the way. FP8 weights
-    without SCALED are multiplied as they are.
     ONCE: no other program reads these weights. EARLY: the wait for the previous kernel is here, after the first loads
     of weights.
     """
@@ -136,11 +132,37 @@ def gemm_mainloop(
             b = tl.load(weight_tile + k, eviction_policy=policy)
         else:
             b = tl.load(weight_tile + k, (k + ks < K)[:, None], other=0.0, eviction_policy=policy)
-        if SCALED:
-            scale = tl.load(scale_row + k // SIDE).to(tl.float32)
-            total += tl.dot(a, dequantize_e4m3(b, a.dtype), input_precision="ieee") * scale[None, :]
+        total = tl.dot(a, b, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def gemm_mainloop_e4m3(
+    x_row, x_rows, weight_row, scale_row, K, SCALED: tl.constexpr, SIDE: tl.constexpr, ONCE: tl.constexpr,
+    EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """FP8 weight @ x.T float32 [BN, BM] with 16-bit or float32 x, from pointers to the rows of x [BM], and to those of
+    the weight and of its scales [BN]. The weight is the first operand, which a tensor core takes from registers: what
+    is converted there needs no way through shared memory.
+
+    SCALED: every SIDE columns share a scale; BK divides SIDE. The weights are exact in the type of x, and sums are
+    scaled instead of weights: no value is rounded on the way.
+    """
+    ks = tl.arange(0, BK)[None, :]
+    policy: tl.constexpr = "evict_first" if ONCE else ""
+    total = tl.zeros([BN, BM], tl.float32)
+    for k in tl.range(0, K, BK):
+        if EVEN_K:
+            x = tl.load(x_row[:, None] + k + ks, x_rows[:, None], other=0.0)
+            weight = tl.load(weight_row[:, None] + k + ks, eviction_policy=policy)
         else:
-            total = tl.dot(a, b if b.dtype == a.dtype else dequantize_e4m3(b, a.dtype), total, input_precision="ieee")
+            x = tl.load(x_row[:, None] + k + ks, x_rows[:, None] & (k + ks < K), other=0.0)
+            weight = tl.load(weight_row[:, None] + k + ks, k + ks < K, other=0.0, eviction_policy=policy)
+        if SCALED:
+            part = tl.dot(dequantize_e4m3(weight, x.dtype), x.T, input_precision="ieee")
+            total += part * tl.load(scale_row + k // SIDE).to(tl.float32)[:, None]
+        else:
+            total = tl.dot(dequantize_e4m3(weight, x.dtype), x.T, total, input_precision="ieee")
     return total
 
 

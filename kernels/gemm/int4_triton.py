@@ -2,7 +2,7 @@
 
 The weight is the first operand of the products, which a tensor core takes from registers (wgmma). Its bytes are stored
 in the order of that operand (`pack_int4`), so that no unpacked value goes through shared memory. With few rows a GEMM
-is split over K until its programs fill the device, as in `skinny_gemm_triton`.
+is split over K until its programs fill the device.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.gemm.four_bits_triton import fragment_rows, in_fragment_order, split_columns, swap_middle
 from specbatch.kernels.gemm.int4 import chunk_of
-from specbatch.kernels.gemm.skinny_gemm_triton import workspace
+from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
 from specbatch.kernels.gemm.weight import Weight
 
-_RESIDENT = 3 * 132  # programs that the multiprocessors of an H200 hold at once
 _MANY = 256  # rows from which to write and read a dequantized weight takes less time than to unpack it for each tile
 _DEQUANTIZED = 64  # rows of a program
 
@@ -88,12 +87,10 @@ class Tile(NamedTuple):
 
 def tile_for(rows: int, n: int, k: int, item: int) -> Tile:
     """The tile of a GEMM of so many rows of x [rows, k], of `item` bytes a value, with a weight [n, k]."""
-    block = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    if item == 4:
-        return Tile(min(block, 32), 32, 2 if k >= 256 and not is_deterministic() else 1, 4, 2)
-    outputs, warps, stages = {16: (64, 4, 6), 32: (64, 4, 5), 64: (128, 8, 4)}[block]
+    block = 16 if rows <= 16 else 32 if rows <= 32 or item == 4 else 64
+    outputs, warps, stages = (32, 4, 2) if item == 4 else {16: (64, 4, 6), 32: (64, 4, 5), 64: (128, 8, 4)}[block]
     programs = triton.cdiv(n, outputs) * triton.cdiv(rows, block)
-    splits = 1 if is_deterministic() else max(1, min(_RESIDENT // programs, k // 512))
+    splits = 1 if is_deterministic() else splits_for(programs, block * outputs, k)
     return Tile(block, outputs, splits, warps, stages)
 
 
@@ -127,8 +124,6 @@ def int4_linear(
     splits = triton.cdiv(steps, triton.cdiv(steps, tile.splits))  # no program without a part of K
     programs = triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.outputs)
     partial, counters = workspace(x.device)
-    assert splits == 1 or programs <= len(counters), f"{programs} tiles are too many to be split"
-    assert splits == 1 or programs * splits * tile.rows * tile.outputs <= len(partial), "too many partial sums"
     _int4_linear_kernel[(programs * splits,)](
         x, weight.values, scales, zeros, bias, residual, y, partial, counters, rows, n, k, x.stride(0),
         0 if residual is None else residual.stride(0), y.stride(0), HAS_BIAS=bias is not None,
@@ -183,16 +178,10 @@ def _int4_linear_kernel(
             total = _add_group(total, right, high_x + GROUP, exists, scales + place + 3, zeros + place + 3)
 
     if SPLITS > 1:
-        inner = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-        place = (tile * blocks + block) * SPLITS
-        tl.store(partial + (place + split) * (BN * BM) + inner, total)
-        tl.debug_barrier()
-        if tl.atomic_add(counters + tile * blocks + block, 1, sem="acq_rel") != SPLITS - 1:
+        place = tile * blocks + block
+        if not is_last_split(total, partial, counters, place, split, SPLITS):
             return
-        total = tl.zeros([BN, BM], tl.float32)
-        for other in tl.static_range(SPLITS):
-            total += tl.load(partial + (place + other) * (BN * BM) + inner, cache_modifier=".cg")
-        tl.store(counters + tile * blocks + block, 0)
+        total = sum_of_splits(partial, counters, place, SPLITS, BN, BM)
 
     result, inside = total.T, exists & (column < N)[None, :]
     if HAS_BIAS:

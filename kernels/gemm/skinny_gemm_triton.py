@@ -20,10 +20,7 @@ import triton.language as tl
 from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.skinny_gemm_configs import Tile, tile_for
-
-WORKSPACE = 8 << 20  # float32 partial sums
-COUNTERS = 4096
-_workspaces: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+from specbatch.kernels.gemm.split_k_triton import workspace
 
 
 @triton.jit
@@ -154,21 +151,6 @@ def _skinny_kernel(
     if HAS_RESIDUAL:
         total += added.to(tl.float32)
     tl.store(y + rows[:, None].to(tl.int64) * N + columns[None, :], total.to(y.dtype.element_ty), mask=exists)
-
-
-def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The partial sums and arrival counters that all GEMMs on a device share; made on first use.
-
-    Call it before a graph capture. GEMMs of one device must all run on one stream.
-    """
-    device = torch.empty(0, device=device).device  # with its number
-    if device not in _workspaces:
-        with torch.inference_mode(False):  # writable in and outside inference mode
-            _workspaces[device] = (
-                torch.empty(WORKSPACE, device=device, dtype=torch.float32),
-                torch.zeros(COUNTERS, device=device, dtype=torch.int32),
-            )
-    return _workspaces[device]
 
 
 def is_skinny(rows: int, weight: torch.Tensor) -> bool:

@@ -19,7 +19,12 @@ from specbatch.kernels.elementwise.activations import GATE_LIMIT, GATE_SLOPE
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8
 from specbatch.kernels.gemm.four_bits import CHUNK
 from specbatch.kernels.gemm.four_bits_triton import fragment_rows
-from specbatch.kernels.gemm.gemm_mainloop_triton import gemm_mainloop, gemm_mainloop_fp8, gemm_mainloop_mxfp4
+from specbatch.kernels.gemm.gemm_mainloop_triton import (
+    gemm_mainloop,
+    gemm_mainloop_e4m3,
+    gemm_mainloop_fp8,
+    gemm_mainloop_mxfp4,
+)
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 from specbatch.kernels.moe.experts import GATED, NO_BIASES, Activation, Biases
 from specbatch.kernels.moe.routing import Routing
@@ -133,9 +138,9 @@ def grouped(
     _grouped_kernel[(grid,)](
         x, x_scales, values, scales, bias, *plan, y, n, k, x.stride(0), QUANTIZED=x_scales is not None,
         SHARE=1 if activation is None else rule.width, GATED=gated, CLAMPED=activation == "clamped_swiglu",
-        SQUARED=activation == "relu2", SCALED=is_fp8 and not per_channel, PER_CHANNEL=per_channel, MXFP4=is_mxfp4,
-        CHUNK=CHUNK, SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows,
-        EARLY=activation is None and rows == 16 and not is_mxfp4, EVEN_K=k % (CHUNK if is_mxfp4 else tile.k) == 0,
+        SQUARED=activation == "relu2", SCALED=is_fp8 and not per_channel, PER_CHANNEL=per_channel, FP8=is_fp8,
+        MXFP4=is_mxfp4, CHUNK=CHUNK, SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows,
+        EARLY=activation is None and rows == 16 and scales is None, EVEN_K=k % (CHUNK if is_mxfp4 else tile.k) == 0,
         BM=rows, BN=tile.n, BK=tile.k, WARPS=min(tile.warps, tile.n // 16), **pdl(x),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -146,7 +151,7 @@ def grouped(
 def _grouped_kernel(
     x, x_scales, weight, scales, bias, order, blocks, used, y, N, K, x_stride, QUANTIZED: tl.constexpr,
     SHARE: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, SQUARED: tl.constexpr, SCALED: tl.constexpr,
-    PER_CHANNEL: tl.constexpr, MXFP4: tl.constexpr, CHUNK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, FP8: tl.constexpr, MXFP4: tl.constexpr, CHUNK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     ONCE: tl.constexpr,  # no expert has a second block
     EARLY: tl.constexpr,  # fetch weights before what the kernel before wrote; it did not write the plan
     EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr,
@@ -202,10 +207,13 @@ def _grouped_kernel(
             BN,
             WARPS,
         ).T
+    elif FP8:
+        total = gemm_mainloop_e4m3(
+            x + (pair // SHARE) * x_stride, exists, weight + (expert * OUTER + inner) * K, scale_row, K, SCALED,
+            SCALE_BLOCK, ONCE, EVEN_K, BM, BN, BK,
+        ).T  # fmt: skip
     else:
-        total = gemm_mainloop(
-            x_tile, exists, weight_tile, scale_row, K, SCALED, SCALE_BLOCK, ONCE, EARLY, EVEN_K, BM, BN, BK, PDL
-        )
+        total = gemm_mainloop(x_tile, exists, weight_tile, K, ONCE, EARLY, EVEN_K, BM, BN, BK, PDL)
     if PER_CHANNEL:
         total *= tl.load(scales + expert * OUTER + inner).to(tl.float32)[None, :]
     if bias is not None:

@@ -20,6 +20,7 @@ import triton.language as tl
 from specbatch.kernels.gemm import skinny_gemm_triton
 from specbatch.kernels.gemm.fp8_linear import fp8_linear
 from specbatch.kernels.gemm.int4 import int4_linear
+from specbatch.kernels.gemm.split_k_triton import workspace
 from specbatch.kernels.gemm.weight import Weight
 from specbatch.sweeps.microbench.runner import Case, Table
 
@@ -103,7 +104,7 @@ class Weights:
 
 
 def tables() -> Iterator[Table]:
-    skinny_gemm_triton.workspace(torch.device("cuda"))
+    workspace(torch.device("cuda"))
     weights = Weights()
     yield Table(_single(weights), shows=("floor",))
     yield Table(_chains(weights), "A layer of the chain", shows=("floor",))

@@ -180,9 +180,9 @@ def mxfp4_experts(rows: int, *, is_gated: bool) -> dict[str, Any]:
     kinds |= dict.fromkeys(("order", "blocks", "used"), "*i32") | dict.fromkeys(("N", "K", "x_stride"), "i32")
     fixed: dict[str, Any] = {
         "x_scales": None, "QUANTIZED": False, "SHARE": 4 if is_gated else 1, "GATED": is_gated, "CLAMPED": is_gated,
-        "SQUARED": False, "SCALED": False, "PER_CHANNEL": False, "MXFP4": True, "SCALE_BLOCK": 128, "ONCE": rows == 16,
-        "EARLY": False, "EVEN_K": False, "BM": rows, "BN": tile.n, "BK": tile.k, "CHUNK": 128, "WARPS": tile.warps,
-        "PDL": True,
+        "SQUARED": False, "SCALED": False, "PER_CHANNEL": False, "FP8": False, "MXFP4": True, "SCALE_BLOCK": 128,
+        "ONCE": rows == 16, "EARLY": False, "EVEN_K": False, "BM": rows, "BN": tile.n, "BK": tile.k, "CHUNK": 128,
+        "WARPS": tile.warps, "PDL": True,
     }  # fmt: skip
     return compiled(experts._grouped_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
@@ -215,13 +215,14 @@ def fp8(rows: int, *, per_channel: bool, quantized: bool) -> dict[str, Any]:
     kinds = dict.fromkeys(("x", "bias", "residual", "y"), "*bf16") | {"scales": "*fp32", "weight": "*fp8e4nv"}
     kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "residual_stride", "y_stride"), "i32")
     kinds |= {"x": "*fp8e4nv", "x_scales": "*fp32"} if quantized else {}
-    inner, stages = (64, 4) if rows == 128 and not quantized else (128, 4)
+    kinds |= {"partial": "*fp32", "counters": "*i32"}
+    tile = fp8s.tile_for(rows, 4096, 12288, 1 if quantized else 2)
     fixed: dict[str, Any] = {
         "QUANTIZED": quantized, "PER_CHANNEL": per_channel, "HAS_BIAS": False, "HAS_RESIDUAL": True, "SCALE_BLOCK": 128,
-        "EVEN_K": True, "BM": rows, "BN": 128 if rows > 16 else 64, "BK": inner, "PDL": True,
+        "EVEN_K": True, "SPLITS": tile.splits, "BM": tile.rows, "BN": tile.outputs, "BK": tile.k, "PDL": True,
     }  # fmt: skip
     fixed |= {} if quantized else {"x_scales": None}
-    return compiled(fp8s._fp8_linear_kernel, kinds, fixed, num_warps=8 if inner == 64 else 4, num_stages=stages)
+    return compiled(fp8s._fp8_linear_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def int4(rows: int, kind: str, group: int) -> dict[str, Any]:

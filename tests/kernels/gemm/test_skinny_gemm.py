@@ -11,7 +11,8 @@ from crossed import crossed
 
 from specbatch.kernels.gemm import skinny_gemm_triton
 from specbatch.kernels.gemm.skinny_gemm_configs import Tile
-from specbatch.kernels.gemm.skinny_gemm_triton import is_skinny, skinny_gated, skinny_linear, workspace
+from specbatch.kernels.gemm.skinny_gemm_triton import is_skinny, skinny_gated, skinny_linear
+from specbatch.kernels.gemm.split_k_triton import workspace
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
 SHAPES = [(131, 72), (8, 8), (64, 256), (72, 1096), (200, 512)]  # N, K
