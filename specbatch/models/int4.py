@@ -33,7 +33,8 @@ _ZERO = 8  # of symmetric weights
 _PARTS = (".qweight", ".qzeros", ".scales", ".weight_packed", ".weight_zero_point", ".weight_scale")
 ORDERS = (".g_idx", ".weight_g_idx")  # the group of each input
 _UNUSED = (*ORDERS, ".weight_shape")
-INTEGERS = (".qweight", ".qzeros", ".weight_packed", ".weight_zero_point", *_UNUSED)  # how names of integers end
+VALUES = (".qweight", ".qzeros", ".weight_packed", ".weight_zero_point")  # how names of packed values end
+INTEGERS = (*VALUES, *_UNUSED)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from specbatch.kernels.gemm.mxfp4 import LARGEST_PACKED_SCALE, LARGEST_SCALE, ke
 from specbatch.kernels.gemm.weight import MX_BLOCK, SCALE_BLOCK, Weight, concat_outputs, contains_nan, keeps_quantized
 from specbatch.models import mxfp4
 from specbatch.models.config import ModelConfig
-from specbatch.models.fp8 import FP8Weights
+from specbatch.models.fp8 import SCALES, FP8Weights
 from specbatch.models.int4 import Int4Weights
 from specbatch.models.partition import RowParallelLinear, VocabParallelHead, part_of, rows_per_rank, vocabulary_part
 from specbatch.models.quantization import PLAIN
@@ -308,7 +308,7 @@ class Reader:
         elif values.dtype == torch.uint8:  # scales of MXFP4
             is_finite = int(values.max()) <= LARGEST_SCALE
         else:
-            is_checked = self._of_draft or values.dim() == 1 or name.endswith(PLAIN)
+            is_checked = self._of_draft or values.dim() == 1 or name.endswith((*PLAIN, *SCALES))
             is_finite = not is_checked or bool(values.isfinite().all())
         if not is_finite:
             kind = "e8m0" if values.dtype == torch.uint8 else values.dtype

@@ -12,7 +12,7 @@ from specbatch.errors import SpecbatchError, refuse, shown
 from specbatch.models import mxfp4
 from specbatch.models.config import ModelConfig
 from specbatch.models.fp8 import SCALES, FP8Weights, is_per_output, scaled
-from specbatch.models.int4 import INTEGERS, ORDERS, WHOLE, Int4Weights
+from specbatch.models.int4 import INTEGERS, ORDERS, VALUES, WHOLE, Int4Weights
 from specbatch.models.quantization import is_unused_scale
 from specbatch.models.quantization_config import KEY
 from specbatch.text_files import UnreadableError, open_regular
@@ -55,7 +55,7 @@ class SafetensorsFiles:
                     if view.get_dtype() != _MXFP4:
                         raise _damaged(path, f"tensor {name} is {view.get_dtype()}; blocks and scales are {_MXFP4}")
                 elif name.endswith(INTEGERS):
-                    if view.get_dtype() not in _INT4:
+                    if view.get_dtype() not in _INT4 or (name.endswith(VALUES) and view.get_dtype() != "I32"):
                         raise _damaged(path, f"tensor {name} is {view.get_dtype()}; packed INT4 values are in I32")
                 elif view.get_dtype() not in _BYTES and name.rpartition(".")[2] not in MAPS:
                     works = f"tensor {name} is {view.get_dtype()}; supported are {', '.join(_BYTES)}"

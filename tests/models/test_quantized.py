@@ -197,6 +197,7 @@ def change(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
         ("awq", f"{NAME}.qzeros", None, "down_proj.qzeros is missing"),
         ("awq", f"{NAME}.scales", torch.ones(4, 65).half(), r"scales is \[4, 65\]; its config requires \[4, 64\]"),
         ("gptq", f"{NAME}.qweight", torch.ones(16, 64), "qweight is F32; packed INT4 values are in I32"),
+        ("gptq", f"{NAME}.qzeros", torch.ones(4, 8).long(), "qzeros is I64; packed INT4 values are in I32"),
         ("gptq", f"{NAME}.qzeros", torch.ones(3, 8).int(), r"qzeros is \[3, 8\]; its config requires \[4, 8\]"),
         ("gptq", f"{NAME}.g_idx", torch.arange(128).int() % 4, r"g_idx: its inputs are in another order \(desc_act\)"),
         ("awq", "lm_head.qweight", torch.ones(64, 5).int(), "lm_head.weight is quantized"),
@@ -210,11 +211,20 @@ def test_damaged_scales_are_refused(form: str, name: str, tensor: Any, message: 
         open_checkpoint(str(tmp_path))
 
 
-def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, LLAMA, "awq")
-    change(tmp_path, f"{NAME}.scales", torch.full((4, 64), torch.inf).half())
+@pytest.mark.parametrize(
+    ("form", "name", "scales", "message"),
+    [
+        ("awq", "scales", torch.full((4, 64), torch.inf).half(), r"\.weight.*scales hold values that are not finite"),
+        ("channel", "weight_scale", torch.full((64, 1), torch.nan), r"\.weight_scale.*values that are not finite"),
+    ],
+)
+def test_scales_that_are_not_finite_are_refused(
+    form: str, name: str, scales: torch.Tensor, message: str, tmp_path: Path
+) -> None:
+    write(tmp_path, LLAMA, form)
+    change(tmp_path, f"{NAME}.{name}", scales)
     checkpoint = open_checkpoint(str(tmp_path))
-    with pytest.raises(SpecbatchError, match=rf"{NAME}.weight.*scales hold values that are not finite"):
+    with pytest.raises(SpecbatchError, match=NAME + message):
         load(checkpoint.config, checkpoint.tensor)
 
 
