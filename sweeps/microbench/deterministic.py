@@ -1,4 +1,5 @@
-"""The price of deterministic mode: forward passes of Qwen3-8B in BF16 with and without it, from CUDA graphs.
+"""The price of deterministic mode: forward passes of Qwen3-8B, or another model, in BF16 with and without it, from CUDA
+graphs.
 
 Random weights. A step computes some rows for each of a batch of sequences with 1024 keys (1 row is plain decoding, more
 are a verify) and the argmax of their logits; a prompt pass computes 1024 tokens and the logits of the last one. Neither
@@ -75,7 +76,7 @@ def in_both_modes(run: Call) -> dict[str, list[Call]]:
 
 
 def tables(
-    model: Annotated[str, typer.Option(help="A shape of a dense model.")] = "qwen3-8b",
+    model: Annotated[str, typer.Option(help="A named shape without recurrent layers.")] = "qwen3-8b",
 ) -> Iterator[Table]:
     target = Target(model)
     steps = (
