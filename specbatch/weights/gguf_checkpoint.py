@@ -1,7 +1,7 @@
 """GGUF checkpoints: a file is converted once to a checkpoint folder in the cache, which is opened from then on.
 
 The folder's name is the sha256 of the file. Quantized tensors are stored as float32, which represents the dequantized
-values exactly; float32, float16 and bfloat16 tensors keep their dtype.
+values exactly; float32, float16 and bfloat16 tensors keep their dtype, and experts of gpt-oss in MXFP4 stay so.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from specbatch.errors import refuse
 from specbatch.models.config import ModelConfig
 from specbatch.text_files import UnreadableError
@@ -22,11 +20,11 @@ from specbatch.weights.cache import cache_folder, file_hash, keep, staging
 from specbatch.weights.checkpoint import Log
 from specbatch.weights.folder import FolderCheckpoint, check_tensors
 from specbatch.weights.gguf_file import GgufFile, read_config, rename
+from specbatch.weights.gguf_mixtures import Stored, join_experts
+from specbatch.weights.gguf_values import dequantize_tensor
 
 if TYPE_CHECKING:
     import torch
-
-    from specbatch.weights.gguf_header import GgufTensor
 
 SHARD_BYTES = 1 << 30  # size of the files with converted weights, which bounds the memory in use
 FORMAT = "gguf-1"  # the cache's subfolder; raise the number when the conversion changes
@@ -74,9 +72,10 @@ def convert(path: Path, log: Log | None = None, sha256: str | None = None) -> Pa
         return target
     file = GgufFile(path)
     config = read_config(file)
-    tensors = rename(file)
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    check_tensors(ModelConfig.from_dict(config).tensor_shapes(), shapes, path)
+    tensors = join_experts(file, rename(file))
+    model = ModelConfig.from_dict(config)
+    shapes = {name: tensor.shape for name, tensor in tensors.items() if not model.is_mtp(name)}
+    check_tensors(model.fit(shapes).tensor_shapes(), shapes, path)
     size = sum(4 * tensor.size for tensor in tensors.values())
     if log:
         log(f"dequantizing {path.name} once, to {size / 2**30:.1f} GiB in {target}")
@@ -88,13 +87,7 @@ def convert(path: Path, log: Log | None = None, sha256: str | None = None) -> Pa
     return target
 
 
-def unpermute(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Reorder the rows of a q or k matrix [heads * head_dim, in] or bias from interleaved pairs to halves, per head."""
-    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(rows.shape)
-
-
-def _write(folder: Path, tensors: dict[str, GgufTensor], config: dict[str, Any]) -> None:
+def _write(folder: Path, tensors: dict[str, Stored], config: dict[str, Any]) -> None:
     """Write config, index and the dequantized tensors, in files of about SHARD_BYTES, with a few threads."""
     from safetensors.torch import save_file
 
@@ -103,7 +96,8 @@ def _write(folder: Path, tensors: dict[str, GgufTensor], config: dict[str, Any])
         permuted = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
     def converted(name: str) -> torch.Tensor:
-        found = dequantize_tensor(tensors[name], permuted.get(name.split(".")[-2]))
+        tensor, heads = tensors[name], permuted.get(name.split(".")[-2])
+        found = tensor.tensor() if heads is None else dequantize_tensor(tensor.parts[0], heads)
         # Files hold what a norm multiplies by, checkpoints of Gemma the difference from 1.
         return found.float() - 1 if is_gemma and name.endswith("norm.weight") else found
 
@@ -118,7 +112,7 @@ def _write(folder: Path, tensors: dict[str, GgufTensor], config: dict[str, Any])
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _shards(tensors: dict[str, GgufTensor]) -> list[list[str]]:
+def _shards(tensors: dict[str, Stored]) -> list[list[str]]:
     """Names in groups of about SHARD_BYTES."""
     shards: list[list[str]] = [[]]
     size = 0
@@ -129,24 +123,3 @@ def _shards(tensors: dict[str, GgufTensor]) -> list[list[str]]:
         shards[-1].append(name)
         size += 4 * tensor.size
     return shards
-
-
-def dequantize_tensor(tensor: GgufTensor, permuted_heads: int | None) -> torch.Tensor:
-    """One tensor in its own dtype or dequantized to float32, with rows in the order of the checkpoint."""
-    import torch
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    kind, values = tensor.kind, tensor.data
-    if kind == GGMLQuantizationType.BF16:
-        values = values.view(np.uint16)  # numpy has no bfloat16; torch reinterprets the bits below
-    elif kind not in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
-        try:
-            with np.errstate(all="ignore"):  # of scales that are not finite
-                values = dequantize(values, kind)
-        except NotImplementedError:
-            raise refuse(tensor.name, kind.name, "use a file in Q4_K_M, Q8_0, F16 or another") from None
-    if permuted_heads is not None:
-        values = unpermute(values, permuted_heads)
-    stored = torch.from_numpy(np.array(values))  # a copy, as the memory-mapped file must not be written to
-    return stored.view(torch.bfloat16) if kind == GGMLQuantizationType.BF16 else stored

@@ -14,6 +14,7 @@ import numpy as np
 from specbatch.config_values import count_of, positive_of
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.text_files import UnreadableError
+from specbatch.weights import gguf_mixtures
 
 if TYPE_CHECKING:
     from specbatch.weights.gguf_header import GgufTensor
@@ -24,6 +25,9 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",
 }
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -91,9 +95,9 @@ class GgufFile:
             raise refuse(self.full(key), value, f"it must be of type {' or '.join(kind.__name__ for kind in kinds)}")
         return value
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """The positive whole number under a key; without a default it is required."""
-        return count_of({self.full(key): self.metadata(key)}, self.full(key), default)
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """The whole number of at least `least` under a key; without a default it is required."""
+        return count_of({self.full(key): self.metadata(key)}, self.full(key), default, least=least)
 
     def number(self, key: str, default: float | None = None) -> float:
         """The positive number under a key; without a default it is required."""
@@ -114,27 +118,33 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     architecture = _ARCHITECTURES.get(file.arch)
     if architecture is None:
         raise refuse("general.architecture", file.arch, f"supported are {', '.join(_ARCHITECTURES)}")
-    if file.metadata(".expert_count", 0):
-        raise refuse(file.full(".expert_count"), file.metadata(".expert_count"), "only dense models are supported")
+    is_mixture = file.arch in gguf_mixtures.NAMES
+    if file.metadata(".expert_count", 0) and not is_mixture:
+        works = f"mixtures of experts are read from {', '.join(gguf_mixtures.NAMES)} files; use safetensors for others"
+        raise refuse(file.full(".expert_count"), file.metadata(".expert_count"), works)
     if "token_embd.weight" not in file.tensors:
         raise file.refusal("tensor token_embd.weight is missing")
     heads, hidden = _same_in_all_layers(file, ".attention.head_count"), file.count(".embedding_length")
     head_dim = file.count(".attention.key_length", hidden // heads)
-    for key in (".attention.value_length", ".rope.dimension_count"):
+    rotates_all = file.arch != "glm4moe"
+    for key in (".attention.value_length", *[".rope.dimension_count"] * rotates_all):
         if file.metadata(key, head_dim) != head_dim:
             raise refuse(file.full(key), file.metadata(key), f"it must equal the head size, {head_dim}")
     if file.arch == "gemma3":
         own = _gemma3(file, hidden, heads, head_dim)
+    elif is_mixture:
+        own = gguf_mixtures.mixture_config(file)
     else:
         own = {"model_type": file.arch}
         if window := file.metadata(".attention.sliding_window"):
-            works = "of GGUF files only those of Gemma 3 may have windows; use safetensors"
+            works = "of GGUF files only those of Gemma 3 and gpt-oss may have windows; use safetensors"
             raise refuse(file.full(".attention.sliding_window"), window, works)
-    return own | {
+    inner = file.count(".expert_feed_forward_length") if is_mixture else None  # that of experts, without dense layers
+    return {
         "architectures": [architecture],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": _same_in_all_layers(file, ".feed_forward_length"),
+        "intermediate_size": _same_in_all_layers(file, ".feed_forward_length", inner),
         "num_hidden_layers": file.required(".block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": _same_in_all_layers(file, ".attention.head_count_kv", heads),
@@ -144,10 +154,10 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
-        "rope_parameters": _rope(file),
+        "rope_parameters": _rope(file, head_dim),
         "bos_token_id": file.metadata("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata("tokenizer.ggml.eos_token_id"),
-    }
+    } | own
 
 
 def _gemma3(file: GgufFile, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
@@ -163,7 +173,7 @@ def _gemma3(file: GgufFile, hidden: int, heads: int, head_dim: int) -> dict[str,
     }
 
 
-def _rope(file: GgufFile) -> dict[str, Any]:
+def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
     for key in file.keys(".rope."):
         if key not in _ROPE_KEYS:
             raise refuse(file.full(key), file.metadata(key), "rope with this key is not supported")
@@ -181,6 +191,10 @@ def _rope(file: GgufFile) -> dict[str, Any]:
             key = f".rope.scaling.yarn_{name}"
             if file.metadata(key) is not None:
                 rope[name] = _short(file.number(key))
+    if file.arch == "gpt-oss":
+        rope["truncate"] = False  # which no file states
+    if file.arch == "glm4moe":
+        rope["partial_rotary_factor"] = file.count(".rope.dimension_count", head_dim) / head_dim
     if "rope_freqs.weight" in file.tensors:
         if kind != "none":
             raise refuse(file.full(".rope.scaling.type"), kind, "with rope_freqs.weight it must be none")
@@ -207,17 +221,18 @@ def _short(value: float) -> float:
 
 def rename(file: GgufFile) -> dict[str, GgufTensor]:
     """Tensors by their checkpoint names. Unknown tensors are refused."""
-    renamed, layer_names = {}, _GEMMA3_NAMES if file.arch == "gemma3" else _LAYER_NAMES
+    layer_names = _GEMMA3_NAMES if file.arch == "gemma3" else _LAYER_NAMES | gguf_mixtures.NAMES.get(file.arch, {})
+    renamed = {}
     for name, tensor in file.tensors.items():
         if name == "rope_freqs.weight":
             continue  # part of the rope parameters
-        if in_layer := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(\w+)", name):
-            layer, part, kind = in_layer.groups()
-            known, known_name = part in layer_names, f"model.layers.{layer}.{layer_names.get(part)}.{kind}"
+        if in_layer := re.fullmatch(r"blk\.(\d+)\.([\w.]+)", name):
+            names, (layer, inner) = layer_names, in_layer.groups()
+            prefix = f"model.layers.{layer}."
         else:
-            stem, _, kind = name.rpartition(".")
-            known, known_name = stem in _NAMES, f"{_NAMES.get(stem)}.{kind}"
-        if not known:
+            names, inner, prefix = _NAMES, name, ""
+        stem, _, kind = inner.rpartition(".")
+        if inner not in names and stem not in names:
             raise file.refusal(f"tensor {name!r} is not part of any supported model")
-        renamed[known_name] = tensor
+        renamed[prefix + (names[inner] if inner in names else f"{names[stem]}.{kind}")] = tensor
     return renamed

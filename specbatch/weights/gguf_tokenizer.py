@@ -28,6 +28,14 @@ _SPLIT = (
 )
 QWEN2_SPLIT = _SPLIT.replace("DIGITS", r"\p{N}")
 LLAMA3_SPLIT = _SPLIT.replace("DIGITS", r"\p{N}{1,3}")
+# GPT-4o's (o200k) also splits words before capitals, and keeps contractions with their word.
+_LEAD, _END = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+O200K_SPLIT = (
+    f"{_LEAD}{_UPPER}*{_LOWER}+{_END}|{_LEAD}{_UPPER}+{_LOWER}*{_END}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_RULES = {"qwen2": QWEN2_SPLIT, "llama-bpe": LLAMA3_SPLIT, "glm4": LLAMA3_SPLIT, "gpt-4o": O200K_SPLIT}
 
 
 def write_tokenizer(path: Path, folder: Path) -> None:
@@ -142,8 +150,8 @@ def pre_tokenizer(name: str) -> Any:
 
     if name == "smollm":
         return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
-    if name in ("qwen2", "llama-bpe"):
-        rule = Regex(QWEN2_SPLIT if name == "qwen2" else LLAMA3_SPLIT)
-        return Sequence([Split(rule, "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
-    works = "known are smollm, qwen2 and llama-bpe; pass tokenizer=FOLDER of the original model"
+    if name in _RULES:
+        rule = Split(Regex(_RULES[name]), "isolated")
+        return Sequence([rule, ByteLevel(add_prefix_space=False, use_regex=False)])
+    works = f"known are smollm, {', '.join(_RULES)}; pass tokenizer=FOLDER of the original model"
     raise refuse("tokenizer.ggml.pre", name, works)

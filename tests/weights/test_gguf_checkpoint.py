@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
-from specbatch.weights import gguf_checkpoint, gguf_file, known_models, open_checkpoint
+from specbatch.weights import gguf_checkpoint, gguf_file, gguf_values, known_models, open_checkpoint
 from specbatch.weights.cache import file_hash
 
 Make = Callable[..., Any]
@@ -53,9 +53,9 @@ def test_gguf_matches_the_folder(
 def test_rope_permutation_is_undone_per_head() -> None:
     """Rows 0..3 of a head are stored as 0, 2, 1, 3: rotation pairs are adjacent."""
     rows = np.array([0, 2, 1, 3, 4, 6, 5, 7])
-    assert gguf_checkpoint.unpermute(rows, 2).tolist() == list(range(8))
-    assert gguf_checkpoint.unpermute(rows.reshape(8, 1), 2).shape == (8, 1)
-    assert gguf_checkpoint.unpermute(rows, 1).tolist() != list(range(8))
+    assert gguf_values.unpermute(rows, 2).tolist() == list(range(8))
+    assert gguf_values.unpermute(rows.reshape(8, 1), 2).shape == (8, 1)
+    assert gguf_values.unpermute(rows, 1).tolist() != list(range(8))
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
@@ -90,7 +90,7 @@ def test_k_quants_match_the_gguf_package(tmp_path: Path) -> None:
     writer.close()
     tensor = gguf_file.GgufFile(tmp_path / "k.gguf").tensors["token_embd.weight"]
     expected = gguf.quants.dequantize(blocks, GGMLQuantizationType.Q4_K)
-    assert torch.equal(gguf_checkpoint.dequantize_tensor(tensor, None), torch.from_numpy(expected))
+    assert torch.equal(gguf_values.dequantize_tensor(tensor, None), torch.from_numpy(expected))
 
 
 def test_conversion_is_cached_in_bounded_files(
