@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -290,15 +291,12 @@ def parse_skip(draft: str, layers: int) -> frozenset[int]:
     """Parse "self:skip=12-15,20": the layers that are skipped, of a model with `layers` layers. Ranges are
     inclusive."""
     skipped: set[int] = set()
-    head, _, ranges = draft.partition("=")
-    try:
-        if head != "self:skip":
-            raise ValueError
-        for part in ranges.split(","):
-            first, _, last = part.partition("-")
-            skipped |= set(range(int(first), min(int(last or first), layers) + 1))
-    except ValueError:
-        raise refuse("draft", draft, "write self:skip=FIRST-LAST, for example self:skip=12-15") from None
+    for part in draft.removeprefix("self:skip=").split(","):
+        found = re.fullmatch("([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+        if first > last:
+            raise refuse("draft", draft, "write self:skip=FIRST-LAST, for example self:skip=12-15")
+        skipped |= set(range(min(first, layers), min(last, layers) + 1))
     if not skipped or not skipped < set(range(layers)):
         raise refuse("draft", draft, f"the model has layers 0-{layers - 1}; skip some of them and keep at least one")
     return frozenset(skipped)

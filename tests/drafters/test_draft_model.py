@@ -11,6 +11,7 @@ from crossed import crossed
 from uncached import run_texts
 
 from specbatch.drafters.draft_model import DraftModelChain, parse_skip
+from specbatch.errors import SpecbatchError
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
 from specbatch.kernels.sampling.rng import DRAFT, uniform_ref, verify_keys
 from specbatch.kernels.sampling.sample import sample_ref
@@ -153,3 +154,9 @@ def test_tokens_outside_the_draft_vocabulary_are_handled(bench: Any, tiny: Any, 
 def test_skipped_layers_are_inclusive_ranges() -> None:
     assert parse_skip("self:skip=1-2", 4) == {1, 2}
     assert parse_skip("self:skip=0,2-3,2", 4) == {0, 2, 3}
+
+
+@pytest.mark.parametrize("ranges", ["", "1-", "-1", "2-1,3", "1,9", "1,,2", "0-3", "x"])
+def test_skipped_layers_that_are_no_ranges_of_the_model_are_refused(ranges: str) -> None:
+    with pytest.raises(SpecbatchError, match=r"^draft='self:skip=.*(FIRST-LAST|layers 0-3)"):
+        parse_skip(f"self:skip={ranges}", 4)
