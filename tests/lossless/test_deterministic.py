@@ -219,7 +219,7 @@ def _states_rounded_when_stored(patch: pytest.MonkeyPatch) -> None:
     [
         (_rows_of_a_gemm, "qwen3-moe", FP32, "fp32"),
         (_place_in_a_gemm, "llama", BF16, "fp32"),
-        (_spans_of_a_prompt, "llama", BF16, "fp32"),
+        (_spans_of_a_prompt, "llama", FP32, "fp32"),
         (_spans_of_a_verify, "llama", BF16, "fp32"),
         (_keys_of_a_tree, "llama", FP32, "fp32"),
         (_rows_of_a_gemm_of_heads, "deepseek-v2", FP32, "fp32"),
