@@ -1,4 +1,4 @@
-"""GEMM main loops over K, with BF16, FP16, FP8 or MXFP4 weights and BF16, FP16 or FP8 activations."""
+"""GEMM main loops over K, with BF16, FP16 or FP8 weights and BF16, FP16 or FP8 activations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
-from specbatch.kernels.gemm.four_bits_triton import in_fragment_order, swap_middle
 
 # Four values of e4m3 in a word: each byte becomes the high one of two, its exponent and fraction move to where bfloat16
 # has them, and 2^120 makes up for the other bias, of subnormal values too. The conversion is exact. The compiler's own
@@ -25,71 +24,6 @@ mov.b32 scale, 0x7b807b80;
 mul.rn.bf16x2 $0, a, scale;
 mul.rn.bf16x2 $1, b, scale;
 }""")
-
-
-# 4 bits of bytes 0 and 2, then of bytes 1 and 3, each a value of e2m1: sign, exponent and fraction move to where
-# bfloat16 has them. Its other bias makes each value 2^126 times too small.
-_WIDEN_LOW: tl.constexpr = tl.constexpr("""{
-.reg .b32 a, b, c, d;
-shl.b32 a, $2, 12;
-shl.b32 b, $2, 4;
-shl.b32 c, $2, 6;
-shr.u32 d, $2, 2;
-and.b32 c, c, 0x01c001c0;
-and.b32 d, d, 0x01c001c0;
-lop3.b32 $0, a, 0x80008000, c, 0xea;
-lop3.b32 $1, b, 0x80008000, d, 0xea;
-}""")
-_WIDEN_HIGH: tl.constexpr = tl.constexpr("""{
-.reg .b32 a, c, d;
-shl.b32 a, $2, 8;
-shl.b32 c, $2, 2;
-shr.u32 d, $2, 6;
-and.b32 c, c, 0x01c001c0;
-and.b32 d, d, 0x01c001c0;
-lop3.b32 $0, a, 0x80008000, c, 0xea;
-lop3.b32 $1, $2, 0x80008000, d, 0xea;
-}""")
-
-
-@triton.jit
-def _e2m1(code):
-    """float32 of 4 bits: a sign, and twice the value is 0, 1, 2, 3, 4, 6, 8 or 12."""
-    rank = (code & 7).to(tl.int32)
-    twice = tl.where(rank < 4, rank, (2 + (rank & 1)) << tl.maximum((rank >> 1) - 1, 0))
-    return tl.where((code & 8) == 0, 0.5, -0.5) * twice.to(tl.float32)
-
-
-@triton.jit
-def _times(x, y):
-    """x * y of one shape; of bfloat16 two at once, which the compiler does not do by itself."""
-    if x.dtype == tl.bfloat16:
-        multiply: tl.constexpr = "mul.rn.bf16x2 $0, $1, $2;"
-        return tl.inline_asm_elementwise(multiply, "=r,r,r", [x, y], dtype=tl.bfloat16, is_pure=True, pack=2)
-    return x * y
-
-
-@triton.jit
-def widen_mxfp4(packed, kind: tl.constexpr, WARPS: tl.constexpr):
-    """packed uint8 [N, H] in memory's order -> its low and its high bits as values of the operand, both [N, H]: in
-    bfloat16 times 2^-126, and for other types of x in float32."""
-    if kind == tl.bfloat16:
-        low = tl.inline_asm_elementwise(_WIDEN_LOW, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
-        high = tl.inline_asm_elementwise(_WIDEN_HIGH, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
-    else:
-        low, high = swap_middle(_e2m1(packed)), swap_middle(_e2m1(packed >> 4))
-    return in_fragment_order(low, WARPS), in_fragment_order(high, WARPS)
-
-
-@triton.jit
-def _factors(scale, kind: tl.constexpr):
-    """What the values of `widen_mxfp4` are multiplied by, for scales uint8: in bfloat16 times 2^126, which up to
-    `LARGEST_PACKED_SCALE` is finite, in float32 with a subnormal 2^-127."""
-    if kind == tl.bfloat16:
-        power = ((scale.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)
-    else:
-        power = tl.where(scale == 0, 0x400000, scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    return power
 
 
 @triton.jit
@@ -164,52 +98,6 @@ def gemm_mainloop_e4m3(
         else:
             total = tl.dot(dequantize_e4m3(weight, x.dtype), x.T, total, input_precision="ieee")
     return total
-
-
-@triton.jit
-def gemm_mainloop_mxfp4(
-    x_row, x_rows, weight_row, scale_row, K, ONCE: tl.constexpr, EVEN_K: tl.constexpr, CHUNK: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    """MXFP4 weight @ x.T float32 [BN, BM] with the weight as first operand, for which its bytes are ordered
-    (`four_bits`). x_row [BM] points to rows of x, `weight_row` [BN] to the first byte of the rows `fragment_rows`,
-    `scale_row` [BN] to the first scale of the rows in their order. A step is a chunk: four blocks, two in the low bits.
-    """
-    HALF: tl.constexpr = CHUNK // 2
-    BLOCK: tl.constexpr = CHUNK // 4
-    kind: tl.constexpr = x_row.dtype.element_ty
-    policy: tl.constexpr = "evict_first" if ONCE else ""
-    weight_tile = weight_row[:, None] + tl.arange(0, HALF)[None, :]
-    ks = tl.arange(0, HALF)
-    total = tl.zeros([BN, BM], tl.float32)
-    for k in tl.range(0, K, CHUNK):
-        packed = tl.load(weight_tile + k // 2, eviction_policy=policy)
-        if EVEN_K:
-            first = tl.load(x_row[:, None] + k + ks, x_rows[:, None], other=0.0)
-            second = tl.load(x_row[:, None] + k + HALF + ks, x_rows[:, None], other=0.0)
-        else:
-            first = tl.load(x_row[:, None] + k + ks, x_rows[:, None] & (k + ks < K), other=0.0)
-            second = tl.load(x_row[:, None] + k + HALF + ks, x_rows[:, None] & (k + HALF + ks < K), other=0.0)
-        low, high = widen_mxfp4(packed, kind, WARPS)
-        scale = scale_row + k // BLOCK
-        low = _times(low, _scales_of_half(scale, k, K, EVEN_K, BLOCK, kind))
-        high = _times(high, _scales_of_half(scale + 2, k + HALF, K, EVEN_K, BLOCK, kind))
-        total = tl.dot(low.to(first.dtype), first.T, total, input_precision="ieee")
-        total = tl.dot(high.to(first.dtype), second.T, total, input_precision="ieee")
-    return total
-
-
-@triton.jit
-def _scales_of_half(scale, k, K, EVEN_K: tl.constexpr, BLOCK: tl.constexpr, kind: tl.constexpr):
-    """The scales of two blocks, from column k on, at the pointers [BN]: [BN, 2 * BLOCK]."""
-    N: tl.constexpr = scale.shape[0]
-    if EVEN_K:
-        left, right = tl.load(scale), tl.load(scale + 1)
-    else:
-        column = tl.full([N], k, tl.int32)
-        left, right = tl.load(scale, column < K, other=0), tl.load(scale + 1, column + BLOCK < K, other=0)
-    factors = tl.join(_factors(left, kind), _factors(right, kind))
-    return tl.reshape(tl.broadcast_to(factors[:, :, None], [N, 2, BLOCK]), [N, 2 * BLOCK])
 
 
 @triton.jit

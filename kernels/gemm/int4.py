@@ -20,23 +20,23 @@ def chunk_of(inputs: int) -> int:
 
 
 def pack_int4(values: torch.Tensor) -> torch.Tensor:
-    """values uint8 [out, in] below 16 -> uint8 [out, in / 2]: `pack_four_bits`."""
-    return pack_four_bits(values, chunk_of(values.shape[1]))
+    """values uint8 [..., in] below 16 -> uint8 [..., in / 2]: `pack_four_bits`."""
+    return pack_four_bits(values, chunk_of(values.shape[-1]))
 
 
 def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [out, in / 2] from `pack_int4` -> its values uint8 [out, in]."""
-    return unpack_four_bits(packed, chunk_of(2 * packed.shape[1]))
+    """uint8 [..., in / 2] from `pack_int4` -> its values uint8 [..., in]."""
+    return unpack_four_bits(packed, chunk_of(2 * packed.shape[-1]))
 
 
 def dequantize_int4(
     values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """values uint8 [out, in / 2] from `pack_int4`; scales [out, in / group], float16, bfloat16 or float32; zeros uint8,
-    as many -> [out, in], rounded once from float32."""
-    found = unpack_int4(values).unflatten(1, (scales.shape[1], -1)).float() - zeros.float()[..., None]
+    """values uint8 [..., in / 2] from `pack_int4`; scales [..., in / group], float16, bfloat16 or float32; zeros uint8,
+    as many -> [..., in], rounded once from float32."""
+    found = unpack_int4(values).unflatten(-1, (scales.shape[-1], -1)).float() - zeros.float()[..., None]
     weight: torch.Tensor = found * scales.float()[..., None]
-    return weight.flatten(1).to(dtype)
+    return weight.flatten(-2).to(dtype)
 
 
 def int4_linear_ref(

@@ -1,8 +1,6 @@
 """Triton kernels for INT4 weights: a GEMM that unpacks them in registers, for few rows, and dequantization for many.
 
-The weight is the first operand of the products, which a tensor core takes from registers (wgmma). Its bytes are stored
-in the order of that operand (`pack_int4`), so that no unpacked value goes through shared memory. With few rows a GEMM
-is split over K until its programs fill the device.
+With few rows the GEMM is split over K until its programs fill the device.
 """
 
 from __future__ import annotations
@@ -15,64 +13,14 @@ import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.dispatch import is_deterministic
-from specbatch.kernels.gemm.four_bits_triton import fragment_rows, in_fragment_order, split_columns, swap_middle
+from specbatch.kernels.gemm.four_bits_mainloop_triton import gemm_mainloop_int4
+from specbatch.kernels.gemm.four_bits_triton import fragment_rows
 from specbatch.kernels.gemm.int4 import chunk_of
 from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
 from specbatch.kernels.gemm.weight import Weight
 
 _MANY = 256  # rows from which to write and read a dequantized weight takes less time than to unpack it for each tile
 _DEQUANTIZED = 64  # rows of a program
-
-# 4 bits of bytes 0 and 2, then of bytes 1 and 3, become the lowest bits of the fraction of 128 (bfloat16) or 1024
-# (float16), whose last place is 1: the value is that number plus the 4 bits, exactly.
-_WIDEN: tl.constexpr = tl.constexpr("""{
-.reg .b32 a, b;
-shr.u32 a, $2, FIRST;
-shr.u32 b, $2, SECOND;
-lop3.b32 $0, a, 0x000f000f, ONES, 0xea;
-lop3.b32 $1, b, 0x000f000f, ONES, 0xea;
-}""")
-_LOW: tl.constexpr = tl.constexpr(_WIDEN.value.replace("FIRST", "0").replace("SECOND", "8"))
-_HIGH: tl.constexpr = tl.constexpr(_WIDEN.value.replace("FIRST", "4").replace("SECOND", "12"))
-_LOW_BF16: tl.constexpr = tl.constexpr(_LOW.value.replace("ONES", "0x43004300"))
-_HIGH_BF16: tl.constexpr = tl.constexpr(_HIGH.value.replace("ONES", "0x43004300"))
-_LOW_FP16: tl.constexpr = tl.constexpr(_LOW.value.replace("ONES", "0x64006400"))
-_HIGH_FP16: tl.constexpr = tl.constexpr(_HIGH.value.replace("ONES", "0x64006400"))
-
-
-@triton.jit
-def widen_int4(packed, kind: tl.constexpr, WARPS: tl.constexpr):
-    """packed uint8 [N, H] in memory's order -> its low and its high bits as values of the operand, both [N, H]; in
-    bfloat16 128 are added, in float16 1024."""
-    if kind == tl.bfloat16:
-        low = tl.inline_asm_elementwise(_LOW_BF16, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
-        high = tl.inline_asm_elementwise(_HIGH_BF16, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
-    elif kind == tl.float16:
-        low = tl.inline_asm_elementwise(_LOW_FP16, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
-        high = tl.inline_asm_elementwise(_HIGH_FP16, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
-    else:
-        low, high = swap_middle(packed & 15).to(kind), swap_middle(packed >> 4).to(kind)
-    return in_fragment_order(low, WARPS), in_fragment_order(high, WARPS)
-
-
-@triton.jit
-def _less(values, zero):
-    """values [N, H] of `widen_int4` less a zero point uint8 [N], exact; two at once, which the compiler does not do by
-    itself."""
-    if values.dtype == tl.bfloat16:
-        base = (zero.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)[:, None]
-        found = _difference(values, tl.broadcast_to(base, values.shape), "sub.rn.bf16x2 $0, $1, $2;")
-    elif values.dtype == tl.float16:
-        base = (zero.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)[:, None]
-        found = _difference(values, tl.broadcast_to(base, values.shape), "sub.rn.f16x2 $0, $1, $2;")
-    else:
-        found = values - zero[:, None].to(values.dtype)
-    return found
-
-
-@triton.jit
-def _difference(x, y, INSTRUCTION: tl.constexpr):
-    return tl.inline_asm_elementwise(INSTRUCTION, "=r,r,r", [x, y], dtype=x.dtype, is_pure=True, pack=2)
 
 
 class Tile(NamedTuple):
@@ -139,9 +87,7 @@ def _int4_linear_kernel(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs that share rows of the weight are neighbours. The products with a group's whole numbers are exact, and
-    their sums are scaled, so no value is rounded on the way."""
-    HALF: tl.constexpr = CHUNK // 2
+    """Programs that share rows of the weight are neighbours."""
     blocks = tl.cdiv(M, BM)
     block, split = tl.program_id(0) % blocks, tl.program_id(0) // blocks % SPLITS
     tile = tl.program_id(0) // (blocks * SPLITS)
@@ -150,33 +96,13 @@ def _int4_linear_kernel(
     stored = tl.minimum(tile * BN + fragment_rows(BN, WARPS), N - 1).to(tl.int64)
     column = tile * BN + tl.arange(0, BN)
     group = tl.minimum(column, N - 1).to(tl.int64) * (K // GROUP)
-    policy: tl.constexpr = "evict_first" if BM == 16 else ""
-    x_row = x + row * x_stride
-    weight_tile = weight + tl.multiple_of(stored * (K // 2), 16)[:, None] + tl.arange(0, HALF)[None, :]
+    first_byte = tl.multiple_of(stored * (K // 2), 16)
     per_split = tl.cdiv(K // CHUNK, SPLITS)
-    total = tl.zeros([BN, BM], tl.float32)
     wait_for_previous_kernel(PDL)
-    for step in tl.range(split * per_split, tl.minimum(K // CHUNK, (split + 1) * per_split)):
-        packed = tl.load(weight_tile + step * HALF, eviction_policy=policy)
-        low, high = widen_int4(packed, x.dtype.element_ty, WARPS)
-        low_x, place = x_row + step * CHUNK, group + step * (CHUNK // GROUP)
-        high_x = low_x + HALF
-        if GROUP == CHUNK:
-            zero = tl.load(zeros + place)
-            part = _times_rows(_less(low, zero), low_x, exists, tl.zeros([BN, BM], tl.float32))
-            part = _times_rows(_less(high, zero), high_x, exists, part)
-            total += part * tl.load(scales + place).to(tl.float32)[:, None]
-        elif GROUP == HALF:
-            total = _add_group(total, low, low_x, exists, scales + place, zeros + place)
-            total = _add_group(total, high, high_x, exists, scales + place + 1, zeros + place + 1)
-        else:
-            left, right = split_columns(low)
-            total = _add_group(total, left, low_x, exists, scales + place, zeros + place)
-            total = _add_group(total, right, low_x + GROUP, exists, scales + place + 1, zeros + place + 1)
-            left, right = split_columns(high)
-            total = _add_group(total, left, high_x, exists, scales + place + 2, zeros + place + 2)
-            total = _add_group(total, right, high_x + GROUP, exists, scales + place + 3, zeros + place + 3)
-
+    total = gemm_mainloop_int4(
+        x + row * x_stride, row < M, weight + first_byte, scales + group, zeros + group, split * per_split,
+        tl.minimum(K // CHUNK, (split + 1) * per_split), BM == 16, GROUP, CHUNK, BM, BN, WARPS,
+    )  # fmt: skip
     if SPLITS > 1:
         place = tile * blocks + block
         if not is_last_split(total, partial, counters, place, split, SPLITS):
@@ -190,21 +116,6 @@ def _int4_linear_kernel(
         added = tl.load(residual + row[:, None] * residual_stride + column[None, :], inside, other=0.0)
         result += added.to(tl.float32)
     tl.store(y + row[:, None] * y_stride + column[None, :], result.to(y.dtype.element_ty), inside)
-
-
-@triton.jit
-def _times_rows(values, x_row, exists, total):
-    """total [N, M] + values [N, K] @ the K elements at x_row [M] of each row."""
-    columns = tl.arange(0, values.shape[1])
-    x = tl.load(x_row[:, None] + columns[None, :], exists, other=0.0)
-    return tl.dot(values, x.T, total, input_precision="ieee")
-
-
-@triton.jit
-def _add_group(total, values, x_row, exists, scale, zero):
-    """total and the products of a group, its scales and zero points at pointers [N]."""
-    part = _times_rows(_less(values, tl.load(zero)), x_row, exists, tl.zeros(total.shape, tl.float32))
-    return total + part * tl.load(scale).to(tl.float32)[:, None]
 
 
 def dequantize(weight: Weight, dtype: torch.dtype) -> torch.Tensor:

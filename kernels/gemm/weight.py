@@ -21,7 +21,7 @@ class Weight:
     the checkpoints of DeepSeek-V3, Qwen3 and Qwen3.5 in FP8 call `weight_scale_inv`, which multiplies all the same; or
     [..., out, 1], a scale per output (the compressed-tensors strategies channel and, all equal, tensor).
     MXFP4: values uint8 [..., out, about in / 2] from `pack_mxfp4` and scales uint8 [..., out, in / 32].
-    INT4: values uint8 [out, in / 2] from `pack_int4`, scales [out, in / group] and zeros uint8, as many."""
+    INT4: values uint8 [..., out, in / 2] from `pack_int4`, scales [..., out, in / group] and zeros uint8, as many."""
 
     values: torch.Tensor
     scales: torch.Tensor | None = None
@@ -42,7 +42,7 @@ class Weight:
 
     def of(self, expert: int) -> Weight:
         """One of a stack."""
-        return Weight(self.values[expert], None if self.scales is None else self.scales[expert])
+        return Weight(*(None if part is None else part[expert] for part in (self.values, self.scales, self.zeros)))
 
     @property
     def is_int4(self) -> bool:
@@ -117,7 +117,9 @@ def split_input_columns(weight: Weight) -> tuple[Weight, Weight]:
 def concat_experts(first: Weight, second: Weight) -> Weight:
     """Two stacks [E, out, in] of one type as one."""
     scales = [weight.scales for weight in (first, second) if weight.scales is not None]
-    return Weight(_joined([first.values, second.values], 0), _joined(scales, 0) if scales else None)
+    zeros = [weight.zeros for weight in (first, second) if weight.zeros is not None]
+    values = _joined([first.values, second.values], 0)
+    return Weight(values, _joined(scales, 0) if scales else None, _joined(zeros, 0) if zeros else None)
 
 
 def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:

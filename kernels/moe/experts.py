@@ -147,8 +147,8 @@ class Experts:
             raise refuse("router", tuple(router.shape), f"use {(rule.logits, hidden)}")
         self.rule, self.up, self.down, self.activation, self.biases = rule, up, down, activation, biases
         # Else a block that shares a scale could have rows of the gate and of what it multiplies.
-        is_whole = activation not in GATED or down.values.shape[2] % up.scale_rows == 0
-        self._may_quantize = all(one.scales is not None and not one.is_mxfp4 for one in (up, down)) and is_whole
+        is_whole = activation not in GATED or down.shape[2] % up.scale_rows == 0
+        self._may_quantize = all(one.values.dtype == torch.float8_e4m3fn for one in (up, down)) and is_whole
         self._router_dtype = router.dtype
         # cuBLAS is at its best where a row of logits begins at 16 bytes.
         padding = -rule.logits % 8

@@ -18,13 +18,14 @@ from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.elementwise.activations import GATE_LIMIT, GATE_SLOPE
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8
 from specbatch.kernels.gemm.four_bits import CHUNK
+from specbatch.kernels.gemm.four_bits_mainloop_triton import gemm_mainloop_int4, gemm_mainloop_mxfp4
 from specbatch.kernels.gemm.four_bits_triton import fragment_rows
 from specbatch.kernels.gemm.gemm_mainloop_triton import (
     gemm_mainloop,
     gemm_mainloop_e4m3,
     gemm_mainloop_fp8,
-    gemm_mainloop_mxfp4,
 )
+from specbatch.kernels.gemm.int4 import chunk_of
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 from specbatch.kernels.moe.experts import GATED, NO_BIASES, Activation, Biases
 from specbatch.kernels.moe.routing import Routing
@@ -46,7 +47,7 @@ _TILES = {  # rows of a block: for weights of two bytes a value, and of one
     64: (Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
     128: (Tile(256, 64, 8, 4), Tile(128, 64, 8, 4)),
 }
-_MXFP4_TILES = {
+_FOUR_BITS_TILES = {
     16: Tile(64, CHUNK, 4, 5),
     32: Tile(64, CHUNK, 4, 4),
     64: Tile(128, CHUNK, 8, 4),
@@ -70,8 +71,8 @@ def tile_for(rows: int, weight: Weight, item: int) -> Tile:
         return Tile(32, 32, 4, 2)
     if item == 1:
         return _FP8_TILE
-    if weight.is_mxfp4:
-        return _MXFP4_TILES[rows]
+    if weight.is_mxfp4 or weight.is_int4:
+        return _FOUR_BITS_TILES[rows]
     return _TILES[rows][weight.scales is not None]
 
 
@@ -117,15 +118,16 @@ def grouped(
     if isinstance(x, FP8Activations):
         x, x_scales, _ = x
     tokens = len(plan.order) // rule.width
-    values, scales, gated = weight.values, weight.scales, activation in GATED
-    is_mxfp4, (_, outer, k) = weight.is_mxfp4, weight.shape
+    values, scales, zeros, gated = weight.values, weight.scales, weight.zeros, activation in GATED
+    is_mxfp4, is_int4, (_, outer, k) = weight.is_mxfp4, weight.is_int4, weight.shape
     n = outer // (2 if gated else 1)
     assert x.shape == (len(plan.order) if activation is None else tokens, k), f"x {tuple(x.shape)} is not [rows, {k}]"
     assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
     assert values.is_contiguous(), "the weight must be contiguous"
-    assert scales is None or scales.is_contiguous(), "the scales must be contiguous"
+    assert all(part is None or part.is_contiguous() for part in (scales, zeros)), "the scales must be contiguous"
     tile = tile or tile_for(rows, weight, x.element_size())
-    is_fp8, per_channel = scales is not None and not is_mxfp4, weight.is_per_channel
+    is_fp8, per_channel = scales is not None and not is_mxfp4 and not is_int4, weight.is_per_channel
+    chunk, group = (chunk_of(k), k // scales.shape[-1]) if is_int4 and scales is not None else (CHUNK, 0)
     assert not is_fp8 or SCALE_BLOCK % tile.k == 0, f"steps of {tile.k} columns cross the {SCALE_BLOCK} of a scale"
     if x_scales is not None:
         assert tile.k == SCALE_BLOCK, f"steps are of the {SCALE_BLOCK} columns that share a scale, not {tile.k}"
@@ -136,10 +138,10 @@ def grouped(
     y = torch.empty(len(plan.order), n, device=x.device, dtype=dtype)
     grid = most_blocks(tokens, rule, rows) * triton.cdiv(outer, tile.n)
     _grouped_kernel[(grid,)](
-        x, x_scales, values, scales, bias, *plan, y, n, k, x.stride(0), QUANTIZED=x_scales is not None,
+        x, x_scales, values, scales, zeros, bias, *plan, y, n, k, x.stride(0), QUANTIZED=x_scales is not None,
         SHARE=1 if activation is None else rule.width, GATED=gated, CLAMPED=activation == "clamped_swiglu",
         SQUARED=activation == "relu2", SCALED=is_fp8 and not per_channel, PER_CHANNEL=per_channel, FP8=is_fp8,
-        MXFP4=is_mxfp4, CHUNK=CHUNK, SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows,
+        MXFP4=is_mxfp4, INT4=group, CHUNK=chunk, SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows,
         EARLY=activation is None and rows == 16 and scales is None, EVEN_K=k % (CHUNK if is_mxfp4 else tile.k) == 0,
         BM=rows, BN=tile.n, BK=tile.k, WARPS=min(tile.warps, tile.n // 16), **pdl(x),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -149,9 +151,11 @@ def grouped(
 
 @triton.jit
 def _grouped_kernel(
-    x, x_scales, weight, scales, bias, order, blocks, used, y, N, K, x_stride, QUANTIZED: tl.constexpr,
+    x, x_scales, weight, scales, zeros, bias, order, blocks, used, y, N, K, x_stride, QUANTIZED: tl.constexpr,
     SHARE: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, SQUARED: tl.constexpr, SCALED: tl.constexpr,
-    PER_CHANNEL: tl.constexpr, FP8: tl.constexpr, MXFP4: tl.constexpr, CHUNK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, FP8: tl.constexpr, MXFP4: tl.constexpr,
+    INT4: tl.constexpr,  # inputs of a group, or 0
+    CHUNK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     ONCE: tl.constexpr,  # no expert has a second block
     EARLY: tl.constexpr,  # fetch weights before what the kernel before wrote; it did not write the plan
     EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr,
@@ -207,6 +211,13 @@ def _grouped_kernel(
             BN,
             WARPS,
         ).T
+    elif INT4 > 0:
+        stored = expert * OUTER + _weight_rows(tile * BN + fragment_rows(BN, WARPS), N, OUTER, GATED)
+        group = (expert * OUTER + inner) * (K // INT4)
+        total = gemm_mainloop_int4(
+            x + (pair // SHARE) * x_stride, exists, weight + tl.multiple_of(stored * (K // 2), 16), scales + group,
+            zeros + group, 0, K // CHUNK, ONCE, INT4, CHUNK, BM, BN, WARPS,
+        ).T  # fmt: skip
     elif FP8:
         total = gemm_mainloop_e4m3(
             x + (pair // SHARE) * x_stride, exists, weight + (expert * OUTER + inner) * K, scale_row, K, SCALED,

@@ -127,7 +127,6 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, log)
     if config.deterministic and device.type == "cuda":
         _check_kernels_on_cuda(draft.config, "a draft model with ")
-    _check_experts(device, target.config, draft.config)
     if draft.drafted is not None:
         asked = config.speculation
         if asked.is_auto:  # an upper limit
@@ -481,14 +480,6 @@ def _check_device(config: EngineConfig, device: torch.device) -> None:
             raise refuse(setting, value, "needs a CUDA device and this engine runs on a CPU; use off")
     if config.kv_dtype != "auto":
         raise refuse("kv_dtype", config.kv_dtype, "needs a CUDA device and this engine runs on a CPU; use auto")
-
-
-def _check_experts(device: torch.device, *models: ModelConfig) -> None:
-    """Refuse mixtures in INT4 on a GPU: dequantized, their experts would take four times the memory."""
-    for model in models:
-        if device.type == "cuda" and isinstance(model.quantization, Int4Weights) and model.chosen:
-            works = "a CUDA device has no GEMM for INT4 experts; use FP8 or unquantized weights, or device='cpu'"
-            raise refuse("quantization_config", model.quantization.name, works)
 
 
 def _check_cache_scales(config: EngineConfig, target: ModelConfig) -> None:

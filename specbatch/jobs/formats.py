@@ -146,9 +146,9 @@ class PromptRows(JobFormat):
                 continue
             yield JobRow(number - 1, item.id, item, params, identity)
 
-    def _note(self, misplaced: frozenset[str], number: int) -> None:
+    def _note(self, misplaced: tuple[str, ...], number: int) -> None:
         """Log names that a user may take for settings, each once."""
-        if new := misplaced - self._noted:
+        if new := set(misplaced) - self._noted:
             self._noted |= new
             where, names = location(self._source, number), ", ".join(sorted(new))
             self._log(f'note: {where}: {names} beside the prompt has no effect; parameters of a row go into "sampling"')

@@ -54,7 +54,7 @@ class Prompt:
     sampling: dict[str, Any] = field(default_factory=dict)
     category: str | None = None
     later: tuple[str, ...] = ()
-    misplaced: frozenset[str] = frozenset()
+    misplaced: tuple[str, ...] = ()
 
     def as_message(self) -> Prompt:
         """The same prompt as a user message. Raises SpecbatchError for token ids, whose text is not known."""
@@ -200,7 +200,8 @@ def _prompt(row: Any, forms: tuple[str, ...], number: int) -> Prompt:
     category = row.get("category") if TURNS in forms else None
     if category is not None and (not isinstance(category, str) or not category.isprintable() or not category):
         raise MalformedRowError(f"category={shown_json(category)}: use a string")
-    return Prompt(number, form, value, own, _sampling(row.get(SAMPLING)), category, later, _MISPLACED & row.keys())
+    misplaced = tuple(sorted(_MISPLACED & row.keys()))
+    return Prompt(number, form, value, own, _sampling(row.get(SAMPLING)), category, later, misplaced)
 
 
 def _sampling(value: Any) -> dict[str, Any]:

@@ -190,8 +190,11 @@ class Reader:
     def stack(self, groups: Sequence[Mapping[str, int]], columns: int) -> Weight:
         """A stack of such matrices, one per group of names, as `weight` reads them."""
         parts = [self.weight(rows, columns) for rows in groups]
-        scales = [part.scales for part in parts if part.scales is not None and not part.is_int4]
-        if len(scales) == len(parts):
+        scales = [part.scales for part in parts if part.scales is not None]
+        zeros = [part.zeros for part in parts if part.zeros is not None]
+        if len(zeros) == len(parts):
+            return Weight(torch.stack([part.values for part in parts]), torch.stack(scales), torch.stack(zeros))
+        if len(scales) == len(parts) and not zeros:
             values = torch.stack([part.values.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
             return Weight(values, torch.stack(scales))
         names = ("; ".join(group) for group in groups)

@@ -9,6 +9,7 @@ import torch
 
 from specbatch.config_values import count_of, places_of, spelled
 from specbatch.errors import refuse
+from specbatch.kernels.gemm.int4 import pack_int4, unpack_int4
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight, concat_experts
 from specbatch.kernels.moe.experts import Activation, Experts, shared_slices, token_bytes
@@ -95,10 +96,13 @@ def with_shared(
 ) -> tuple[Weight, Weight, int]:
     """Append the shared expert to the routed ones, as slices of their width (see `shared_slices`). Returns up and down
     of all experts of the mixture `stem`, and the number of these slices."""
-    inner, width = routed[1].values.shape[2], shared[1].values.shape[1]
+    inner, width = routed[1].shape[2], shared[1].shape[1]
     (more_up, more_down), scaled = shared, [weight.scales is not None for weight in (*routed, *shared)]
-    step = more_up.scale_rows
-    if all(scaled) and width % step == 0 == inner % step:
+    is_int4 = {weight.is_int4 for weight in (*routed, *shared)}
+    step = 1 if is_int4 == {True} else more_up.scale_rows
+    if is_int4 == {True} and (groups := _groups(more_down, inner)):
+        sliced = _int4_slices(more_up, more_down, inner, groups, activation)
+    elif all(scaled) and not any(is_int4) and width % step == 0 == inner % step:
         assert more_up.scales is not None
         assert more_down.scales is not None
         up, down = more_up.values.view(torch.uint8), more_down.values.view(torch.uint8)
@@ -110,7 +114,8 @@ def with_shared(
             scales = shared_slices(more_up.scales, more_down.scales, inner // SCALE_BLOCK, activation)
         sliced = [Weight(one.view(torch.float8_e4m3fn), its) for one, its in zip(values, scales, strict=True)]
     elif any(scaled[:2]):  # they are most of a model, so they are not dequantized to twice the size
-        works = f"{stem} is FP8: its shared expert must be FP8, too, and both widths multiples of {step}"
+        kind = "INT4" if routed[0].is_int4 else "FP8"
+        works = f"{stem} is {kind}: its shared expert must be {kind}, too, and both widths whole numbers of groups"
         raise refuse("shared expert", f"widths {inner} and {width}", works)
     else:
         name = f"{stem}.shared_expert"
@@ -118,6 +123,26 @@ def with_shared(
         sliced = [Weight(one) for one in wide]
     ups, downs = (concat_experts(*pair) for pair in zip(routed, sliced, strict=True))
     return ups, downs, len(sliced[0].values)
+
+
+def _groups(down: Weight, inner: int) -> int:
+    """Groups of INT4 inputs in a slice of width `inner`; 0 if it would cut one."""
+    assert down.scales is not None
+    size = down.shape[1] // down.scales.shape[1]
+    return 0 if inner % size else inner // size
+
+
+def _int4_slices(up: Weight, down: Weight, inner: int, groups: int, activation: Activation) -> list[Weight]:
+    """Up and down of an INT4 shared expert as stacks of slices (`shared_slices`), each with its groups."""
+    values = shared_slices(unpack_int4(up.values), unpack_int4(down.values), inner, activation)
+    found = []
+    for of_up, of_down in ((up.scales, down.scales), (up.zeros, down.zeros)):
+        assert of_up is not None
+        assert of_down is not None
+        rows, _ = shared_slices(of_up, of_up[: down.shape[1]].t(), inner, activation)
+        _, columns = shared_slices(of_down.t().repeat(2, 1), of_down, groups, activation)
+        found.append((rows.contiguous(), columns.contiguous()))
+    return [Weight(pack_int4(value), *parts) for value, *parts in zip(values, *found, strict=True)]
 
 
 def mixture_of(config: dict[str, Any], *, normalise: bool) -> Mixture:

@@ -173,17 +173,19 @@ def head_gemm(tokens: int, *, is_turned: bool, dtype: str = "bf16") -> dict[str,
     return compiled(head_gemms._head_gemm, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
-def mxfp4_experts(rows: int, *, is_gated: bool) -> dict[str, Any]:
-    """A grouped GEMM of gpt-oss."""
-    tile = experts._MXFP4_TILES[rows]
-    kinds = dict.fromkeys(("x", "bias", "y"), "*bf16") | dict.fromkeys(("weight", "scales"), "*u8")
+def experts_of_four_bits(rows: int, *, is_gated: bool, group: int = 0) -> dict[str, Any]:
+    """A grouped GEMM of gpt-oss; with a group of Qwen3-30B-A3B in INT4."""
+    tile = experts._FOUR_BITS_TILES[rows]
+    kinds = dict.fromkeys(("x", "bias", "y"), "*bf16") | dict.fromkeys(("weight", "zeros"), "*u8")
     kinds |= dict.fromkeys(("order", "blocks", "used"), "*i32") | dict.fromkeys(("N", "K", "x_stride"), "i32")
+    kinds["scales"] = "*fp16" if group else "*u8"
     fixed: dict[str, Any] = {
-        "x_scales": None, "QUANTIZED": False, "SHARE": 4 if is_gated else 1, "GATED": is_gated, "CLAMPED": is_gated,
-        "SQUARED": False, "SCALED": False, "PER_CHANNEL": False, "FP8": False, "MXFP4": True, "SCALE_BLOCK": 128,
-        "ONCE": rows == 16, "EARLY": False, "EVEN_K": False, "BM": rows, "BN": tile.n, "BK": tile.k, "CHUNK": 128,
-        "WARPS": tile.warps, "PDL": True,
+        "x_scales": None, "QUANTIZED": False, "SHARE": 4 if is_gated else 1, "GATED": is_gated,
+        "CLAMPED": is_gated and not group, "SQUARED": False, "SCALED": False, "PER_CHANNEL": False, "FP8": False,
+        "MXFP4": not group, "INT4": group, "SCALE_BLOCK": 128, "ONCE": rows == 16, "EARLY": False,
+        "EVEN_K": bool(group), "BM": rows, "BN": tile.n, "BK": tile.k, "CHUNK": 128, "WARPS": tile.warps, "PDL": True,
     }  # fmt: skip
+    fixed |= {"bias": None} if group else {"zeros": None}
     return compiled(experts._grouped_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
@@ -273,9 +275,10 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     for tokens, is_turned in ((1, False), (1, True), (1024, False), (1024, True)):
         yield f"GEMM of heads, {tokens} tokens, turned: {is_turned}", head_gemm(tokens, is_turned=is_turned)
     yield "FP32 GEMM of heads", head_gemm(1024, is_turned=True, dtype="fp32")
-    for rows in experts._MXFP4_TILES:
-        yield f"experts of {rows} rows", mxfp4_experts(rows, is_gated=True)
-        yield f"second GEMM of experts of {rows} rows", mxfp4_experts(rows, is_gated=False)
+    for rows in experts._FOUR_BITS_TILES:
+        yield f"INT4 experts of {rows} rows", experts_of_four_bits(rows, is_gated=True, group=128)
+        yield f"experts of {rows} rows", experts_of_four_bits(rows, is_gated=True)
+        yield f"second GEMM of experts of {rows} rows", experts_of_four_bits(rows, is_gated=False)
     exact: dict[str, Any] = {"cache": "fp32", "dtype": "fp32"}
     yield "FP32 prompt", attention(16, 16, is_prompt=True, is_spread=False, **exact)
     yield "FP32 step, spread", attention(16, 4, is_prompt=False, is_spread=True, **exact)

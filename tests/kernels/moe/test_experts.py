@@ -18,6 +18,7 @@ from specbatch.kernels.elementwise import elementwise_triton
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8, quantize_fp8_ref
 from specbatch.kernels.gemm import linear
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
+from specbatch.kernels.gemm.int4 import pack_int4
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.mxfp4 import pack_mxfp4
 from specbatch.kernels.gemm.weight import Weight
@@ -250,6 +251,24 @@ def test_mxfp4_weights(tokens: int, dtype: torch.dtype, device: torch.device) ->
     check(experts_ref(case.x, case.weights, case.experts, up, down, case.activation, case.biases), expected, dtype)
     y = fused_moe(case.x, case.logits, case.rule, up, down, case.activation, None, case.biases)
     check(y, expected, dtype)
+
+
+@pytest.mark.parametrize(("tokens", "group"), slow_but([(5, 32)], [(1, 128), (5, 32), (19, 64)]))
+def test_int4_weights(tokens: int, group: int, dtype: torch.dtype, device: torch.device) -> None:
+    if dtype == torch.float16 and device.type != "cuda":
+        pytest.skip("the interpreter runs no inline assembly, which unpacks to float16")
+    case = Case(RULES["plain"], tokens, device, dtype, hidden=256, inner=128)
+    packed = []
+    for matrices in (case.up, case.down):
+        *outer, inputs = matrices.shape
+        values, zeros = torch.randint(0, 16, (*outer, inputs)), torch.randint(0, 16, (*outer, inputs // group))
+        scales = torch.rand(*outer, inputs // group).half() / 40
+        packed.append(Weight(*(part.to(device) for part in (pack_int4(values.byte()), scales, zeros.byte()))))
+    up, down = packed
+    case.up, case.down = up.dequantize(torch.float64), down.dequantize(torch.float64)
+    expected = case.dense()
+    check(experts_ref(case.x, case.weights, case.experts, up, down, case.activation), expected, dtype)
+    check(fused_moe(case.x, case.logits, case.rule, up, down, case.activation), expected, dtype)
 
 
 @pytest.mark.parametrize(

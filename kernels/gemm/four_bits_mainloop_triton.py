@@ -1,0 +1,226 @@
+"""GEMM main loops over K with INT4 and MXFP4 weights, which are unpacked in registers.
+
+The weight is the first operand of the products, which a tensor core takes from registers (wgmma). Its bytes are stored
+in the order of that operand (`four_bits`), so that no unpacked value goes through shared memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specbatch.kernels.gemm.four_bits_triton import in_fragment_order, split_columns, swap_middle
+
+# 4 bits of bytes 0 and 2, then of bytes 1 and 3, become the lowest bits of the fraction of 128 (bfloat16) or 1024
+# (float16), whose last place is 1: the value is that number plus the 4 bits, exactly.
+_WIDEN_INT4: tl.constexpr = tl.constexpr("""{
+.reg .b32 a, b;
+shr.u32 a, $2, FIRST;
+shr.u32 b, $2, SECOND;
+lop3.b32 $0, a, 0x000f000f, ONES, 0xea;
+lop3.b32 $1, b, 0x000f000f, ONES, 0xea;
+}""")
+_INT4_LOW: tl.constexpr = tl.constexpr(_WIDEN_INT4.value.replace("FIRST", "0").replace("SECOND", "8"))
+_INT4_HIGH: tl.constexpr = tl.constexpr(_WIDEN_INT4.value.replace("FIRST", "4").replace("SECOND", "12"))
+_INT4_LOW_BF16: tl.constexpr = tl.constexpr(_INT4_LOW.value.replace("ONES", "0x43004300"))
+_INT4_HIGH_BF16: tl.constexpr = tl.constexpr(_INT4_HIGH.value.replace("ONES", "0x43004300"))
+_INT4_LOW_FP16: tl.constexpr = tl.constexpr(_INT4_LOW.value.replace("ONES", "0x64006400"))
+_INT4_HIGH_FP16: tl.constexpr = tl.constexpr(_INT4_HIGH.value.replace("ONES", "0x64006400"))
+
+
+@triton.jit
+def widen_int4(packed, kind: tl.constexpr, WARPS: tl.constexpr):
+    """packed uint8 [N, H] in memory's order -> its low and its high bits as values of the operand, both [N, H]; in
+    bfloat16 128 are added, in float16 1024."""
+    if kind == tl.bfloat16:
+        low = tl.inline_asm_elementwise(_INT4_LOW_BF16, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
+        high = tl.inline_asm_elementwise(_INT4_HIGH_BF16, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
+    elif kind == tl.float16:
+        low = tl.inline_asm_elementwise(_INT4_LOW_FP16, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
+        high = tl.inline_asm_elementwise(_INT4_HIGH_FP16, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
+    else:
+        low, high = swap_middle(packed & 15).to(kind), swap_middle(packed >> 4).to(kind)
+    return in_fragment_order(low, WARPS), in_fragment_order(high, WARPS)
+
+
+@triton.jit
+def _less(values, zero):
+    """values [N, H] of `widen_int4` less a zero point uint8 [N], exact; two at once, which the compiler does not do by
+    itself."""
+    if values.dtype == tl.bfloat16:
+        base = (zero.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)[:, None]
+        found = _difference(values, tl.broadcast_to(base, values.shape), "sub.rn.bf16x2 $0, $1, $2;")
+    elif values.dtype == tl.float16:
+        base = (zero.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)[:, None]
+        found = _difference(values, tl.broadcast_to(base, values.shape), "sub.rn.f16x2 $0, $1, $2;")
+    else:
+        found = values - zero[:, None].to(values.dtype)
+    return found
+
+
+@triton.jit
+def _difference(x, y, INSTRUCTION: tl.constexpr):
+    return tl.inline_asm_elementwise(INSTRUCTION, "=r,r,r", [x, y], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@triton.jit
+def gemm_mainloop_int4(
+    x_row, x_rows, weight_row, scale_row, zero_row, first, last, ONCE: tl.constexpr, GROUP: tl.constexpr,
+    CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """INT4 weight @ x.T float32 [BN, BM] of the chunks from first to last, with the weight as first operand. x_row [BM]
+    points to rows of x, of which x_rows bool [BM] exist, `weight_row` [BN] to the first byte of the rows
+    `fragment_rows`, `scale_row` and `zero_row` [BN] to the first group of the rows in their order. The products with a
+    group's whole numbers are exact, and their sums are scaled, so no value is rounded on the way."""
+    HALF: tl.constexpr = CHUNK // 2
+    policy: tl.constexpr = "evict_first" if ONCE else ""
+    weight_tile = weight_row[:, None] + tl.arange(0, HALF)[None, :]
+    exists = x_rows[:, None]
+    total = tl.zeros([BN, BM], tl.float32)
+    for step in tl.range(first, last):
+        packed = tl.load(weight_tile + step * HALF, eviction_policy=policy)
+        low, high = widen_int4(packed, x_row.dtype.element_ty, WARPS)
+        low_x, high_x = x_row + step * CHUNK, x_row + step * CHUNK + HALF
+        scale, zero = scale_row + step * (CHUNK // GROUP), zero_row + step * (CHUNK // GROUP)
+        if GROUP == CHUNK:
+            zero_point = tl.load(zero)
+            part = _times_rows(_less(low, zero_point), low_x, exists, tl.zeros([BN, BM], tl.float32))
+            part = _times_rows(_less(high, zero_point), high_x, exists, part)
+            total += part * tl.load(scale).to(tl.float32)[:, None]
+        elif GROUP == HALF:
+            total = _add_group(total, low, low_x, exists, scale, zero)
+            total = _add_group(total, high, high_x, exists, scale + 1, zero + 1)
+        else:
+            left, right = split_columns(low)
+            total = _add_group(total, left, low_x, exists, scale, zero)
+            total = _add_group(total, right, low_x + GROUP, exists, scale + 1, zero + 1)
+            left, right = split_columns(high)
+            total = _add_group(total, left, high_x, exists, scale + 2, zero + 2)
+            total = _add_group(total, right, high_x + GROUP, exists, scale + 3, zero + 3)
+    return total
+
+
+@triton.jit
+def _times_rows(values, x_row, exists, total):
+    """total [N, M] + values [N, K] @ the K elements at x_row [M] of each row."""
+    columns = tl.arange(0, values.shape[1])
+    x = tl.load(x_row[:, None] + columns[None, :], exists, other=0.0)
+    return tl.dot(values, x.T, total, input_precision="ieee")
+
+
+@triton.jit
+def _add_group(total, values, x_row, exists, scale, zero):
+    """total and the products of a group, its scales and zero points at pointers [N]."""
+    part = _times_rows(_less(values, tl.load(zero)), x_row, exists, tl.zeros(total.shape, tl.float32))
+    return total + part * tl.load(scale).to(tl.float32)[:, None]
+
+
+# 4 bits of bytes 0 and 2, then of bytes 1 and 3, each a value of e2m1: sign, exponent and fraction move to where
+# bfloat16 has them. Its other bias makes each value 2^126 times too small.
+_MXFP4_LOW: tl.constexpr = tl.constexpr("""{
+.reg .b32 a, b, c, d;
+shl.b32 a, $2, 12;
+shl.b32 b, $2, 4;
+shl.b32 c, $2, 6;
+shr.u32 d, $2, 2;
+and.b32 c, c, 0x01c001c0;
+and.b32 d, d, 0x01c001c0;
+lop3.b32 $0, a, 0x80008000, c, 0xea;
+lop3.b32 $1, b, 0x80008000, d, 0xea;
+}""")
+_MXFP4_HIGH: tl.constexpr = tl.constexpr("""{
+.reg .b32 a, c, d;
+shl.b32 a, $2, 8;
+shl.b32 c, $2, 2;
+shr.u32 d, $2, 6;
+and.b32 c, c, 0x01c001c0;
+and.b32 d, d, 0x01c001c0;
+lop3.b32 $0, a, 0x80008000, c, 0xea;
+lop3.b32 $1, $2, 0x80008000, d, 0xea;
+}""")
+
+
+@triton.jit
+def _e2m1(code):
+    """float32 of 4 bits: a sign, and twice the value is 0, 1, 2, 3, 4, 6, 8 or 12."""
+    rank = (code & 7).to(tl.int32)
+    twice = tl.where(rank < 4, rank, (2 + (rank & 1)) << tl.maximum((rank >> 1) - 1, 0))
+    return tl.where((code & 8) == 0, 0.5, -0.5) * twice.to(tl.float32)
+
+
+@triton.jit
+def _times(x, y):
+    """x * y of one shape; of bfloat16 two at once, which the compiler does not do by itself."""
+    if x.dtype == tl.bfloat16:
+        multiply: tl.constexpr = "mul.rn.bf16x2 $0, $1, $2;"
+        return tl.inline_asm_elementwise(multiply, "=r,r,r", [x, y], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return x * y
+
+
+@triton.jit
+def widen_mxfp4(packed, kind: tl.constexpr, WARPS: tl.constexpr):
+    """packed uint8 [N, H] in memory's order -> its low and its high bits as values of the operand, both [N, H]: in
+    bfloat16 times 2^-126, and for other types of x in float32."""
+    if kind == tl.bfloat16:
+        low = tl.inline_asm_elementwise(_MXFP4_LOW, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
+        high = tl.inline_asm_elementwise(_MXFP4_HIGH, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        low, high = swap_middle(_e2m1(packed)), swap_middle(_e2m1(packed >> 4))
+    return in_fragment_order(low, WARPS), in_fragment_order(high, WARPS)
+
+
+@triton.jit
+def _factors(scale, kind: tl.constexpr):
+    """What the values of `widen_mxfp4` are multiplied by, for scales uint8: in bfloat16 times 2^126, which up to
+    `LARGEST_PACKED_SCALE` is finite, in float32 with a subnormal 2^-127."""
+    if kind == tl.bfloat16:
+        power = ((scale.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)
+    else:
+        power = tl.where(scale == 0, 0x400000, scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return power
+
+
+@triton.jit
+def gemm_mainloop_mxfp4(
+    x_row, x_rows, weight_row, scale_row, K, ONCE: tl.constexpr, EVEN_K: tl.constexpr, CHUNK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """MXFP4 weight @ x.T float32 [BN, BM] with the weight as first operand, for which its bytes are ordered
+    (`four_bits`). x_row [BM] points to rows of x, `weight_row` [BN] to the first byte of the rows `fragment_rows`,
+    `scale_row` [BN] to the first scale of the rows in their order. A step is a chunk: four blocks, two in the low bits.
+    """
+    HALF: tl.constexpr = CHUNK // 2
+    BLOCK: tl.constexpr = CHUNK // 4
+    kind: tl.constexpr = x_row.dtype.element_ty
+    policy: tl.constexpr = "evict_first" if ONCE else ""
+    weight_tile = weight_row[:, None] + tl.arange(0, HALF)[None, :]
+    ks = tl.arange(0, HALF)
+    total = tl.zeros([BN, BM], tl.float32)
+    for k in tl.range(0, K, CHUNK):
+        packed = tl.load(weight_tile + k // 2, eviction_policy=policy)
+        if EVEN_K:
+            first = tl.load(x_row[:, None] + k + ks, x_rows[:, None], other=0.0)
+            second = tl.load(x_row[:, None] + k + HALF + ks, x_rows[:, None], other=0.0)
+        else:
+            first = tl.load(x_row[:, None] + k + ks, x_rows[:, None] & (k + ks < K), other=0.0)
+            second = tl.load(x_row[:, None] + k + HALF + ks, x_rows[:, None] & (k + HALF + ks < K), other=0.0)
+        low, high = widen_mxfp4(packed, kind, WARPS)
+        scale = scale_row + k // BLOCK
+        low = _times(low, _scales_of_half(scale, k, K, EVEN_K, BLOCK, kind))
+        high = _times(high, _scales_of_half(scale + 2, k + HALF, K, EVEN_K, BLOCK, kind))
+        total = tl.dot(low.to(first.dtype), first.T, total, input_precision="ieee")
+        total = tl.dot(high.to(first.dtype), second.T, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _scales_of_half(scale, k, K, EVEN_K: tl.constexpr, BLOCK: tl.constexpr, kind: tl.constexpr):
+    """The scales of two blocks, from column k on, at the pointers [BN]: [BN, 2 * BLOCK]."""
+    N: tl.constexpr = scale.shape[0]
+    if EVEN_K:
+        left, right = tl.load(scale), tl.load(scale + 1)
+    else:
+        column = tl.full([N], k, tl.int32)
+        left, right = tl.load(scale, column < K, other=0), tl.load(scale + 1, column + BLOCK < K, other=0)
+    factors = tl.join(_factors(left, kind), _factors(right, kind))
+    return tl.reshape(tl.broadcast_to(factors[:, :, None], [N, 2, BLOCK]), [N, 2 * BLOCK])
