@@ -42,7 +42,8 @@ class Weight:
 
     def of(self, expert: int) -> Weight:
         """One of a stack."""
-        return Weight(*(None if part is None else part[expert] for part in (self.values, self.scales, self.zeros)))
+        scales, zeros = (None if part is None else part[expert] for part in (self.scales, self.zeros))
+        return Weight(self.values[expert], scales, zeros)
 
     @property
     def is_int4(self) -> bool:
