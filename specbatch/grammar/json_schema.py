@@ -197,7 +197,7 @@ class _Schema:
             f"{_literal(name, place)}{_S}:{_S}{self.regex(value, f'{place}/properties/{name}', refs)}"
             for name, value in properties.items()
         ]
-        if len(parts) * sum(map(len, parts)) > 50 * _LONGEST:
+        if sum(map(len, parts)) > _LONGEST:
             raise SchemaError(f"{place}/properties is too large; use fewer properties")
         return _members(parts, [name in required for name in properties])
 
@@ -213,9 +213,17 @@ def _members(parts: list[str], required: list[bool]) -> str:
             part if need else f"(?:{part})?" for part, need in zip(after, required[first + 1 :], strict=True)
         )
         return rf"\{{{_S}{before}{parts[first]}{rest}{_S}\}}"
-    after = [f"(?:{comma}{part})?" for part in parts]
-    options = [part + "".join(after[place:]) for place, part in enumerate(parts, start=1)]  # by the first that is there
-    return rf"\{{{_S}(?:{'|'.join(options)})?{_S}\}}"
+    return rf"\{{{_S}(?:{_some(parts, comma) if parts else ''})?{_S}\}}"
+
+
+def _some(parts: list[str], comma: str) -> str:
+    """At least one of these members in this order: one of the first half, or none of them. Each member is there log n
+    times, and n times if the options were the first member that is there."""
+    if len(parts) == 1:
+        return parts[0]
+    half = len(parts) // 2
+    rest = "".join(f"(?:{comma}{part})?" for part in parts[half:])
+    return f"(?:{_some(parts[:half], comma)}{rest}|{_some(parts[half:], comma)})"
 
 
 def _repeated(opening: str, item: str, closing: str, least: int, most: int | None) -> str:

@@ -89,6 +89,20 @@ def test_ranges_of_integers() -> None:
                 assert bool(expression.fullmatch(str(value))) == (low <= value and (high is None or value <= high))
 
 
+def test_members_that_are_all_optional() -> None:
+    names = "abcdefg"
+    expression = re.compile(
+        regex_of_schema(json.dumps({"type": "object", "properties": {x: {"const": 1} for x in names}}))
+    )
+    for bits in range(1 << len(names)):
+        found = {x: 1 for place, x in enumerate(names) if bits >> place & 1}
+        assert expression.fullmatch(json.dumps(found))
+    for text in ('{"b":1,"a":1}', '{"a":1,"a":1}', '{"a":1,}', '{,"a":1}', '{"a":1"b":1}'):
+        assert not expression.fullmatch(text)
+    many = {"type": "object", "properties": {f"property{place}": {"type": "number"} for place in range(100)}}
+    assert len(compile_regex(regex_of_schema(json.dumps(many))).table) < 15_000
+
+
 def deep(depth: int) -> dict[str, Any]:
     return {"type": "array", "items": deep(depth - 1)} if depth else {"type": "null"}
 
