@@ -37,6 +37,7 @@ _KEYWORDS = {
 _INSTEAD = {
     "oneOf": "use anyOf",
     "allOf": "use it with one schema, or write the schemas as one",
+    "uniqueItems": "leave it out, or use prefixItems",
     "multipleOf": "leave it out, or use enum",
     "minimum": "of a number only 0 is supported; use an integer, or leave it out",
 }
@@ -250,7 +251,7 @@ def _any_of(options: Any) -> str:
 
 def _only(place: str, keys: Collection[str], known: set[str]) -> None:
     """Refuse keywords that are not known here."""
-    if unknown := sorted(set(keys) - known):
+    if unknown := sorted(set(keys) - known, key=lambda name: (name not in _INSTEAD, name)):
         advice = _INSTEAD.get(unknown[0]) or (
             f"here are supported: {', '.join(sorted(known))}" if known != {"type"} else "add a type"
         )

@@ -178,6 +178,7 @@ class _Body(_Strict):
             neutral = _NEUTRAL.get(name, ())
             if fields[name] not in neutral and not (name == "best_of" and fields[name] == fields.get("n")):
                 works = f"leave it out, or use {' or '.join(map(shown_json, neutral))}" if neutral else "leave it out"
+                works += ', or {"type": "json_schema", ...}' if name == "response_format" else ""
                 field = shown_json(f"body.{name}").strip('"')
                 raise UnsupportedError(f"{field}={shown_json(fields[name])} is not supported; {works}")
             del fields[name]

@@ -114,6 +114,7 @@ def deep(depth: int) -> dict[str, Any]:
         ([], "# must be an object"),
         ({"not": {}}, "#/not is not supported"),
         ({"oneOf": [{}]}, "#/oneOf is not supported; use anyOf"),
+        ({"discriminator": {"propertyName": "a"}, "oneOf": [{}]}, "#/oneOf is not supported; use anyOf"),
         ({"allOf": [{}, {}]}, "#/allOf is not supported"),
         ({"type": "object", "properties": {"c": {"$ref": "#"}}}, "#/properties/c/.ref is recursive"),
         ({"$ref": "#/$defs/x"}, "which is not there"),

@@ -135,7 +135,8 @@ def test_fields_that_change_nothing_are_accepted(read, neutral):
         (
             CHAT,
             {"response_format": {"type": "json_object"}},
-            'body.response_format={"type": "json_object"} is not supported; leave it out, or use {"type": "text"}',
+            'body.response_format={"type": "json_object"} is not supported; leave it out, or use {"type": "text"}, or '
+            '{"type": "json_schema", ...}',
         ),
         (
             CHAT,
