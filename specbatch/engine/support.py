@@ -27,6 +27,7 @@ FAMILIES: Final = {
     "Llama": "llama-3.1-8b",
     "Mistral": "mistral-7b-v0.1",
     "Gemma 3": "gemma-3-270m",
+    "Gemma 4": "gemma-4-31b",
     "gpt-oss": "gpt-oss-20b",
     "Qwen2": "qwen2.5-1.5b",
     "Qwen3": "qwen3-8b",

@@ -38,6 +38,8 @@ _OTHERS = {
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "qwen3_next", "Qwen3NextConfig"),
     "NemotronHForCausalLM": ("nemotron_h", "nemotron_h", "NemotronHConfig"),
     "Gemma3ForCausalLM": ("gemma3_text", "gemma3", "Gemma3Config"),
+    "Gemma4ForCausalLM": ("gemma4_text", "gemma4", "Gemma4Config"),
+    "Gemma4ForConditionalGeneration": ("gemma4", "gemma4", "Gemma4Config"),
     "GptOssForCausalLM": ("gpt_oss", "gpt_oss", "GptOssConfig"),
     "DeepseekV2ForCausalLM": ("deepseek_v2", "deepseek", "DeepseekConfig"),
     "DeepseekV3ForCausalLM": ("deepseek_v3", "deepseek", "DeepseekConfig"),
@@ -187,6 +189,11 @@ class ModelConfig:
     @property
     def embedding_scale(self) -> float | None:
         """What embeddings are multiplied by, rounded to their dtype; None: nothing."""
+        return None
+
+    @property
+    def logit_cap(self) -> float | None:
+        """Logits are cap * tanh(logits / cap) with this cap; None: as they are."""
         return None
 
     def window(self, layer: int) -> int | None:

@@ -214,11 +214,16 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, hidden_size] -> logits [T, vocab_size] in the model's dtype."""
-        return self.head(hidden)
+        return self._capped(self.head(hidden))
 
     def scores(self, hidden: torch.Tensor, *, greedy: bool) -> Scores:
         """`logits`, or if `greedy` what suffices for their argmax."""
-        return scores(self.head, hidden, greedy=greedy)
+        found = scores(self.head, hidden, greedy=greedy)
+        return self._capped(found) if isinstance(found, torch.Tensor) else found  # maxima stay where they are
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        cap = self.config.logit_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def layer_tables(config: ModelConfig, positions: int, dtype: torch.dtype, device: torch.device) -> list[Tables]:

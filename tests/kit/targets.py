@@ -93,6 +93,16 @@ WINDOWED["gemma3"] = {
     "query_pre_attn_scalar": 24,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }
+WINDOWED["gemma4"] = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 6.0,
+}
 GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"], "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 4,
     "intermediate_size": 32,
@@ -167,7 +177,7 @@ class Letters:
 
 # Scale of the embedding relative to the layers, so that about every other token is the one it predicts.
 STRENGTHS = {
-    "llama": 1.2, "mistral": 1.2, "ministral": 1.2, "gemma3": 0.45, "gpt-oss": 1.6,
+    "llama": 1.2, "mistral": 1.2, "ministral": 1.2, "gemma3": 0.45, "gemma4": 0.45, "gpt-oss": 1.6,
     "qwen3-moe": 1.0, "qwen3-next": 2.6, "qwen3.5": 2.8, "qwen3.5-moe": 2.8, "nemotron-h": 1.2,
     "nemotron-h-moe": 1.9, "lfm2": 1.3, "lfm2-moe": 1.3, "glm4-moe": 1.8, "phi3": 1.2, "drafts": 2.0,
     "recurrent-drafts": 2.0, "deepseek-v2": 0.8, "deepseek-v3": 1.0,

@@ -93,6 +93,11 @@ DENSE: dict[str, Callable[[], Any]] = {
         )
     ),
     "gemma3": lambda: gemma3(rope_scaling={"rope_type": "linear", "factor": 8.0}),
+    "gemma4": lambda: gemma4(),
+    "gemma4-shared-values": lambda: gemma4(
+        attention_k_eq_v=True, num_global_key_value_heads=1, global_head_dim=32, final_logit_softcapping=None
+    ),
+    "gemma4-wide-local": lambda: gemma4(head_dim=32, attention_bias=True, tie_word_embeddings=False),
     "gemma3-untied": lambda: gemma3(
         tie_word_embeddings=False, layer_types=["full_attention", "sliding_attention", "sliding_attention"]
     ),
@@ -143,6 +148,7 @@ FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
             rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
         )
     ),
+    "gemma4-towers": lambda: gemma4_towers(),
     "gpt-oss": lambda: gpt_oss(),
     "gpt-oss-plain": lambda: gpt_oss(attention_bias=False, sliding_window=2, tie_word_embeddings=True),
     "glm4-moe": lambda: glm(attention_bias=True, use_qk_norm=True, n_group=4, topk_group=2, first_k_dense_replace=1),
@@ -163,6 +169,35 @@ def gemma3(**changes: Any) -> Any:
     sizes = DENSE_SIZES | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 6}
     kinds = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
     return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**sizes | kinds | changes))
+
+
+GEMMA4: dict[str, Any] = {
+    "head_dim": 16, "global_head_dim": 24, "sliding_window": 6, "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"], "final_logit_softcapping": 2.0,
+}  # fmt: skip
+
+
+def gemma4(**changes: Any) -> Any:
+    model = hf.Gemma4ForCausalLM(hf.Gemma4TextConfig(**DENSE_SIZES | GEMMA4 | changes))
+    for layer in model.model.layers:
+        layer.layer_scalar.uniform_(0.5, 1.5)
+    return model
+
+
+def gemma4_towers() -> Any:
+    """A multimodal checkpoint, of which only the text model is read."""
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "patch_size": 4,
+        "position_embedding_size": 16,
+    }
+    text = hf.Gemma4TextConfig(**DENSE_SIZES | GEMMA4)
+    return hf.Gemma4ForConditionalGeneration(hf.Gemma4Config(text_config=text, vision_config=vision))
 
 
 def phi3(**changes: Any) -> Any:
@@ -325,7 +360,8 @@ def test_features_with_selected_rows(pair: tuple[Any, Decoder], close: Close) ->
 @pytest.mark.parametrize("pair", DENSE, indirect=True)
 def test_parameter_count(pair: tuple[Any, Decoder]) -> None:
     theirs, ours = pair
-    assert ours.config.parameter_count() == sum(parameter.numel() for parameter in theirs.parameters())
+    scalars = [buffer for name, buffer in theirs.named_buffers() if name.endswith("layer_scalar")]
+    assert ours.config.parameter_count() == sum(one.numel() for one in [*theirs.parameters(), *scalars])
 
 
 @pytest.mark.parametrize("pair", DENSE, indirect=True)

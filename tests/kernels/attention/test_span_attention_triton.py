@@ -140,7 +140,7 @@ def test_nodes_of_a_tree_are_computed_as_chains(
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/lossless/test_deterministic_gpu.py runs them on a device")
-@pytest.mark.parametrize("name", ["llama", "mistral", "ministral", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "ministral", "gemma3", "gemma4", "gpt-oss"])
 def test_logits_do_not_depend_on_company(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """With tiles of one size, of which numpy adds all alike; the rest of a model runs the references."""
 

@@ -1,0 +1,302 @@
+"""Gemma 4 (text, dense): Gemma 3's layers with wider heads in global layers, normalized values, and scaled layers.
+
+Local and global layers differ in the channels of a head and in the number of KV heads. Here all layers have the larger
+of both, `head_dim` and `num_kv_heads`: the narrower heads are padded with zeros, and KV heads are repeated. So one KV
+cache and one set of kernels serve all layers, and a page takes more memory than the model needs. Layout and defaults
+are those of `Gemma4TextConfig` of transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+
+from specbatch.config_values import count_of, flag_of, names_of, positive_of, spelled, table_of
+from specbatch.errors import refuse
+from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.elementwise.norm import rms_norm
+from specbatch.kernels.gemm.linear import Norm
+from specbatch.models.config import FULL, SLIDING, Ends, ModelConfig
+from specbatch.models.gemma3 import NormedAttention, NormedGeGlu
+from specbatch.models.layers import Layer, Reader, Tables
+from specbatch.models.llama import final_norm  # noqa: F401 (`decoder` calls it)
+from specbatch.models.rope import Rope, read_rope
+
+_ROPES: dict[str, dict[str, Any]] = {  # of a config that states none
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+_PROPORTIONAL = {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
+_PATTERN, _DEEPEST = 6, 1 << 14
+_SPARE = tuple(f"model.{part}_{kind}." for part, kind in (("vision", "tower"), ("audio", "tower")))
+_SPARE += ("model.embed_vision.", "model.embed_audio.")
+
+
+class Heads(NamedTuple):
+    """The heads of a kind of layer: channels of each, and how many have keys and values."""
+
+    dim: int
+    kv: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Config(ModelConfig):
+    """local: which layers are; local_rope: theirs; local_heads, global_heads: see `Heads`; shares: whether the values
+    of global layers are their keys before norm and rope; cap: logits are cap * tanh(logits / cap); prefix: of the names
+    of layers."""
+
+    module: ClassVar[str] = __name__
+
+    local: tuple[bool, ...]
+    local_rope: Rope
+    local_heads: Heads
+    global_heads: Heads
+    shares: bool
+    cap: float | None
+    prefix: str
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> Gemma4Config:
+        """Read a config.json. Those of multimodal models contain the text model as a nested table."""
+        text = table_of(config, "text_config") or None
+        if text is not None:
+            tied = flag_of(config, "tie_word_embeddings", True)
+            ends = {key: text[key] if text.get(key) is not None else config.get(key) for key in _ENDS}
+            return replace(cls.from_dict(text | ends | {"tie_word_embeddings": tied}), prefix="model.language_model.")
+        _refuse_others(config)
+        depth = min(count_of(config, "num_hidden_layers", 30), _DEEPEST)
+        kinds = list(names_of(config, "layer_types") or ())
+        kinds = kinds or [FULL if index % _PATTERN == 0 else SLIDING for index in range(1, depth + 1)]
+        kinds[-1:] = [FULL]  # as in transformers, whatever the config states
+        own = Heads(count_of(config, "head_dim", 256), count_of(config, "num_key_value_heads", 4))
+        wide, shares = _global_heads(config, own, kinds), flag_of(config, "attention_k_eq_v")
+        for one in (own, wide):
+            if one.dim % 2:
+                raise refuse("head_dim", one.dim, "rope rotates pairs of channels; it must be even")
+        if max(own.kv, wide.kv) % min(own.kv, wide.kv):
+            works = f"num_key_value_heads={own.kv} must be a multiple of it, or divide it"
+            raise refuse("num_global_key_value_heads", wide.kv, works)
+        ropes = table_of(config, "rope_parameters") or _ROPES
+        plain = ModelConfig.from_dict(
+            {key: value for key, value in config.items() if not key.startswith("rope_")}
+            | {
+                "architectures": None,
+                "model_type": "ministral",  # whose configs state windows alike
+                "hidden_act": None,
+                "layer_types": kinds,
+                "num_hidden_layers": count_of(config, "num_hidden_layers", 30),
+                "head_dim": max(own.dim, wide.dim),
+                "num_key_value_heads": max(own.kv, wide.kv),
+                "sliding_window": config.get("sliding_window", 512),
+                "max_position_embeddings": count_of(config, "max_position_embeddings", 131072),
+                "rms_norm_eps": positive_of(config, "rms_norm_eps", 1e-6),
+                "tie_word_embeddings": flag_of(config, "tie_word_embeddings", True),
+            }
+        )
+        cap = config.get("final_logit_softcapping")
+        local = {"rope_parameters": table_of(ropes, SLIDING)}
+        return cls(
+            **vars(plain)
+            | {"family": "gemma4", "qk_norm": True, "rope": _global_rope(ropes, wide.dim, plain.max_position)},
+            local=tuple(kind == SLIDING for kind in kinds),
+            local_rope=read_rope(local, own.dim, plain.max_position),
+            local_heads=own,
+            global_heads=wide,
+            shares=shares,
+            cap=None if cap is None else positive_of(config, "final_logit_softcapping"),
+            prefix="model.",
+        )
+
+    def divided(self, ranks: int) -> Self:
+        if ranks > 1:
+            raise refuse("tensor_parallel", ranks, "Gemma 4 runs on one device so far; use 1, and replicas for more")
+        return super().divided(ranks)
+
+    @property
+    def names(self) -> Ends:
+        return Ends(f"{self.prefix}embed_tokens.weight", f"{self.prefix}norm")
+
+    def is_spare(self, name: str) -> bool:
+        return name.startswith(_SPARE)
+
+    def rope_of(self, layer: int) -> Rope:
+        return self.local_rope if self.local[layer] else self.rope
+
+    def heads_of(self, layer: int) -> Heads:
+        return self.local_heads if self.local[layer] else self.global_heads
+
+    @property
+    def embedding_scale(self) -> float | None:
+        return math.sqrt(self.hidden_size)
+
+    @property
+    def logit_cap(self) -> float | None:
+        return self.cap
+
+    def mixing_bytes(self, dtype: torch.dtype) -> int:
+        # The next layer's projection before it is padded, its keys repeated, and its values normalized.
+        projected, _ = self.mixer_widths
+        values = 2 * self.num_kv_heads * self.head_dim
+        return super().mixing_bytes(dtype) + (2 * projected + values) * dtype.itemsize
+
+    def mlp_bytes(self, dtype: torch.dtype) -> int:
+        # norm(x) and the output, gate, up, gelu(gate) and gelu(gate) * up
+        return (2 * self.hidden_size + 4 * self.intermediate_size) * dtype.itemsize
+
+
+_ENDS = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype")
+
+
+def _refuse_others(config: dict[str, Any]) -> None:
+    """Refuse what a config of Gemma 4 can state and these layers do not have."""
+    if width := count_of(config, "hidden_size_per_layer_input", 256, least=0):
+        works = "per-layer embeddings (Gemma 4 E2B, E4B) are not supported; a model with 0 works, such as the 31B"
+        raise refuse("hidden_size_per_layer_input", width, works)
+    if count_of(config, "num_kv_shared_layers", 0, least=0):
+        works = "layers that share keys and values are not supported; a model with 0 works, such as the 31B"
+        raise refuse("num_kv_shared_layers", config["num_kv_shared_layers"], works)
+    if flag_of(config, "enable_moe_block"):
+        works = "mixtures of experts of Gemma 4 are not supported; a dense model works, such as the 31B"
+        raise refuse("enable_moe_block", True, works)
+    if config.get("use_bidirectional_attention") not in (None, "vision"):
+        works = "text is generated with causal attention; use null or 'vision'"
+        raise refuse("use_bidirectional_attention", config["use_bidirectional_attention"], works)
+    key = spelled(config, "hidden_activation", "hidden_act")
+    if config.get(key) not in (None, "gelu_pytorch_tanh"):
+        raise refuse(key, config[key], "the MLPs of Gemma 4 here use 'gelu_pytorch_tanh'")
+
+
+def _global_heads(config: dict[str, Any], own: Heads, kinds: list[str]) -> Heads:
+    """The heads of global layers, which transformers writes as settings of each layer and others as two keys."""
+    layers = table_of(config, "per_layer_config")
+    if not layers:
+        kv = own.kv
+        if flag_of(config, "attention_k_eq_v") and config.get("num_global_key_value_heads") is not None:
+            kv = count_of(config, "num_global_key_value_heads")
+        return Heads(count_of(config, "global_head_dim", 512), kv)
+    described = [table_of(layers, name) for name in layers]
+    wanted = {str(index) for index, kind in enumerate(kinds) if kind == FULL}
+    if set(layers) != wanted or any(one != described[0] for one in described):
+        works = f"it must list the full_attention layers, {', '.join(sorted(wanted))}, with equal settings"
+        raise refuse("per_layer_config", layers, works)
+    for key in described[0]:
+        if key not in ("head_dim", "num_key_value_heads"):
+            raise refuse(f"per_layer_config.{key}", described[0][key], "layers differ in head_dim, num_key_value_heads")
+    where = described[0]
+    return Heads(count_of(where, "head_dim", own.dim), count_of(where, "num_key_value_heads", own.kv))
+
+
+def _global_rope(ropes: dict[str, Any], dim: int, max_position: int) -> Rope:
+    """Proportional rope: frequencies as of whole heads, of which those after the first are zero."""
+    found = table_of(ropes, FULL)
+    if found.get("rope_type") != "proportional":
+        return read_rope({"rope_parameters": found}, dim, max_position)
+    for key in found.keys() - _PROPORTIONAL:
+        raise refuse(f"rope_parameters.{key}", found[key], "rope type 'proportional' has no such value")
+    partial = positive_of(found, "partial_rotary_factor", 1.0, most=1, where="rope_parameters")
+    turning, factor = int(partial * dim // 2), positive_of(found, "factor", 1.0, where="rope_parameters")
+    divisors = (factor,) * turning + (math.inf,) * (dim // 2 - turning)
+    theta = positive_of(found, "rope_theta", where="rope_parameters")
+    return Rope(theta=theta, rotary_dim=dim, kind="divisors", source="rope_parameters", divisors=divisors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedAttention(NormedAttention):
+    """Attention whose heads of `own` sizes are padded and repeated to those of `heads`. qkv: without values, they are
+    the keys before their norm. value_norm: of values, with weights of one."""
+
+    own: Heads
+    value_norm: Norm
+
+    @property
+    def width(self) -> int:
+        return (self.heads.count + 2 * self.heads.kv) * self.heads.dim
+
+    def project(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        heads, (dim, kv) = self.heads, self.own
+        rows = self.qkv(x, norm=self.norm).view(len(x), -1, dim)
+        q, k, v = rows[:, : heads.count], rows[:, heads.count : heads.count + kv], rows[:, -kv:]
+        v = rms_norm(v.reshape(-1, dim), *self.value_norm).view(len(x), kv, dim)
+        out = x.new_empty(len(x), self.width) if out is None else out
+        if dim < heads.dim:
+            out.zero_()
+        padded = out.view(len(x), -1, heads.dim)
+        both, low = heads.count + heads.kv, dim // 2
+        high = slice(heads.dim // 2, heads.dim // 2 + low)  # kernels rotate channel i with i + heads.dim / 2
+        for part, first, last in ((q, 0, heads.count), (_repeated(k, heads.kv), heads.count, both)):
+            padded[:, first:last, :low] = part[..., :low]
+            padded[:, first:last, high] = part[..., low:]
+        padded[:, both:, :dim] = _repeated(v, heads.kv)
+        return out
+
+    def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        own = mixed.view(len(x), self.heads.count, self.heads.dim)[..., : self.own.dim]
+        return super().leave(x, own.reshape(len(x), -1))
+
+
+def _repeated(x: torch.Tensor, kv: int) -> torch.Tensor:
+    """[T, n, dim] -> [T, kv, dim]: neighbouring heads are equal."""
+    return x.repeat_interleave(kv // x.shape[1], 1) if x.shape[1] < kv else x
+
+
+@dataclass(frozen=True)
+class ScaledMlp:
+    """scale * (x + mlp(x)): the end of a layer."""
+
+    mlp: NormedGeGlu
+    scale: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x) * self.scale
+
+
+def layer(read: Reader, index: int, tables: Tables) -> Layer:
+    """Layer `index`; tables: cos and sin of its rope."""
+    config = read.config
+    assert isinstance(config, Gemma4Config)
+    stem, hidden, inner = f"{config.prefix}layers.{index}", config.hidden_size, config.intermediate_size
+    mlp = NormedGeGlu(
+        norm=read.norm(f"{stem}.pre_feedforward_layernorm"),
+        gate_up=read.linear({f"{stem}.mlp.{part}_proj": inner for part in ("gate", "up")}, hidden),
+        down=read.linear({f"{stem}.mlp.down_proj": hidden}, inner),
+        post=read.norm(f"{stem}.post_feedforward_layernorm"),
+    )
+    return Layer(_attention(read, stem, index, tables), (ScaledMlp(mlp, read(f"{stem}.layer_scalar", 1)),))
+
+
+def _attention(read: Reader, stem: str, index: int, tables: Tables) -> PaddedAttention:
+    config = read.config
+    assert isinstance(config, Gemma4Config)
+    own, dim, hidden = config.heads_of(index), config.head_dim, config.hidden_size
+    rows = {"q": config.num_heads, "k": own.kv} | ({"v": own.kv} if config.local[index] or not config.shares else {})
+    share = own.dim / dim  # the mean square of a padded head is this much of its own
+
+    def norm(part: str, scale: float) -> torch.Tensor:
+        weight = read(f"{stem}.self_attn.{part}_norm.weight", own.dim) * (scale * math.sqrt(share))
+        padded, low = weight.new_zeros(2, dim // 2), own.dim // 2
+        padded[:, :low] = weight.view(2, low)
+        return padded.flatten()
+
+    return PaddedAttention(
+        norm=read.norm(f"{stem}.input_layernorm"),
+        qkv=read.linear(
+            {f"{stem}.self_attn.{part}_proj": count * own.dim for part, count in rows.items()}, hidden, config.qkv_bias
+        ),
+        heads=QKVLayout(
+            config.num_heads,
+            config.num_kv_heads,
+            dim,
+            norm("q", math.sqrt(dim)),  # attention multiplies scores by dim ** -0.5, and Gemma 4 by nothing
+            norm("k", 1.0),
+            config.rms_norm_eps * share,
+            *tables,
+            config.window(index),
+        ),
+        out=read.linear({f"{stem}.self_attn.o_proj": hidden}, config.num_heads * own.dim, config.o_bias),
+        post=read.norm(f"{stem}.post_attention_layernorm"),
+        own=own,
+        value_norm=Norm(tables[0].new_ones(own.dim), config.rms_norm_eps),
+    )
