@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import slow_but
 
 from specbatch.kernels.attention import span_latents_triton
 from specbatch.kernels.attention.latent_attention import LatentDecodeRef, LatentLayout, latent_prefill_ref
@@ -64,7 +65,7 @@ def spans(queries: DecodeQueries, splits: int) -> DecodeAttention:
 Kernel = Callable[[DecodeQueries, int], DecodeAttention]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_but(("one-head", "odd"), LAYOUTS))
 @pytest.mark.parametrize(
     ("kernel", "count", "splits"),
     [(default, 1, 1), (default, 4, 3), (default, 7, 2), (spans, 1, 1), (spans, 3, 2)],
