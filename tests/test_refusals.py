@@ -172,7 +172,7 @@ ENGINES: list[tuple[dict[str, Any], str, str]] = [
             ("toy-small", "37 tokens and toy has 31"),
             ("self:skip=4", "layers 0-3"),
             ("self:skip=0-3", "keep at least one"),
-            ("self:skip=2-1", "layers 0-3"),
+            ("self:skip=2-1", "self:skip=FIRST-LAST"),
             ("self:skip=", "self:skip=FIRST-LAST"),
             ("self:skip=a-b", "self:skip=FIRST-LAST"),
             ("self:skip=1,,2", "self:skip=FIRST-LAST"),

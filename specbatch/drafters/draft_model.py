@@ -292,7 +292,7 @@ def parse_skip(draft: str, layers: int) -> frozenset[int]:
     inclusive."""
     skipped: set[int] = set()
     for part in draft.removeprefix("self:skip=").split(","):
-        found = re.fullmatch("([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
+        found = re.fullmatch("([0-9]{1,19})(?:-([0-9]{1,19}))?", part)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
         if first > last:
             raise refuse("draft", draft, "write self:skip=FIRST-LAST, for example self:skip=12-15")
