@@ -33,6 +33,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 RECURRENT = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "nemotron-h", "nemotron-h-moe", "lfm2")
 WINDOWS = ("mistral", "ministral", "gemma3", "gpt-oss")
+OTHERS = ("phi3", "glm4-moe", "gemma4", "lfm2-moe")
 
 
 @pytest.fixture(autouse=True)
@@ -230,7 +231,7 @@ def test_results_do_not_depend_on_draft_schedule_graphs_and_memory(
 
 def _cases_of_other_models() -> list[Any]:
     turns = itertools.cycle(itertools.product(("v1", "v2", "v2-late"), ("both", "eager", "whole"), lossless.MEMORY))
-    targets = *RECURRENT, *WINDOWS, *LATENT
+    targets = *RECURRENT, *WINDOWS, *LATENT, *OTHERS
     pairs = itertools.product(("none", "ngram", "ngram-tree", "mtp", "eagle3", "model-auto"), targets)
     return [
         pytest.param(case := Case(drafter, *next(turns), target), id=str(case))
