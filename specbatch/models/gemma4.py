@@ -219,7 +219,7 @@ class PaddedAttention(NormedAttention):
         heads, (dim, kv) = self.heads, self.own
         rows = self.qkv(x, norm=self.norm).view(len(x), -1, dim)
         q, k, v = rows[:, : heads.count], rows[:, heads.count : heads.count + kv], rows[:, -kv:]
-        v = rms_norm(v.reshape(-1, dim), *self.value_norm).view(len(x), kv, dim)
+        v = rms_norm(v.reshape(-1, dim).contiguous(), *self.value_norm).view(len(x), kv, dim)
         out = x.new_empty(len(x), self.width) if out is None else out
         if dim < heads.dim:
             out.zero_()
@@ -234,7 +234,7 @@ class PaddedAttention(NormedAttention):
 
     def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         own = mixed.view(len(x), self.heads.count, self.heads.dim)[..., : self.own.dim]
-        return super().leave(x, own.reshape(len(x), -1))
+        return super().leave(x, own.flatten(1).contiguous())
 
 
 def _repeated(x: torch.Tensor, kv: int) -> torch.Tensor:
