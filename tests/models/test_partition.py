@@ -11,7 +11,7 @@ import pytest
 import torch
 from hard_logits import DIVIDED, hard_logits, part_of_logits
 from safetensors.torch import save_file
-from targets import SIZES, TARGETS, Targets
+from targets import DIVISIBLE, SIZES, TARGETS, Targets
 from thread_ranks import ThreadCommunicator, on_ranks, thread_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,9 +25,6 @@ from specbatch.models.partition import part_of, scores
 from specbatch.weights import open_checkpoint
 
 CPU = torch.device("cpu")
-
-
-DIVISIBLE = [name for name in TARGETS if name != "gemma4"]  # which runs on one device so far
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
