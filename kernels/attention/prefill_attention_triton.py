@@ -38,9 +38,12 @@ class Tiling:
 
 
 def tiling(dtype: torch.dtype, dim: int, source: str) -> Tiling:
-    """What was fastest on an H200 (`sweeps/microbench/prefill.py`) for heads of 64, 128 and 256."""
+    """What was fastest on an H200 (`sweeps/microbench/prefill.py`) for heads of 64, 128 and 256. For those of 512 it is
+    what the shared memory holds, not yet measured."""
     if dtype == torch.float32:
         return Tiling(32, 32, 4, 1) if dim > 64 else Tiling(64, 32, 4, 2)
+    if dim > 256:
+        return Tiling(64, 32, 8, 2)
     if dim > 128:
         return Tiling(128, 64, 8, 2 if source == "rows" else 3)
     if source == "slots":

@@ -519,6 +519,7 @@ def _check_kernels_on_cuda(model: ModelConfig, whose: str = "") -> None:
         ("INT4 weights", isinstance(model.quantization, Int4Weights), DETERMINISTIC_FOUR_BITS_ON_CUDA),
         ("MXFP4 experts", model.has_mxfp4, DETERMINISTIC_FOUR_BITS_ON_CUDA),
         ("multi-head latent attention", model.has_latents, DETERMINISTIC_LATENTS_ON_CUDA),
+        (f"heads of {model.head_dim} channels", model.head_dim > 256, False),
     ):
         if has_it and not may_run:
             works = f"on a CUDA device the bits of {whose}{what} were not yet found equal; use device='cpu'"

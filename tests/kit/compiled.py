@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -101,16 +102,16 @@ def sinks(*, is_tree: bool) -> dict[str, Any]:
     return compiled(verifies._verify_attention, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
-def prompt_with_sinks(source: str) -> dict[str, Any]:
-    tile = prompts.Tiling(64, 64, 4, 3)
-    kind = "*bf16" if source == "slots" else f"tensordesc<bf16[{tile.keys}, 64]>"
+def prompt(source: str, dim: int, tile: prompts.Tiling, *, has_sinks: bool) -> dict[str, Any]:
+    kind = "*bf16" if source == "slots" else f"tensordesc<bf16[{tile.keys}, {dim}]>"
     kinds = {"q": "*bf16", "keys": kind, "values": kind} | dict.fromkeys(("sinks", "out", "lse"), "*fp32")
     kinds |= dict.fromkeys(("table", "tiles", "page_table"), "*i64") | {"scale": "fp32"}
     kinds |= dict.fromkeys(("table_stride", "page_stride", "q_stride", "rows"), "i32")
     fixed = {
-        "GROUP": 8, "KV": 8, "DIM": 64, "BLOCK_D": 64, "PAGE": 64, "SOURCE": source, "WINDOW": 128, "TOKENS": 8,
+        "GROUP": 8, "KV": 8, "DIM": dim, "BLOCK_D": dim, "PAGE": 64, "SOURCE": source, "WINDOW": 128, "TOKENS": 8,
         "QUERIES": tile.queries, "KEYS": tile.keys, "SPLIT": True,
     }  # fmt: skip
+    fixed |= {} if has_sinks else {"sinks": None}
     return compiled(prompts._attend, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
@@ -258,7 +259,9 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "sinks", sinks(is_tree=False)
     yield "sinks of a tree", sinks(is_tree=True)
     for source in ("slots", "pages", "rows"):
-        yield f"sinks of a prompt, {source}", prompt_with_sinks(source)
+        yield f"sinks of a prompt, {source}", prompt(source, 64, prompts.Tiling(64, 64, 4, 3), has_sinks=True)
+        tile = prompts.tiling(torch.bfloat16, 512, source)
+        yield f"wide heads in a prompt, {source}", prompt(source, 512, tile, has_sinks=False)
     yield "latents of a step", latent_attention(16)
     yield "latents of a verify", latent_attention(256)
     yield "latents of a tree", latent_attention(256, is_tree=True)
