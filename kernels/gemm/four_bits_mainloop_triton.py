@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specbatch.kernels.gemm.four_bits_triton import in_fragment_order, split_columns, swap_middle
+from specbatch.kernels.gemm.four_bits_triton import in_fragment_order, of_pairs, split_columns
 
 # 4 bits of bytes 0 and 2, then of bytes 1 and 3, become the lowest bits of the fraction of 128 (bfloat16) or 1024
 # (float16), whose last place is 1: the value is that number plus the 4 bits, exactly.
@@ -29,18 +29,36 @@ _INT4_HIGH_FP16: tl.constexpr = tl.constexpr(_INT4_HIGH.value.replace("ONES", "0
 
 
 @triton.jit
-def widen_int4(packed, kind: tl.constexpr, WARPS: tl.constexpr):
-    """packed uint8 [N, H] in memory's order -> its low and its high bits as values of the operand, both [N, H]; in
-    bfloat16 128 are added, in float16 1024."""
+def widen_int4(words, kind: tl.constexpr, WARPS: tl.constexpr):
+    """words int32 [N, W] in memory's order -> the values of their low and of their high bits in the operand's order,
+    both [N, 4 * W]; in bfloat16 128 are added, in float16 1024."""
     if kind == tl.bfloat16:
-        low = tl.inline_asm_elementwise(_INT4_LOW_BF16, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
-        high = tl.inline_asm_elementwise(_INT4_HIGH_BF16, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
+        low = of_pairs(*_pairs(words, _INT4_LOW_BF16), kind, WARPS)
+        high = of_pairs(*_pairs(words, _INT4_HIGH_BF16), kind, WARPS)
     elif kind == tl.float16:
-        low = tl.inline_asm_elementwise(_INT4_LOW_FP16, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
-        high = tl.inline_asm_elementwise(_INT4_HIGH_FP16, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
+        low = of_pairs(*_pairs(words, _INT4_LOW_FP16), kind, WARPS)
+        high = of_pairs(*_pairs(words, _INT4_HIGH_FP16), kind, WARPS)
     else:
-        low, high = swap_middle(packed & 15).to(kind), swap_middle(packed >> 4).to(kind)
-    return in_fragment_order(low, WARPS), in_fragment_order(high, WARPS)
+        low = in_fragment_order(
+            _bits(words, 0).to(kind), _bits(words, 16).to(kind), _bits(words, 8).to(kind), _bits(words, 24).to(kind),
+            WARPS,
+        )  # fmt: skip
+        high = in_fragment_order(
+            _bits(words, 4).to(kind), _bits(words, 20).to(kind), _bits(words, 12).to(kind), _bits(words, 28).to(kind),
+            WARPS,
+        )  # fmt: skip
+    return low, high
+
+
+@triton.jit
+def _pairs(words, CODE: tl.constexpr):
+    """What assembly makes of words int32 [N, W]: a word with the two values of bytes 0 and 2, and one of 1 and 3."""
+    return tl.inline_asm_elementwise(CODE, "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
+
+
+@triton.jit
+def _bits(words, SHIFT: tl.constexpr):
+    return (words >> SHIFT) & 15
 
 
 @triton.jit
@@ -69,17 +87,17 @@ def gemm_mainloop_int4(
     CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """INT4 weight @ x.T float32 [BN, BM] of the chunks from first to last, with the weight as first operand. x_row [BM]
-    points to rows of x, of which x_rows bool [BM] exist, `weight_row` [BN] to the first byte of the rows
+    points to rows of x, of which x_rows bool [BM] exist, `weight_row` [BN] to the first word, int32, of the rows
     `fragment_rows`, `scale_row` and `zero_row` [BN] to the first group of the rows in their order. The products with a
     group's whole numbers are exact, and their sums are scaled, so no value is rounded on the way."""
     HALF: tl.constexpr = CHUNK // 2
     policy: tl.constexpr = "evict_first" if ONCE else ""
-    weight_tile = weight_row[:, None] + tl.arange(0, HALF)[None, :]
+    weight_tile = weight_row[:, None] + tl.arange(0, CHUNK // 8)[None, :]
     exists = x_rows[:, None]
     total = tl.zeros([BN, BM], tl.float32)
     for step in tl.range(first, last):
-        packed = tl.load(weight_tile + step * HALF, eviction_policy=policy)
-        low, high = widen_int4(packed, x_row.dtype.element_ty, WARPS)
+        words = tl.load(weight_tile + step * (CHUNK // 8), eviction_policy=policy)
+        low, high = widen_int4(words, x_row.dtype.element_ty, WARPS)
         low_x, high_x = x_row + step * CHUNK, x_row + step * CHUNK + HALF
         scale, zero = scale_row + step * (CHUNK // GROUP), zero_row + step * (CHUNK // GROUP)
         if GROUP == CHUNK:
@@ -143,7 +161,7 @@ lop3.b32 $1, $2, 0x80008000, d, 0xea;
 @triton.jit
 def _e2m1(code):
     """float32 of 4 bits: a sign, and twice the value is 0, 1, 2, 3, 4, 6, 8 or 12."""
-    rank = (code & 7).to(tl.int32)
+    rank = code & 7
     twice = tl.where(rank < 4, rank, (2 + (rank & 1)) << tl.maximum((rank >> 1) - 1, 0))
     return tl.where((code & 8) == 0, 0.5, -0.5) * twice.to(tl.float32)
 
@@ -158,15 +176,20 @@ def _times(x, y):
 
 
 @triton.jit
-def widen_mxfp4(packed, kind: tl.constexpr, WARPS: tl.constexpr):
-    """packed uint8 [N, H] in memory's order -> its low and its high bits as values of the operand, both [N, H]: in
-    bfloat16 times 2^-126, and for other types of x in float32."""
+def widen_mxfp4(words, kind: tl.constexpr, WARPS: tl.constexpr):
+    """words int32 [N, W] in memory's order -> the values of their low and of their high bits in the operand's order,
+    both [N, 4 * W]: in bfloat16 times 2^-126, and for other types of x in float32."""
     if kind == tl.bfloat16:
-        low = tl.inline_asm_elementwise(_MXFP4_LOW, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
-        high = tl.inline_asm_elementwise(_MXFP4_HIGH, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
+        low = of_pairs(*_pairs(words, _MXFP4_LOW), kind, WARPS)
+        high = of_pairs(*_pairs(words, _MXFP4_HIGH), kind, WARPS)
     else:
-        low, high = swap_middle(_e2m1(packed)), swap_middle(_e2m1(packed >> 4))
-    return in_fragment_order(low, WARPS), in_fragment_order(high, WARPS)
+        low = in_fragment_order(
+            _e2m1(_bits(words, 0)), _e2m1(_bits(words, 16)), _e2m1(_bits(words, 8)), _e2m1(_bits(words, 24)), WARPS
+        )
+        high = in_fragment_order(
+            _e2m1(_bits(words, 4)), _e2m1(_bits(words, 20)), _e2m1(_bits(words, 12)), _e2m1(_bits(words, 28)), WARPS
+        )
+    return low, high
 
 
 @triton.jit
@@ -186,25 +209,25 @@ def gemm_mainloop_mxfp4(
     BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """MXFP4 weight @ x.T float32 [BN, BM] with the weight as first operand, for which its bytes are ordered
-    (`four_bits`). x_row [BM] points to rows of x, `weight_row` [BN] to the first byte of the rows `fragment_rows`,
-    `scale_row` [BN] to the first scale of the rows in their order. A step is a chunk: four blocks, two in the low bits.
-    """
+    (`four_bits`). x_row [BM] points to rows of x, `weight_row` [BN] to the first word, int32, of the rows
+    `fragment_rows`, `scale_row` [BN] to the first scale of the rows in their order. A step is a chunk: four blocks, two
+    in the low bits."""
     HALF: tl.constexpr = CHUNK // 2
     BLOCK: tl.constexpr = CHUNK // 4
     kind: tl.constexpr = x_row.dtype.element_ty
     policy: tl.constexpr = "evict_first" if ONCE else ""
-    weight_tile = weight_row[:, None] + tl.arange(0, HALF)[None, :]
+    weight_tile = weight_row[:, None] + tl.arange(0, CHUNK // 8)[None, :]
     ks = tl.arange(0, HALF)
     total = tl.zeros([BN, BM], tl.float32)
     for k in tl.range(0, K, CHUNK):
-        packed = tl.load(weight_tile + k // 2, eviction_policy=policy)
+        words = tl.load(weight_tile + k // 8, eviction_policy=policy)
         if EVEN_K:
             first = tl.load(x_row[:, None] + k + ks, x_rows[:, None], other=0.0)
             second = tl.load(x_row[:, None] + k + HALF + ks, x_rows[:, None], other=0.0)
         else:
             first = tl.load(x_row[:, None] + k + ks, x_rows[:, None] & (k + ks < K), other=0.0)
             second = tl.load(x_row[:, None] + k + HALF + ks, x_rows[:, None] & (k + HALF + ks < K), other=0.0)
-        low, high = widen_mxfp4(packed, kind, WARPS)
+        low, high = widen_mxfp4(words, kind, WARPS)
         scale = scale_row + k // BLOCK
         low = _times(low, _scales_of_half(scale, k, K, EVEN_K, BLOCK, kind))
         high = _times(high, _scales_of_half(scale + 2, k + HALF, K, EVEN_K, BLOCK, kind))

@@ -2,7 +2,8 @@
 
 A row of 64 bytes is read by four threads, whose 16 bytes each are their own elements of the operand (`four_bits`). So a
 tile is unpacked where it is and then only renamed: the compiler sees that both layouts hold every value in the same
-thread, and moves none.
+thread, and moves none. A tile is read as words of four bytes: the compiler chooses the order of a thread's elements, so
+assembly may not rely on which bytes it gets together.
 """
 
 from __future__ import annotations
@@ -20,21 +21,37 @@ def fragment_rows(N: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def in_fragment_order(x, WARPS: tl.constexpr):
-    """Unpacked values [N, H] of the rows `fragment_rows`, in each four those of bytes 0, 2, 1 and 3 -> [N, H] with rows
-    and columns in their order."""
-    N: tl.constexpr = x.shape[0]
-    H: tl.constexpr = x.shape[1]
-    found = tl.reshape(x, [N // (16 * WARPS), 2, WARPS, 8, 4, H // 16, 2, 2])
-    return tl.reshape(tl.permute(found, [0, 2, 1, 3, 5, 6, 4, 7]), [N, H])
+def in_fragment_order(a, b, c, d, WARPS: tl.constexpr):
+    """Values [N, W] of the bytes 0, 2, 1 and 3 of words [N, W] of the rows `fragment_rows` -> [N, 4 * W] with rows and
+    columns in their order."""
+    N: tl.constexpr = a.shape[0]
+    W: tl.constexpr = a.shape[1]
+    found = tl.reshape(_by_byte(a, b, c, d), [N // (16 * WARPS), 2, WARPS, 8, 4, W // 4, 2, 2])
+    return tl.reshape(tl.permute(found, [0, 2, 1, 3, 5, 7, 4, 6]), [N, 4 * W])
 
 
 @triton.jit
-def swap_middle(x):
-    """[N, H] with columns 0, 2, 1, 3 of each four."""
-    N: tl.constexpr = x.shape[0]
-    H: tl.constexpr = x.shape[1]
-    return tl.reshape(tl.permute(tl.reshape(x, [N, H // 4, 2, 2]), [0, 1, 3, 2]), [N, H])
+def in_column_order(a, b, c, d):
+    """`in_fragment_order` of rows that are in their order."""
+    N: tl.constexpr = a.shape[0]
+    W: tl.constexpr = a.shape[1]
+    found = tl.reshape(_by_byte(a, b, c, d), [N, 4, W // 4, 2, 2])
+    return tl.reshape(tl.permute(found, [0, 2, 4, 1, 3]), [N, 4 * W])
+
+
+@triton.jit
+def _by_byte(a, b, c, d):
+    """[N, W, 2, 2]: which of a pair, and which pair."""
+    return tl.join(tl.join(a, b), tl.join(c, d))
+
+
+@triton.jit
+def of_pairs(first, second, kind: tl.constexpr, WARPS: tl.constexpr):
+    """`in_fragment_order` of pairs of 16-bit values in words int32 [N, W]: of bytes 0 and 2, and of 1 and 3."""
+    return in_fragment_order(
+        first.to(tl.int16).to(kind, bitcast=True), (first >> 16).to(tl.int16).to(kind, bitcast=True),
+        second.to(tl.int16).to(kind, bitcast=True), (second >> 16).to(tl.int16).to(kind, bitcast=True), WARPS,
+    )  # fmt: skip
 
 
 @triton.jit

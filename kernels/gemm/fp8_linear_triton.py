@@ -14,10 +14,8 @@ import triton.language as tl
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations
 from specbatch.kernels.gemm.gemm_mainloop_triton import gemm_mainloop_e4m3, gemm_mainloop_fp8
-from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
+from specbatch.kernels.gemm.split_k_triton import MULTIPROCESSORS, is_last_split, splits_for, sum_of_splits, workspace
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
-
-_PROGRAMS = 132  # multiprocessors of an H200
 
 
 class Tile(NamedTuple):
@@ -37,13 +35,12 @@ def tile_for(rows: int, n: int, k: int, item: int) -> Tile:
     if item == 1:
         # Always the 64 rows that a warpgroup takes, and never split, so that a row's result does not depend on the
         # number of rows: fewer would be another instruction. 128 are slower in most shapes.
-        fills = triton.cdiv(rows, 64) * triton.cdiv(n, 128) >= _PROGRAMS * 2 // 3
+        fills = triton.cdiv(rows, 64) * triton.cdiv(n, 128) >= MULTIPROCESSORS * 2 // 3
         return Tile(64, 128 if fills else 64, SCALE_BLOCK, 1, 4, 4 if fills else 6)
     block = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or item == 4 else 128
-    outputs, step, warps, stages = (128, 64, 8, 4) if block == 128 else (64, SCALE_BLOCK, 4, 5 if block == 16 else 4)
-    if item == 4:
-        outputs, step, stages = 32, 32, 2
-    splits = splits_for(triton.cdiv(rows, block) * triton.cdiv(n, outputs), block * outputs, k)
+    outputs, step, warps = (32, 32, 4) if item == 4 else (128, 64, 8) if block == 128 else (64, SCALE_BLOCK, 4)
+    splits = splits_for(triton.cdiv(rows, block) * triton.cdiv(n, outputs), block * outputs, k, 2 if block < 64 else 3)
+    stages = 2 if item == 4 else 4 if block >= 64 else 3 if splits > 1 else 6 if block == 16 else 5
     return Tile(block, outputs, step, splits, warps, stages)
 
 

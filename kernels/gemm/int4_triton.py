@@ -14,7 +14,7 @@ import triton.language as tl
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.gemm.four_bits_mainloop_triton import gemm_mainloop_int4
-from specbatch.kernels.gemm.four_bits_triton import fragment_rows
+from specbatch.kernels.gemm.four_bits_triton import fragment_rows, in_column_order
 from specbatch.kernels.gemm.int4 import chunk_of
 from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
 from specbatch.kernels.gemm.weight import Weight
@@ -36,9 +36,10 @@ class Tile(NamedTuple):
 def tile_for(rows: int, n: int, k: int, item: int) -> Tile:
     """The tile of a GEMM of so many rows of x [rows, k], of `item` bytes a value, with a weight [n, k]."""
     block = 16 if rows <= 16 else 32 if rows <= 32 or item == 4 else 64
-    outputs, warps, stages = (32, 4, 2) if item == 4 else {16: (64, 4, 6), 32: (64, 4, 5), 64: (128, 8, 4)}[block]
+    outputs, warps = (32, 4) if item == 4 else (64, 4) if rows <= 64 else (128, 8)
     programs = triton.cdiv(n, outputs) * triton.cdiv(rows, block)
-    splits = 1 if is_deterministic() else splits_for(programs, block * outputs, k)
+    splits = 1 if is_deterministic() else splits_for(programs, block * outputs, k, 3 if block < 64 else 2)
+    stages = 2 if item == 4 else 3 if splits > 1 else 6 if block == 32 else 4
     return Tile(block, outputs, splits, warps, stages)
 
 
@@ -66,14 +67,14 @@ def int4_linear(
         matrix = dequantize(weight, x.dtype).t()
         torch.mm(x, matrix, out=y) if bias is None else torch.addmm(bias, x, matrix, out=y)
         return y if residual is None else y.add_(residual)
-    chunk, group = chunk_of(k), k // scales.shape[1]
+    chunk, group, words = chunk_of(k), k // scales.shape[1], weight.values.view(torch.int32)
     tile = tile or tile_for(rows, n, k, x.element_size())
     steps = k // chunk
     splits = triton.cdiv(steps, triton.cdiv(steps, tile.splits))  # no program without a part of K
     programs = triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.outputs)
     partial, counters = workspace(x.device)
     _int4_linear_kernel[(programs * splits,)](
-        x, weight.values, scales, zeros, bias, residual, y, partial, counters, rows, n, k, x.stride(0),
+        x, words, scales, zeros, bias, residual, y, partial, counters, rows, n, k, x.stride(0),
         0 if residual is None else residual.stride(0), y.stride(0), HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, GROUP=group, CHUNK=chunk, SPLITS=splits, BM=tile.rows, BN=tile.outputs,
         WARPS=min(tile.warps, tile.outputs // 16), **pdl(x), num_warps=tile.warps, num_stages=tile.stages,
@@ -96,11 +97,11 @@ def _int4_linear_kernel(
     stored = tl.minimum(tile * BN + fragment_rows(BN, WARPS), N - 1).to(tl.int64)
     column = tile * BN + tl.arange(0, BN)
     group = tl.minimum(column, N - 1).to(tl.int64) * (K // GROUP)
-    first_byte = tl.multiple_of(stored * (K // 2), 16)
+    first_word = tl.multiple_of(stored * (K // 8), 4)
     per_split = tl.cdiv(K // CHUNK, SPLITS)
     wait_for_previous_kernel(PDL)
     total = gemm_mainloop_int4(
-        x + row * x_stride, row < M, weight + first_byte, scales + group, zeros + group, split * per_split,
+        x + row * x_stride, row < M, weight + first_word, scales + group, zeros + group, split * per_split,
         tl.minimum(K // CHUNK, (split + 1) * per_split), BM == 16, GROUP, CHUNK, BM, BN, WARPS,
     )  # fmt: skip
     if SPLITS > 1:
@@ -124,29 +125,35 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     assert scales is not None
     found, chunk = torch.empty(n, k, device=weight.values.device, dtype=dtype), chunk_of(k)
     _dequantize_kernel[(triton.cdiv(n, _DEQUANTIZED) * (k // chunk),)](
-        weight.values, scales, weight.zeros, found, n, k, GROUP=k // scales.shape[1], CHUNK=chunk, ROWS=_DEQUANTIZED,
-        **pdl(scales), num_warps=4,
+        weight.values.view(torch.int32), scales, weight.zeros, found, n, k, GROUP=k // scales.shape[1], CHUNK=chunk,
+        ROWS=_DEQUANTIZED, **pdl(scales), num_warps=4,
     )  # fmt: skip
     return found
 
 
 @triton.jit
 def _dequantize_kernel(
-    values, scales, zeros, found, N, K, GROUP: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    words, scales, zeros, found, N, K, GROUP: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = CHUNK // 2
+    PART: tl.constexpr = GROUP if GROUP < HALF else HALF
     chunks = K // CHUNK
     chunk, row = tl.program_id(0) % chunks, (tl.program_id(0) // chunks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    exists, columns = (row < N)[:, None], chunk * CHUNK + tl.arange(0, HALF)[None, :]
-    packed = tl.load(values + row[:, None] * (K // 2) + chunk * HALF + tl.arange(0, HALF)[None, :], exists, other=0)
-    packed = tl.reshape(packed, [ROWS, 4, HALF // 16, 2, 2])
-    packed = tl.reshape(tl.permute(packed, [0, 2, 4, 1, 3]), [ROWS, HALF])
+    exists = row < N
+    packed = tl.load(
+        words + row[:, None] * (K // 8) + chunk * (CHUNK // 8) + tl.arange(0, CHUNK // 8), exists[:, None], other=0
+    )
     wait_for_previous_kernel(PDL)  # which may still read this memory
     for half in tl.static_range(2):
-        column = columns + half * HALF
-        place = row[:, None] * (K // GROUP) + column // GROUP
-        zero = tl.load(zeros + place, exists, other=0).to(tl.float32)
-        scale = tl.load(scales + place, exists, other=0.0).to(tl.float32)
-        value = ((packed & 15 if half == 0 else packed >> 4).to(tl.float32) - zero) * scale
-        tl.store(found + row[:, None] * K + column, value.to(found.dtype.element_ty), exists)
+        values = in_column_order(
+            packed >> 4 * half & 15, packed >> 4 * half + 16 & 15, packed >> 4 * half + 8 & 15,
+            packed >> 4 * half + 24 & 15,
+        )  # fmt: skip
+        column = chunk * CHUNK + half * HALF
+        group = row[:, None] * (K // GROUP) + column // GROUP + tl.arange(0, HALF // PART)[None, :]
+        zero = tl.load(zeros + group, exists[:, None], other=0).to(tl.float32)[:, :, None]
+        scale = tl.load(scales + group, exists[:, None], other=0.0).to(tl.float32)[:, :, None]
+        value = tl.reshape((tl.reshape(values, [ROWS, HALF // PART, PART]).to(tl.float32) - zero) * scale, [ROWS, HALF])
+        to = found + row[:, None] * K + column + tl.arange(0, HALF)
+        tl.store(to, value.to(found.dtype.element_ty), exists[:, None])

@@ -12,7 +12,7 @@ import triton.language as tl
 
 WORKSPACE = 8 << 20  # float32 partial sums
 COUNTERS = 4096
-RESIDENT = 3 * 132  # programs that the multiprocessors of an H200 hold at once
+MULTIPROCESSORS = 132  # of an H200
 _LEAST = 512  # columns of K that are worth a program
 _workspaces: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -32,9 +32,10 @@ def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return _workspaces[device]
 
 
-def splits_for(tiles: int, size: int, k: int) -> int:
-    """How many programs share the K of each of so many tiles of `size` results: until they fill the device."""
-    splits = min(RESIDENT // tiles, k // _LEAST, WORKSPACE // (tiles * size))
+def splits_for(tiles: int, size: int, k: int, resident: int) -> int:
+    """How many programs share the K of each of so many tiles of `size` results: until every multiprocessor has
+    `resident` of them."""
+    splits = min(resident * MULTIPROCESSORS // tiles, k // _LEAST, WORKSPACE // (tiles * size))
     return max(1, splits)
 
 

@@ -126,6 +126,10 @@ def grouped(
     assert values.is_contiguous(), "the weight must be contiguous"
     assert all(part is None or part.is_contiguous() for part in (scales, zeros)), "the scales must be contiguous"
     tile = tile or tile_for(rows, weight, x.element_size())
+    if is_mxfp4 or is_int4:
+        stored = triton.cdiv(k, CHUNK) * CHUNK if is_mxfp4 else k
+        assert values.shape[-1] == stored // 2, f"a row of the weight has {values.shape[-1]} bytes, not {stored // 2}"
+        values = values.view(torch.int32)
     is_fp8, per_channel = scales is not None and not is_mxfp4 and not is_int4, weight.is_per_channel
     chunk, group = (chunk_of(k), k // scales.shape[-1]) if is_int4 and scales is not None else (CHUNK, 0)
     assert not is_fp8 or SCALE_BLOCK % tile.k == 0, f"steps of {tile.k} columns cross the {SCALE_BLOCK} of a scale"
@@ -196,12 +200,12 @@ def _grouped_kernel(
         )
     elif MXFP4:
         stored = expert * OUTER + _weight_rows(tile * BN + fragment_rows(BN, WARPS), N, OUTER, GATED)
-        first_byte = tl.multiple_of(stored * (tl.cdiv(K, CHUNK) * CHUNK // 2), 16)
+        first_word = tl.multiple_of(stored * (tl.cdiv(K, CHUNK) * CHUNK // 8), 4)
         scale_row = scales + (expert * OUTER + inner) * (K // 32)
         total = gemm_mainloop_mxfp4(
             x + (pair // SHARE) * x_stride,
             exists,
-            weight + first_byte,
+            weight + first_word,
             scale_row,
             K,
             ONCE,
@@ -215,7 +219,7 @@ def _grouped_kernel(
         stored = expert * OUTER + _weight_rows(tile * BN + fragment_rows(BN, WARPS), N, OUTER, GATED)
         group = (expert * OUTER + inner) * (K // INT4)
         total = gemm_mainloop_int4(
-            x + (pair // SHARE) * x_stride, exists, weight + tl.multiple_of(stored * (K // 2), 16), scales + group,
+            x + (pair // SHARE) * x_stride, exists, weight + tl.multiple_of(stored * (K // 8), 4), scales + group,
             zeros + group, 0, K // CHUNK, ONCE, INT4, CHUNK, BM, BN, WARPS,
         ).T  # fmt: skip
     elif FP8:

@@ -51,9 +51,9 @@ from specbatch.tokenizer import Tokenizer
 from specbatch.weights import Checkpoint, Log
 
 MOST_RANKS = 16  # that are tried when others do not work
-# Whether deterministic mode runs these on a CUDA device; `tests/lossless/test_deterministic_gpu.py` compares them.
-DETERMINISTIC_FOUR_BITS_ON_CUDA = False  # INT4 weights and MXFP4 experts: compared in the interpreter only
-DETERMINISTIC_LATENTS_ON_CUDA = False  # multi-head latent attention: compared in the interpreter only
+# Whether deterministic mode runs INT4 weights and MXFP4 experts on a CUDA device. Their present kernels were compared
+# in the interpreter only; `tests/lossless/test_deterministic_gpu.py` compares them there.
+DETERMINISTIC_FOUR_BITS_ON_CUDA = False
 
 
 @dataclass(frozen=True)
@@ -518,7 +518,6 @@ def _check_kernels_on_cuda(model: ModelConfig, whose: str = "") -> None:
     for what, has_it, may_run in (
         ("INT4 weights", isinstance(model.quantization, Int4Weights), DETERMINISTIC_FOUR_BITS_ON_CUDA),
         ("MXFP4 experts", model.has_mxfp4, DETERMINISTIC_FOUR_BITS_ON_CUDA),
-        ("multi-head latent attention", model.has_latents, DETERMINISTIC_LATENTS_ON_CUDA),
         (f"heads of {model.head_dim} channels", model.head_dim > 256, False),
     ):
         if has_it and not may_run:

@@ -16,6 +16,7 @@ import typer
 
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.gemm.linear import Norm
+from specbatch.kernels.gemm.mxfp4 import pack_mxfp4
 from specbatch.kernels.gemm.weight import MX_BLOCK, Weight
 from specbatch.kernels.moe.experts import Experts
 from specbatch.kernels.moe.routing import Routing, route_ref
@@ -74,7 +75,9 @@ def _weight(shape: tuple[int, int, int], kind: str) -> Weight:
     if kind == "BF16":
         return Weight(torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(inner**-0.5))
     if kind == "MXFP4":
-        packed = torch.randint(0, 256, (count, out, inner // 2), device="cuda", dtype=torch.uint8)
-        return Weight(packed, torch.full((count, out, inner // MX_BLOCK), 120, device="cuda", dtype=torch.uint8))
+        blocks = torch.randint(0, 256, (count, out, inner // MX_BLOCK, 16), device="cuda", dtype=torch.uint8)
+        return Weight(
+            pack_mxfp4(blocks), torch.full((count, out, inner // MX_BLOCK), 120, device="cuda", dtype=torch.uint8)
+        )
     values = torch.randint(0, 0x70, shape, device="cuda", dtype=torch.uint8).view(torch.float8_e4m3fn)
     return Weight(values, torch.full((shape[0], shape[1] // SIDE, shape[2] // SIDE), 1e-3, device="cuda"))

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,6 +83,15 @@ def _hasten_the_interpreter() -> None:
     interpreter._get_np_dtype = lambda kind: np_dtype(core.uint64 if kind.scalar.is_ptr() else kind.scalar)
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks select
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where there is a GPU, what runs on it here counts as a GPU test, too."""
+    if torch.cuda.is_available():
+        for item in items:
+            if item.path.is_relative_to(Path(__file__).parent) and "device" in getattr(item, "fixturenames", ()):
+                item.add_marker("gpu")
 
 
 @pytest.fixture(scope="session")

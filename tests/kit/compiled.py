@@ -1,6 +1,7 @@
 """Compiles kernels for Hopper, which needs no GPU: deterministic ones, those of gpt-oss, of latent attention and of
-quantized weights. One JSON line for each: shared memory, instructions of the tensor cores, and instructions of the main
-loop that write to shared memory. A process of its own: in the tests, kernels are interpreted."""
+quantized weights. One JSON line for each: shared memory, instructions of the tensor cores, how many of the main loop
+write to shared memory, and how many elements assembly takes together. A process of its own: in the tests, kernels are
+interpreted."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def compiled(kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], **option
     loops = [code[code.index(f"{label}:") : end.end()] for end in re.finditer(r"bra(?:\.uni)? \s*(\$\w+);", code)
              if f"{(label := end[1])}:" in code[: end.end()]]  # fmt: skip
     copies = max(loops, key=len, default="").count("st.shared")
-    return {"shared": done.metadata.shared, "instructions": found, "copies": copies}
+    together = max(map(int, re.findall(r"packed_element = (\d+)", done.asm["ttgir"])), default=0)
+    return {"shared": done.metadata.shared, "instructions": found, "copies": copies, "together": together}
 
 
 def attention(
@@ -177,7 +179,7 @@ def head_gemm(tokens: int, *, is_turned: bool, dtype: str = "bf16") -> dict[str,
 def experts_of_four_bits(rows: int, *, is_gated: bool, group: int = 0) -> dict[str, Any]:
     """A grouped GEMM of gpt-oss; with a group of Qwen3-30B-A3B in INT4."""
     tile = experts._FOUR_BITS_TILES[rows]
-    kinds = dict.fromkeys(("x", "bias", "y"), "*bf16") | dict.fromkeys(("weight", "zeros"), "*u8")
+    kinds = dict.fromkeys(("x", "bias", "y"), "*bf16") | {"weight": "*i32", "zeros": "*u8"}
     kinds |= dict.fromkeys(("order", "blocks", "used"), "*i32") | dict.fromkeys(("N", "K", "x_stride"), "i32")
     kinds["scales"] = "*fp16" if group else "*u8"
     fixed: dict[str, Any] = {
@@ -231,7 +233,7 @@ def fp8(rows: int, *, per_channel: bool, quantized: bool) -> dict[str, Any]:
 def int4(rows: int, kind: str, group: int) -> dict[str, Any]:
     tile = int4s.tile_for(rows, 4096, 12288, 2)
     kinds = dict.fromkeys(("x", "bias", "residual", "y"), f"*{kind}") | {"scales": "*fp16"}
-    kinds |= dict.fromkeys(("weight", "zeros"), "*u8") | {"partial": "*fp32", "counters": "*i32"}
+    kinds |= {"weight": "*i32", "zeros": "*u8", "partial": "*fp32", "counters": "*i32"}
     kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "residual_stride", "y_stride"), "i32")
     fixed: dict[str, Any] = {
         "HAS_BIAS": False, "HAS_RESIDUAL": True, "GROUP": group, "CHUNK": 128, "SPLITS": tile.splits, "BM": tile.rows,
