@@ -51,9 +51,9 @@ from specbatch.tokenizer import Tokenizer
 from specbatch.weights import Checkpoint, Log
 
 MOST_RANKS = 16  # that are tried when others do not work
-# Whether deterministic mode runs INT4 weights and MXFP4 experts on a CUDA device. Their present kernels were compared
-# in the interpreter only; `tests/lossless/test_deterministic_gpu.py` compares them there.
-DETERMINISTIC_FOUR_BITS_ON_CUDA = False
+# What deterministic mode refuses on a CUDA device: the bits of these kernels were compared in the interpreter only.
+# `tests/lossless/test_deterministic_gpu.py` compares them there.
+NOT_COMPARED_ON_CUDA = frozenset({"INT4", "MXFP4", "FP8 experts"})
 
 
 @dataclass(frozen=True)
@@ -505,8 +505,6 @@ def _check_deterministic_on_cuda(
     if is_fp8 and not quantizes_activations(config.fp8_activations, dtype, device, target):
         raise refuse("fp8_activations", False, f"{why} multiplies FP8 weights by FP8 activations only; use True")
     _check_kernels_on_cuda(target)
-    if is_fp8 and target.chosen:
-        raise refuse("deterministic", True, "a CUDA device has no such kernels for FP8 experts; use device='cpu'")
     for size in target.input_widths:
         if size % 8:
             works = f"{why} needs matrices whose columns are a multiple of 8, not {size}; use device='cpu'"
@@ -515,9 +513,11 @@ def _check_deterministic_on_cuda(
 
 def _check_kernels_on_cuda(model: ModelConfig, whose: str = "") -> None:
     """Refuse what only kernels run whose bits no device has shown to be equal, in a draft, too."""
+    is_fp8 = isinstance(model.quantization, FP8Weights)
     for what, has_it, may_run in (
-        ("INT4 weights", isinstance(model.quantization, Int4Weights), DETERMINISTIC_FOUR_BITS_ON_CUDA),
-        ("MXFP4 experts", model.has_mxfp4, DETERMINISTIC_FOUR_BITS_ON_CUDA),
+        ("INT4 weights", isinstance(model.quantization, Int4Weights), "INT4" not in NOT_COMPARED_ON_CUDA),
+        ("MXFP4 experts", model.has_mxfp4, "MXFP4" not in NOT_COMPARED_ON_CUDA),
+        ("FP8 experts", is_fp8 and model.chosen is not None, "FP8 experts" not in NOT_COMPARED_ON_CUDA),
         (f"heads of {model.head_dim} channels", model.head_dim > 256, False),
     ):
         if has_it and not may_run:

@@ -38,7 +38,7 @@ OTHERS = ("phi3", "glm4-moe", "gemma4", "lfm2-moe")
 
 @pytest.fixture(autouse=True)
 def _every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "DETERMINISTIC_FOUR_BITS_ON_CUDA", True)
+    monkeypatch.setattr(builder, "NOT_COMPARED_ON_CUDA", frozenset())
 
 
 class Wide(TargetCheckpoint):
@@ -148,6 +148,15 @@ def test_int4_logits_do_not_depend_on_company(group: int) -> None:
     checkpoint = DummyCheckpoint(ModelConfig.from_dict(sizes), name="int4", seed=0, tokenizer=None, device="cuda")
     company, rng = Company(checkpoint, BF16, device=torch.device("cuda"), trees=False), Random(0)
     assert differing(company, [600, 150, 9, 70, 300], rng, 3) == 0
+
+
+def test_logits_of_fp8_experts_do_not_depend_on_company() -> None:
+    few = {"num_hidden_layers": 4, "vocab_size": 1000, "num_experts": 16, "eos_token_id": None}
+    sizes = SHAPES["qwen3-next-80b-a3b-fp8"] | few
+    checkpoint = DummyCheckpoint(ModelConfig.from_dict(sizes), name="fp8", seed=0, tokenizer=None, device="cuda")
+    company, rng = Company(checkpoint, BF16, device=torch.device("cuda"), trees=False), Random(0)
+    with use_fp8_activations(True):
+        assert differing(company, [600, 150, 9, 70, 300], rng, 3) == 0
 
 
 def test_logits_of_mxfp4_experts_do_not_depend_on_company() -> None:
