@@ -56,7 +56,13 @@ class Algorithm:
         return steps * topk if self.tree == "merged" else topk + (steps - 1) * topk * topk
 
 
-_MTP = Algorithm("specbatch.drafters.mtp", default_tokens=3, training="specbatch.training.mtp", in_target=True)
+_MTP = Algorithm(
+    "specbatch.drafters.mtp",
+    default_tokens=3,
+    settings=("draft_attention_backend",),
+    training="specbatch.training.mtp",
+    in_target=True,
+)
 
 ALGORITHMS: dict[str, Algorithm] = {
     # The shape is that of n-gram lookup, so that both verify the same number of rows in a comparison.

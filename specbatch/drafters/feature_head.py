@@ -51,26 +51,29 @@ class HeadPrefill:
         self._head = head
         self._cache = cache
 
-    def __call__(self, tokens: torch.Tensor, taken: torch.Tensor, metadata: PrefillMetadata) -> None:
-        """tokens int64 [T]: the next token of each; taken [T, width]: features of the pass's tokens."""
+    def __call__(self, tokens: Sequence[torch.Tensor], taken: torch.Tensor, metadata: PrefillMetadata) -> None:
+        """tokens: int64 [T] for each of the head's `depths`, the token 1, 2, ... after each of the pass's tokens; taken
+        [T, width]: features of these."""
         self.counters.fall_back("off")
         attend = attention_of(self._head, self._cache, metadata, metadata.positions)
         self._write(tokens, taken, metadata.positions, metadata.kv_slots, self._overrides(metadata), attend)
 
-    def _overrides(self, metadata: PrefillMetadata) -> EmbeddingOverrides | None:
-        return metadata.embedding_overrides(self._head.embedding, ahead=1)
+    def _overrides(self, metadata: PrefillMetadata) -> list[EmbeddingOverrides | None]:
+        head = self._head
+        return [metadata.embedding_overrides(head.embedding, ahead=1 + depth) for depth in range(head.depths)]
 
     def _write(
         self,
-        tokens: torch.Tensor,
+        tokens: Sequence[torch.Tensor],
         taken: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        overrides: EmbeddingOverrides | None = None,
+        overrides: Sequence[EmbeddingOverrides | None],
         attend: Attend | None = None,
     ) -> None:
         head, cache = self._head, self._cache
-        _, qkv = head.enter(head.embed(tokens, overrides), head.project(taken), attend)
+        embedded = [head.embed(*each) for each in zip(tokens, overrides, strict=True)]
+        _, qkv = head.enter(embedded[0], head.project(taken), attend, embedded[1:])
         write_keys(qkv, head.heads_of(head.depth - 1), positions, slots, cache.k[-1], cache.v[-1])
 
 
@@ -91,16 +94,17 @@ class HeadPrefillGraphs(HeadPrefill):
         self._recorder = recorder
         self._buckets = token_buckets(most)
         self._graphs: dict[int, list[Program]] = {}
-        like, heads, between = head.embedding, head.heads, most if head.more else 0
+        like, between = head.embedding, most if head.more else 0
+        projected, mixed = head.config.mixer_widths
         # Tokens, positions and slots.
-        self._places = torch.zeros(3, most, dtype=torch.int64, device=like.device)
+        self._places = torch.zeros(head.depths + 2, most, dtype=torch.int64, device=like.device)
         self._taken, self._x, self._qkv, self._attended = (
             torch.zeros(count, width, dtype=like.dtype, device=like.device)
             for count, width in (
                 (most, head.width),
                 (between, head.config.hidden_size),
-                (between, (heads.count + 2 * heads.kv) * heads.dim),
-                (between, heads.count * heads.dim),
+                (between, projected),
+                (between, mixed),
             )
         )
 
@@ -115,19 +119,19 @@ class HeadPrefillGraphs(HeadPrefill):
             self._graphs[bucket] = [self._recorder.record(program) for program in programs]
             yield
 
-    def __call__(self, tokens: torch.Tensor, taken: torch.Tensor, metadata: PrefillMetadata) -> None:
+    def __call__(self, tokens: Sequence[torch.Tensor], taken: torch.Tensor, metadata: PrefillMetadata) -> None:
         overrides = self._overrides(metadata)
         attend = attention_of(self._head, self._cache, metadata, metadata.positions)
-        if overrides is not None:
+        if any(given is not None for given in overrides):
             self.counters.fall_back("embeddings")
             self._write(tokens, taken, metadata.positions, metadata.kv_slots, overrides, attend)
             return
-        count = len(tokens)
+        count = len(taken)
         bucket = bucket_of(self._buckets, count)
-        for static, here in zip(self._places, (tokens, metadata.positions, metadata.kv_slots), strict=True):
+        for static, here in zip(self._places, (*tokens, metadata.positions, metadata.kv_slots), strict=True):
             static[:count].copy_(here)
         self._taken[:count].copy_(taken)
-        self._places[2, count:bucket].zero_()  # padding tokens write to the page of padding rows
+        self._places[-1, count:bucket].zero_()  # padding tokens write to the page of padding rows
         for layer, program in enumerate(self._graphs[bucket]):
             if layer:
                 assert attend is not None
@@ -140,11 +144,12 @@ class HeadPrefillGraphs(HeadPrefill):
     def _segment(self, layer: int, count: int) -> None:
         """What is between the attention of the layer before and that of `layer`."""
         head, cache = self._head, self._cache
-        tokens, positions, slots = self._places[:, :count]
+        *tokens, positions, slots = self._places[:, :count]
         if layer:
-            x, qkv = head.advance(layer - 1, self._x[:count], self._attended[:count])
+            embedded = head.embed(tokens[layer]) if layer < head.depths else None
+            x, qkv = head.advance(layer - 1, self._x[:count], self._attended[:count], embedded)
         else:
-            x, qkv = head.begin(head.embed(tokens), head.project(self._taken[:count]))
+            x, qkv = head.begin(head.embed(tokens[0]), head.project(self._taken[:count]))
         if layer + 1 < head.depth:
             self._x[:count].copy_(x)
             self._qkv[:count].copy_(qkv)
@@ -173,7 +178,7 @@ class FeatureChain(NoDraft):
         diagnosis: Diagnosis | None = None,
     ) -> None:
         """slots: device rows without the padding row; vocabulary: the target's; diagnosis: see `Drafter.diagnose`."""
-        like, room, hidden = head.embedding, shape.steps + 1, head.config.hidden_size
+        like, room, hidden = head.embedding, shape.steps + head.depths, head.config.hidden_size
         self._head = head
         self._cache = cache
         self._prefill = prefill
@@ -186,7 +191,7 @@ class FeatureChain(NoDraft):
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
         taken = self._head.take(features)
         # The next token of a prompt's last token is not known yet; that pair is buffered, too, and written again.
-        self._prefill(batch.tokens[metadata.slots, metadata.positions + 1], taken, metadata)
+        self._prefill([batch.tokens[metadata.slots, metadata.positions + 1]], taken, metadata)
         rows = metadata.slots[metadata.last]
         # A step runs the pairs after the ready ones, too, so they must be finite.
         self._waiting.index_fill_(0, rows, 0.0)

@@ -8,7 +8,7 @@ input at draft position i and predicts t_{i+2}. For the next draft the head's ow
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -54,10 +54,12 @@ class DraftHead:
     heads       of the first layer
     more        the layers after the first
     vocabulary  int64 [Vd]: target token id of each draft token id; None if they are the same
+    depths      layers that read a token: the first, or all where each makes another draft (MTP with a layer per depth)
     width       columns of the features that it reads
     """
 
     vocabulary: torch.Tensor | None = None
+    depths = 1
     _head_norm: Norm | None = None  # of the output matrix
 
     def __init__(self, config: ModelConfig, heads: QKVLayout, target: Decoder) -> None:
@@ -88,14 +90,19 @@ class DraftHead:
         return self._attention(layer).heads if layer else self.heads
 
     def enter(
-        self, embedded: torch.Tensor, hidden: torch.Tensor, attend: Attend | None = None
+        self,
+        embedded: torch.Tensor,
+        hidden: torch.Tensor,
+        attend: Attend | None = None,
+        later: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Embedded tokens and hidden [T, hidden_size] -> residual stream [T, hidden_size], which may be `hidden`
-        itself, and qkv, both of the last layer. attend: the attention of the layers before it, if there are any."""
+        itself, and qkv, both of the last layer. attend: the attention of the layers before it, if there are any; later:
+        the embedded tokens of the layers after the first, if they read any (see `depths`)."""
         x, qkv = self.begin(embedded, hidden)
         for layer in range(len(self.more)):
             assert attend is not None
-            x, qkv = self.advance(layer, x, attend(layer, qkv, self.heads_of(layer)))
+            x, qkv = self.advance(layer, x, attend(layer, qkv, self.heads_of(layer)), *later[layer : layer + 1])
         return x, qkv
 
     def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -107,8 +114,11 @@ class DraftHead:
         """The residual stream and qkv of the first layer; see `enter`."""
         raise NotImplementedError
 
-    def advance(self, layer: int, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """From the attention output of a layer to the residual stream and qkv of the next one; may overwrite x."""
+    def advance(
+        self, layer: int, x: torch.Tensor, attended: torch.Tensor, embedded: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From the attention output of a layer to the residual stream and qkv of the next one, which reads `embedded`
+        tokens if it is one of the `depths`; may overwrite x."""
         x = self._leave(layer, x, attended)
         return x, self._attention(layer + 1).project(x)
 

@@ -2,11 +2,13 @@
 
 x = fc([norm(embed(t_{i+1})) ; norm(h_i)]), where h_i is the target's last hidden state after its final norm; then a
 layer of these families with gated attention, and a norm whose output is the input of the target's output matrix and
-the next h. All norms are centred on zero: they multiply by 1 + weight.
+the next h. All norms are centred on zero: they multiply by 1 + weight. With several layers, layer d reads the output of
+layer d - 1 at position i and the token t_{i+1+d}; fc and norms are shared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -29,7 +31,7 @@ FC = f"{PREFIX}fc.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class MtpConfig(Qwen3NextConfig):
-    """The head as a model of one layer without embedding and output matrix."""
+    """The head as a model without embedding and output matrix."""
 
     def weight_shapes(self) -> Shapes:
         hidden, shapes = self.hidden_size, super().weight_shapes()
@@ -39,56 +41,87 @@ class MtpConfig(Qwen3NextConfig):
         return {FC: (hidden, 2 * hidden), **norms, **shapes}
 
 
-class MtpHead(DraftHead):
+@dataclass(frozen=True)
+class MtpLayer:
     """A layer of the target's family over the joined norms of token and feature, and a norm after it."""
 
-    def __init__(self, reader: Reader, target: Decoder, layer: Layer, fc: str, norms: tuple[Norm, Norm, Norm]) -> None:
-        """fc: name of the matrix that joins them; norms: of tokens, of features, and the one after the layer."""
-        config = reader.config
-        assert isinstance(layer.mixer, Attention)
-        super().__init__(config, layer.mixer.heads, target)
-        self._layer = layer
-        weight = reader.weight({fc: config.hidden_size}, 2 * config.hidden_size)
-        if config.may_dequantize(fc, weight.values.shape):  # a block of scales spans both halves
-            weight = Weight(reader.dequantize(fc, weight))
-        self._fc = Joined(weight)
-        self._token_norm, self._hidden_norm, self._norm = norms
+    join: Joined
+    token_norm: Norm
+    hidden_norm: Norm
+    layer: Layer
+    norm: Norm
+
+
+class MtpHead(DraftHead):
+    """One layer for all drafts, or one for each."""
+
+    def __init__(self, config: ModelConfig, target: Decoder, layers: Sequence[MtpLayer]) -> None:
+        first = layers[0].layer.mixer
+        assert isinstance(first, Attention)
+        super().__init__(config, first.heads, target)
+        self._layers = tuple(layers)
+        self.more = tuple(part.layer for part in layers[1:])
+        self.depths = len(layers)
+
+    def start(self, depth: int, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream and qkv of a layer, from embedded tokens and the output of the layer before it."""
+        part = self._layers[depth]
+        x = part.join(embedded, hidden, part.token_norm, part.hidden_norm)
+        return x, part.layer.mixer.project(x)
+
+    def finish(self, depth: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The output of a layer after its attention; may overwrite x."""
+        part = self._layers[depth]
+        return rms_norm(part.layer.leave(x, attended), *part.norm)
 
     def begin(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self._fc(embedded, hidden, self._token_norm, self._hidden_norm)
-        return x, self._layer.mixer.project(x)
+        return self.start(0, embedded, hidden)
 
-    def _leave_first(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        return self._layer.leave(x, attended)
+    def advance(
+        self, layer: int, x: torch.Tensor, attended: torch.Tensor, embedded: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert embedded is not None
+        return self.start(layer + 1, embedded, self.finish(layer, x, attended))
 
-    def _finish(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, *self._norm)
+    def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        return self.finish(self.depths - 1, x, attended)
+
+
+def joined(reader: Reader, name: str) -> Joined:
+    """The matrix `name` of token and feature."""
+    config = reader.config
+    weight = reader.weight({name: config.hidden_size}, 2 * config.hidden_size)
+    if config.may_dequantize(name, weight.values.shape):  # a block of scales spans both halves
+        weight = Weight(reader.dequantize(name, weight))
+    return Joined(weight)
 
 
 class Mtp(MtpHead):
     def __init__(self, reader: Reader, target: Decoder, positions: int) -> None:
         """positions: length of the rope tables."""
-        tables = rope_tables(reader.config, positions, target.dtype, target.device)
+        config = reader.config
+        tables = rope_tables(config, positions, target.dtype, target.device)
         token, hidden = (centred(reader, f"{PREFIX}pre_fc_norm_{part}") for part in ("embedding", "hidden"))
-        norms = token, hidden, centred(reader, f"{PREFIX}norm")
-        super().__init__(reader, target, qwen3_next.layer(reader, 0, tables), FC, norms)
+        layers = [qwen3_next.layer(reader, depth, tables) for depth in range(config.num_layers)]
+        join, norm = joined(reader, FC), centred(reader, f"{PREFIX}norm")
+        super().__init__(config, target, [MtpLayer(join, token, hidden, layer, norm) for layer in layers])
 
 
-def mtp_config(target: ModelConfig, found: Shapes | None = None) -> MtpConfig:
-    """The config of a target's MTP head: gated attention with the target's sizes and rope, without biases, and the
-    target's mixture of experts. If the tensors `found` are given, they determine whether it has a dense MLP instead,
-    and which of them are FP8."""
+def mtp_config(target: ModelConfig, found: Shapes | None = None, layers: int = 1) -> MtpConfig:
+    """The config of a target's MTP head of so many layers: gated attention with the target's sizes and rope, without
+    biases, and the target's mixture of experts. If the tensors `found` are given, they determine whether it has a dense
+    MLP instead, and which of them are FP8."""
     mixture = target.mixture if isinstance(target, Qwen3NextConfig) else None
     if found is not None and f"{PREFIX}layers.0.mlp.gate.weight" not in found:
         mixture = None
-    own: dict[str, Any] = {"num_layers": 1, "qk_norm": True, "windows": ()}
+    own: dict[str, Any] = {"num_layers": layers, "qk_norm": True, "windows": ()}
     own |= dict.fromkeys(("tie_embeddings", "qkv_bias", "o_bias", "mlp_bias"), False)
     config = MtpConfig(
         **{field.name: getattr(target, field.name) for field in fields(ModelConfig)} | own,
-        attends=(True,),
+        attends=(True,) * layers,
         delta=None,
         mixture=mixture,
-        sparse=(mixture is not None,),
+        sparse=(mixture is not None,) * layers,
         prefix=PREFIX,
     )
     return config if found is None else config.fit(found)
@@ -97,3 +130,8 @@ def mtp_config(target: ModelConfig, found: Shapes | None = None) -> MtpConfig:
 def own_tensors(target: ModelConfig, found: Shapes) -> Shapes:
     """Those of the tensors `found` of a draft head that it reads."""
     return found
+
+
+def first_layer(target: ModelConfig) -> int:
+    """The number of the head's first layer in the names of tensors."""
+    return 0

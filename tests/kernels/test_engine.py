@@ -193,6 +193,7 @@ HYBRIDS = {
     ("nemotron-h", "ngram-tree"): CONV | {"ssd_prefill", "ssd_verify", "commit_tree"},
     ("gpt-oss", "ngram-tree"): {"fused_moe", "verify_attention", "commit_tree"},
     ("deepseek-v3", "mtp"): {"fused_moe", "latent_prefill", "latent_verify", "write_latent", "pending_inputs"},
+    ("qwen3.5", "mtp-layers"): CONV | {"delta_verify", "verify_attention", "pending_inputs"},
     ("deepseek-v2", "ngram-tree"): {"latent_verify", "move_accepted_kv", "commit_tree"},
     ("lfm2", "ngram"): CONV,
 }

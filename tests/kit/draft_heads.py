@@ -242,6 +242,19 @@ class RefMtp(Reference):
     def norm_weight(self, name: str) -> torch.Tensor:
         return 1 + self.w[f"{name}.weight"]
 
+    def drafts(
+        self, features: Features, text: list[int], chosen: list[int], ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """With several layers each makes one draft, from the outputs of the one before and tokens further ahead."""
+        if "layers.1.input_layernorm.weight" not in self.w:
+            return super().drafts(features, text, chosen, ids)
+        hidden, found = self.take(features).double(), []
+        for depth in range(len(chosen)):
+            tokens = [*text, *chosen][1 + depth :][: len(hidden)]
+            hidden = self.run(hidden, self.embedding[tokens], f"layers.{depth}" if depth else "layer")
+            found.append(self.logits(hidden[-1]))
+        return torch.stack(found)
+
     def mlp(self, x: torch.Tensor, stem: str = "layer") -> torch.Tensor:
         """Dense, or of each token's top two experts and a shared one."""
         if "layer.mlp.gate.weight" not in self.w:
@@ -263,18 +276,18 @@ class RefMtp(Reference):
         gate, up = (self.w[f"{stem}.gate_up_proj"][int(expert)] @ x).chunk(2)
         return self.w[f"{stem}.down_proj"][int(expert)] @ (F.silu(gate) * up)
 
-    def run(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    def run(self, hidden: torch.Tensor, embedded: torch.Tensor, stem: str = "layer") -> torch.Tensor:
         e, h = (
             rms(embedded, self.norm_weight("pre_fc_norm_embedding")),
             rms(hidden, self.norm_weight("pre_fc_norm_hidden")),
         )
         x = self.linear(torch.cat([e, h], 1), "fc")
-        normed = rms(x, self.norm_weight("layer.input_layernorm"))
-        both, k, v = self.qkv(normed)
+        normed = rms(x, self.norm_weight(f"{stem}.input_layernorm"))
+        both, k, v = self.qkv(normed, stem)
         q, gate = both.unflatten(1, (HEADS, 2, DIM)).unbind(2)
-        attended = self.attend(q.flatten(1), k, v) * gate.flatten(1).sigmoid()
-        x = x + self.linear(attended, "layer.self_attn.o_proj")
-        return rms(x + self.mlp(x), self.norm_weight("norm"))
+        attended = self.attend(q.flatten(1), k, v, stem) * gate.flatten(1).sigmoid()
+        x = x + self.linear(attended, f"{stem}.self_attn.o_proj")
+        return rms(x + self.mlp(x, stem), self.norm_weight("norm"))
 
 
 def write_head(folder: Path, config: dict[str, Any], tensors: Tensors, stem: str = "layers.0", **spelling: Any) -> str:
@@ -362,7 +375,7 @@ def usual(algorithm: str, write: Callable[..., str]) -> tuple[TargetStub, str | 
     algorithm, _, layers = algorithm.partition(" of ")
     makers = {"eagle": eagle, "eagle3": eagle3, "peagle": peagle, "mtp": mtp}
     tensors, is_mtp = makers[algorithm](), algorithm == "mtp"
-    tensors |= further(int(layers or 1))
+    tensors |= further_mtp(int(layers or 1)) if is_mtp else further(int(layers or 1))
     stub = TargetStub(8, mtp=stored(tensors) if is_mtp else None)
     folder = (
         None
@@ -382,6 +395,16 @@ def further(layers: int, **changes: int) -> Tensors:
     """The layers after the first of a head with so many."""
     shapes = {f"layers.{n}.{name}": shape for n in range(1, layers) for name, shape in layer(**changes).items()}
     return randomise(shapes, 8)
+
+
+def further_mtp(layers: int) -> Tensors:
+    """The same for MTP: each is like the first."""
+    return {
+        name.replace("layer.", f"layers.{depth}.", 1): tensor
+        for depth in range(1, layers)
+        for name, tensor in mtp(seed=20 + depth).items()
+        if name.startswith("layer.")
+    }
 
 
 def eagle(bias: bool = True, own: bool = False) -> Tensors:
@@ -412,7 +435,7 @@ def peagle(**how: Any) -> Tensors:
     return eagle3(**how) | randomise({"mask_hidden": (1, 1, 3 * HIDDEN)}, 12)
 
 
-def mtp(experts: str | None = None) -> Tensors:
+def mtp(experts: str | None = None, seed: int = 7) -> Tensors:
     """experts: None for a dense MLP, else "each" in tensors of its own, or all "fused"."""
     shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN), **named(layer())}
     shapes["layer.self_attn.q_proj.weight"] = (2 * HEADS * DIM, HIDDEN)
@@ -423,7 +446,7 @@ def mtp(experts: str | None = None) -> Tensors:
         read_experts(recorder := ShapeRecorder(SimpleNamespace(hidden_size=HIDDEN)), "layer.mlp", mixture)
         shapes |= recorder.shapes
     shapes |= {f"{n}.weight": (HIDDEN,) for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
-    tensors = randomise(shapes, 7)
+    tensors = randomise(shapes, seed)
     return {name: tensor - 1 if tensor.dim() == 1 else tensor for name, tensor in tensors.items()}
 
 

@@ -188,13 +188,14 @@ STRENGTHS = {
 class TargetCheckpoint:
     """One of `TARGETS`, random, or of `DRAFTS`. Its texts half repeat themselves: on token 4n + i should follow
     4n + (i + 1) % 4 by the embedding, and layers make another one of it about as often. Drafts follow the embedding:
-    `DRAFTS`, the MTP head beside a target and `eagle_head` have layers of little weight."""
+    `DRAFTS`, the MTP head beside a target and `eagle_head` have layers of little weight. mtp_layers: of that head."""
 
     origin = "memory"
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, mtp_layers: int | None = None) -> None:
         self.name = name
-        self.config = ModelConfig.from_dict(SIZES | (TARGETS | DRAFTS | QUANTIZED)[name])
+        read = ModelConfig.from_dict(SIZES | (TARGETS | DRAFTS | QUANTIZED)[name])
+        self.config = replace(read, mtp_layers=mtp_layers)
         self.tensors = random_weights(self.config.weight_shapes(), 0.05 if name in DRAFTS else 1.0)
         vocabulary, hidden = self.config.vocab_size, self.config.hidden_size
         embedding = STRENGTHS.get(name, STRENGTHS["llama"]) * torch.randn(
@@ -205,9 +206,12 @@ class TargetCheckpoint:
         self.tensors[self.config.names.head] = embedding[last.clamp(max=vocabulary - 1)] / math.sqrt(hidden)
         self.mtp: dict[str, tuple[int, ...]] = {}
         if name in MTP:
-            self.mtp = import_module(self.config.mtp_module).mtp_config(self.config).tensor_shapes()
-            [join] = (key for key in self.mtp if key.endswith(("mtp.fc.weight", "eh_proj.weight")))
-            self.tensors |= head_weights(self.mtp, join, 0.0 if "eh_proj" in join else -1.0)
+            network = import_module(self.config.mtp_module)
+            self.mtp = network.mtp_config(self.config, layers=mtp_layers or 1).tensor_shapes()
+            for join in (key for key in self.mtp if key.endswith(("mtp.fc.weight", "eh_proj.weight"))):
+                stem = join.removesuffix("eh_proj.weight")  # of a layer, or all of them
+                part = {key: shape for key, shape in self.mtp.items() if stem == join or key.startswith(stem)}
+                self.tensors |= head_weights(part, join, 0.0 if "eh_proj" in join else -1.0)
         self.meant, quantization = self.tensors, self.config.quantization
         if quantization is not None:  # `tensors` as they are stored, in place of those that are `meant`
             stored = quantization.except_for(self.config.unquantized_ends)
@@ -341,7 +345,7 @@ class Targets:
         config = {"speculation": Speculation(**settings, schedule=schedule)} | config
 
         def opened(model: str, *_: Any, **__: Any) -> TargetCheckpoint:
-            return self.checkpoint(model)
+            return self.checkpoint(model, 3) if algorithm.startswith("mtp-layers") else self.checkpoint(model)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("specbatch.weights.open_checkpoint", opened)
@@ -385,6 +389,8 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "peagle-auto": {"algorithm": "peagle", "draft": "dummy", "draft_tokens": "auto", "draft_steps": 4},
     "mtp": {"algorithm": "mtp"},
     "mtp-budget": {"algorithm": "mtp", "verify_budget": 1.5},
+    "mtp-layers": {"algorithm": "mtp"},  # one for each draft
+    "mtp-layers-auto": {"algorithm": "mtp", "draft_tokens": "auto"},
     "mtp-tree": {"algorithm": "mtp", **_TREE},
     "dflash": {"algorithm": "dflash", "draft": "dummy", "draft_tokens": 3},
     "dflash-tree": {"algorithm": "dflash", "draft": "dummy", **_TREE},

@@ -244,9 +244,9 @@ def test_fp8_mtp_head_matches_dequantized_head(
         found.append(head.leave(x, qkv[:, : config.num_heads * config.head_dim]))
     expected, ours = found
     assert (ours - expected).abs().max() < 2e-5 * expected.abs().max()
-    types = {type(part) for part in vars(head._fc).values()}
+    types = {type(part) for part in vars(head._layers[0].join).values()}
     assert types == ({FP8Linear} if joined and keeps else {Linear})
-    assert (head._layer.mlps[0].experts.up.scales is not None) is keeps
+    assert (head._layers[0].layer.mlps[0].experts.up.scales is not None) is keeps
 
 
 def test_fp8_mtp_head_takes_half_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +271,7 @@ def test_dummy_mtp_head_is_created_on_the_targets_device(monkeypatch: pytest.Mon
         return torch.empty(shape, device=device, dtype=dtype)
 
     monkeypatch.setattr("specbatch.weights.dummy.random_tensor", random)
-    monkeypatch.setattr("specbatch.drafters.mtp.feature_chain", lambda head, *_: head)
+    monkeypatch.setattr("specbatch.drafters.mtp.feature_chain", lambda head, *_, **__: head)
     monkeypatch.setattr(Reader, "_checked", lambda self, name, values: values)  # nothing has a value here
     config = ModelConfig.from_dict(NEXT | {"dtype": "bfloat16"})
     checkpoint = DummyCheckpoint(config, name="next", seed=1, tokenizer=None, device="meta")

@@ -37,10 +37,11 @@ TARGETS = {
 CPU = torch.device("cpu")
 
 
-def published(head: Any, stem: str) -> dict[str, torch.Tensor]:
-    """The tensors of a head under the names of a checkpoint, with an expert each, and copies of the shared matrices."""
+def published(head: Any, stem: str, depth: int = 0) -> dict[str, torch.Tensor]:
+    """The tensors of a head's layer under the names of a checkpoint, with an expert each, and copies of the shared
+    matrices."""
     found = {}
-    for name, tensor in head.layers[0].state_dict().items():
+    for name, tensor in head.layers[depth].state_dict().items():
         name = name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
         if name == "mlp.experts.gate_up_proj":
             for expert, parts in enumerate(tensor):
@@ -54,35 +55,45 @@ def published(head: Any, stem: str) -> dict[str, torch.Tensor]:
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("name", TARGETS)
-def test_head_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+def test_head_computes_what_transformers_does(name: str, layers: int, tmp_path: Path) -> None:
+    """Its only layer twice, or one for each draft."""
     torch.manual_seed(3)
     theirs = TARGETS[name]().eval()
-    head = MtpModel(theirs, 1).eval()
+    head = MtpModel(theirs, layers).eval()
     with torch.no_grad():
         for parameter in (*theirs.parameters(), *head.layers.parameters()):
             parameter.normal_(1 if parameter.dim() == 1 else 0, 1.2 / parameter[0].numel() ** 0.5)
-        head.layers[0].mtp_block.mlp.gate.e_score_correction_bias.normal_()
+        for layer in head.layers:
+            layer.mtp_block.mlp.gate.e_score_correction_bias.normal_()
     theirs.save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
-    save_file(load_file(weights) | published(head, "model.layers.2"), weights)
+    tensors = load_file(weights)
+    for depth in range(layers):
+        tensors |= published(head, f"model.layers.{2 + depth}", depth)
+    save_file(tensors, weights)
 
     tokens, positions = torch.randint(0, 97, (20,)), torch.arange(1, 20)
     with torch.no_grad():
         features = theirs.model(tokens[None], use_cache=False).last_hidden_state
         first = head.forward_layer(0, features[:, :-1], positions[None], None, input_ids=tokens[None, 1:])
-        second = head.forward_layer(0, first[:, :-1], positions[None, 1:], None, input_ids=tokens[None, 2:])
+        second = head.forward_layer(layers - 1, first[:, :-1], positions[None, 1:], None, input_ids=tokens[None, 2:])
 
     checkpoint = open_checkpoint(str(tmp_path))
     ours = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=32)
-    layer = mtp_config(checkpoint.config, own_tensors(checkpoint.config, checkpoint.mtp))
-    reader = Reader(layer, checkpoint.tensor, torch.float32, CPU)  # type: ignore[arg-type]
+    found = own_tensors(checkpoint.config, checkpoint.mtp)
+    config = mtp_config(checkpoint.config, found, layers)
+    check_tensors(config.tensor_shapes(), found, "the head")
+    reader = Reader(config, checkpoint.tensor, torch.float32, CPU)  # type: ignore[arg-type]
     mine = Mtp(reader, ours, 32)
     hidden = ours.forward(tokens, torch.arange(20), UncachedContext(ours, 1, 20)).last
     for place, wanted in ((1, first), (2, second)):
-        x, qkv = mine.enter(mine.embed(tokens[place:]), hidden[:-1])
-        attended = UncachedContext(ours, 1, 20 - place).attend(0, qkv, mine.heads, torch.arange(place, 20))
-        hidden = mine.leave(x, attended)
+        depth = min(place, layers) - 1
+        x, qkv = mine.start(depth, mine.embed(tokens[place:]), hidden[:-1])
+        heads = mine.heads_of(depth)
+        attended = UncachedContext(ours, 1, 20 - place).attend(0, qkv, heads, torch.arange(place, 20))
+        hidden = mine.finish(depth, x, attended)
         torch.testing.assert_close(hidden, wanted[0], rtol=1e-3, atol=1e-4)
 
 

@@ -222,17 +222,31 @@ def test_context_of_a_head_extends_to_the_targets(write: Any) -> None:
 def test_missing_or_unsupported_mtp_heads_are_refused() -> None:
     assert "algorithm='mtp': target has no tensors of an MTP head" in refusal("mtp", None, heads.TargetStub(2))
     tensors = heads.stored(heads.mtp())
-    for name in ("layers.0.mlp.experts.0.up_proj.weight", "layers.1.mlp.up_proj.weight"):
-        stub = heads.TargetStub(2, mtp=tensors | {name: torch.zeros(2, 2)})
-        assert f"describes no tensor mtp.{name}" in refusal("mtp", None, stub)
+    name = "layers.0.mlp.experts.0.up_proj.weight"
+    stub = heads.TargetStub(2, mtp=tensors | {name: torch.zeros(2, 2)})
+    assert f"describes no tensor mtp.{name}" in refusal("mtp", None, stub)
+    incomplete = heads.TargetStub(2, mtp=tensors | {"layers.1.mlp.up_proj.weight": torch.zeros(2, 2)})
+    assert "tensor mtp.layers.1.post_attention_layernorm.weight is missing" in refusal("mtp", None, incomplete)
     query = "layers.0.self_attn.q_proj.weight"
     stub = heads.TargetStub(2, mtp=tensors | {query: tensors[query][:32]})
     assert "q_proj.weight is [32, 24]" in refusal("mtp", None, stub)
     stub = heads.TargetStub(2, mtp=tensors)
-    for layers, key in itertools.product((0, 2), ("mtp_num_hidden_layers", "num_nextn_predict_layers")):
+    wrong = {0: "target has no tensors of an MTP head", 2: "mtp.layers.1.post_attention_layernorm.weight is missing"}
+    keys = "mtp_num_hidden_layers", "num_nextn_predict_layers"
+    for (layers, message), key in itertools.product(wrong.items(), keys):
         stub.config = ModelConfig.from_dict(heads.llama(num_hidden_layers=2, **{key: layers}))
-        message = refusal("mtp", None, stub)
-        assert message.startswith(f"algorithm='mtp': the config of target has a head of {layers} layers")
+        assert message in refusal("mtp", None, stub)
+
+
+def test_drafts_that_the_layers_of_an_mtp_head_cannot_make_are_refused() -> None:
+    """Without a number there are as many drafts as layers."""
+    stub, *_ = heads.usual("mtp of 2", str)
+    has = "the MTP head of target has 2 layers, one for each draft of a chain; use"
+    assert refusal("mtp", None, stub, draft_tokens=3) == f"draft_tokens=3: {has} at most 2"
+    assert refusal("mtp", None, stub, draft_tokens="auto", draft_steps=4) == f"draft_steps=4: {has} at most 2"
+    assert refusal("mtp", None, stub, draft_topk=2, draft_steps=2) == f"draft_topk=2: {has} 1"
+    assert "2 of 2 layers" in plan("mtp", None, stub)[0]
+    assert "1 of 2 layers" in plan("mtp", None, stub, draft_tokens=1)[0]
 
 
 def test_mtp_head_is_read_from_the_targets_folder(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.drafters.feature_head import HeadPrefill, HeadPrefillGraphs
 
 
-@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "mtp", "mtp of 3"])
 def test_graph_prefill_writes_the_same_draft_kv_as_eager(write: Any, bench: Any, algorithm: str) -> None:
     stub, draft, _, _ = heads.usual(algorithm, write)
     here = bench([[1] * 50, [2] * 50, [3] * 50])
-    run = heads.Run(here, stub, algorithm, 3, draft)
+    run = heads.Run(here, stub, algorithm.split()[0], 3, draft)
     head = run.drafter._head
     plain, recorded = (here.cache_for(run.target) for _ in range(2))
     pairs, graphs = HeadPrefill(head, plain), HeadPrefillGraphs(head, recorded, FakeRecorder(torch.device("cpu")), 40)  # type: ignore[arg-type]
@@ -30,12 +30,12 @@ def test_graph_prefill_writes_the_same_draft_kv_as_eager(write: Any, bench: Any,
             here.batch.page_table, [PromptChunk(rows[row], start, end) for row, start, end in spans], 4
         )
         count = len(metadata.positions)
-        tokens = torch.randint(0, 13, (count,), generator=generator)
+        tokens = torch.randint(0, 13, (head.depths, count), generator=generator).unbind()
         taken = torch.randn(count, head.width, generator=generator)
         pairs(tokens, taken, metadata)
         graphs(tokens, taken, metadata)
-        for ours, theirs in ((recorded.k[0], plain.k[0]), (recorded.v[0], plain.v[0])):
-            torch.testing.assert_close(ours[1:], theirs[1:], rtol=1e-5, atol=1e-5)  # no sequence owns page 0
+        for ours, theirs in ((recorded.keys, plain.keys), (recorded.values, plain.values)):
+            torch.testing.assert_close(ours[:, 1:], theirs[:, 1:], rtol=1e-5, atol=1e-5)  # no sequence owns page 0
             ours.zero_()  # as if the pages were reassigned
             theirs.zero_()
     assert graphs.counters.replays == 4

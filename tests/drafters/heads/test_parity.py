@@ -261,10 +261,22 @@ def test_mtp_of_a_moe_target(start: Any, experts: str | None) -> None:
     check(start(stub, "mtp", None, 3, 7), heads.RefMtp(tensors, stub, theta=77.0, turning=4))
 
 
+@pytest.mark.parametrize(("layers", "count", "chunk"), first_quick(2, [(3, 3, 2), (2, 2, 1000), (4, 4, 7), (4, 3, 1)]))
+def test_mtp_with_a_layer_per_draft_matches_reference(
+    write: Any, start: Any, layers: int, count: int, chunk: int
+) -> None:
+    """Layers after the last draft are not loaded."""
+    stub, _, reference, _ = heads.usual(f"mtp of {layers}", write)
+    run = start(stub, "mtp", None, count, chunk)
+    check(run, reference, turns=7)
+    assert run.plan.kv_layers == count
+    assert any(f"{count} of {layers} layers, one for each draft" in line for line in run.lines)
+
+
 # -- all ---------------------------------------------------------------------------------------------------------
 
 
-ALGORITHMS = ("eagle", "eagle3", "mtp", "eagle of 2", "eagle3 of 3", "peagle", "peagle of 2")
+ALGORITHMS = ("eagle", "eagle3", "mtp", "mtp of 3", "eagle of 2", "eagle3 of 3", "peagle", "peagle of 2")
 
 
 @pytest.fixture

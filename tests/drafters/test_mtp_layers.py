@@ -1,0 +1,41 @@
+"""MTP with a layer per draft in an engine: what it leaves to the prefix cache. Parity is tested in `heads`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from targets import Targets
+
+from specbatch import SamplingParams
+from specbatch.drafters.mtp_layers import LayerChain
+from specbatch.kernels.attention.qkv import split_qkv_rope
+from specbatch.models.full_forward import UncachedContext
+
+
+@pytest.mark.parametrize("how", [{}, {"draft_tokens": "auto"}], ids=["fixed", "auto"])
+def test_shared_pages_hold_the_keys_of_all_layers(targets: Targets, how: dict[str, str]) -> None:
+    """They are those of the text, not of rejected drafts. With v2 an iteration in flight would complete them."""
+    engine = targets.engine("llama", "mtp-layers", "v1", how, page_size=1, load_format="dummy", max_model_len=60)
+    prompts = [prompt for prompt in targets.prompts("llama") if len(prompt) != 11]  # these share a prefix
+    done = engine.generate(
+        prompts, [SamplingParams(max_new_tokens=12 + place, ignore_eos=True) for place in range(len(prompts))]
+    )
+    drafter = engine._worker.prefill_step.drafter
+    assert isinstance(drafter, LayerChain)
+    head, cache, model, cached = drafter._head, drafter._cache, engine._model, engine._scheduler._cache
+    assert head.depths == 3
+    assert cached is not None
+    for item in done:
+        text = torch.tensor([*item.prompt_token_ids, *item.token_ids])
+        pages = torch.tensor([node.page for node in cached.path(text.tolist(), len(text))])
+        assert len(text) - 7 <= len(pages) < len(text), "the newest positions may be missing, but no others"
+        hidden = model.forward(text, torch.arange(len(text)), UncachedContext(model, 1, len(text))).last
+        for depth in range(3):
+            count = len(text) - 1 - depth
+            positions, heads = torch.arange(count), head.heads_of(depth)
+            x, qkv = head.start(depth, head.embed(text[1 + depth :]), hidden[:count])
+            keys, values = (torch.zeros(1, count, *part.shape[2:]) for part in (cache.k[depth], cache.v[depth]))
+            split_qkv_rope(qkv, heads, positions, positions, keys, values)
+            for ours, theirs in ((cache.k[depth], keys), (cache.v[depth], values)):
+                torch.testing.assert_close(ours[pages, 0], theirs[0, : len(pages)], rtol=1e-4, atol=1e-5)
+            hidden = head.finish(depth, x, UncachedContext(model, 1, count).attend(0, qkv, heads, positions))
