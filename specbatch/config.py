@@ -251,6 +251,9 @@ class Speculation:
         if self.corpus is None:
             if self.corpus_min is not None:
                 raise refuse("corpus_min", self.corpus_min, "there is no corpus to look up; add corpus='run' or files")
+            if self.corpus_tokens != Speculation.corpus_tokens:
+                works = "there is no corpus that would hold them; add corpus='run' or files"
+                raise refuse("corpus_tokens", self.corpus_tokens, works)
             return
         if self.algorithm == NO_SPECULATION:
             raise refuse("corpus", self.corpus, "algorithm 'none' drafts nothing; use 'ngram', or leave it out")

@@ -90,6 +90,7 @@ VALUES: list[tuple[Callable[..., Any], str, list[Any], str]] = [
     (spec("ngram"), "corpus_tokens", [1023, 2**28 + 1], "use 1024 to 268435456"),
     (spec("ngram"), "corpus_min", [0, 17], "use 1 to 16"),
     (spec("ngram"), "corpus_min", [3], "there is no corpus to look up; add corpus='run' or files"),
+    (spec("ngram"), "corpus_tokens", [4096], "there is no corpus that would hold them; add corpus='run' or files"),
     (spec("mtp", corpus="run"), "verification", ["block"], "leave the corpus out"),
     (spec("standalone"), "verification", ["whole"], "token, block"),
     (Speculation, "verification", ["block"], "algorithm 'none' samples no drafts; use 'token'"),

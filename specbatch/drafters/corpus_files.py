@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,7 @@ class _Reader:
         if self._path.suffix not in (".jsonl", ".txt"):
             raise refuse("corpus", str(self._path), f"is of no known format; {_WORKS}")
         with file:
+            file.seek(len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0)
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
@@ -67,7 +69,7 @@ class _Reader:
                     if self._path.suffix == ".txt":
                         yield from self._answer({"text": line.decode().rstrip("\r\n")})
                     else:
-                        yield from self._row(parse_json(line))
+                        yield from self._row(parse_json(line.rstrip(b"\r\n"), unique=True))
                 except UnicodeError:
                     raise self._malformed(number, "is not UTF-8") from None
                 except (UnreadableError, _MalformedError) as error:

@@ -158,7 +158,7 @@ def test_files_hold_what_generate_and_eval_wrote(open_toy: Callable[..., Any], t
     folder = tmp_path / "eval"
     folder.mkdir()
     write(folder / "questions.jsonl", {"doc_id": 0, "question": "xyz" * 8, "text": "abc", "token_ids": tokens})
-    lines = write(tmp_path / "lines.txt", "abc", "", "cab")
+    lines = write(tmp_path / "lines.txt", "\ufeffabc", "", "cab")  # with a byte order mark
     names = (generated, batch, str(folder), lines)
     plan = plan_corpus(Speculation("ngram", corpus=", ".join(["run", *names])), target, log.append)
     assert plan is not None
@@ -173,7 +173,8 @@ def test_files_hold_what_generate_and_eval_wrote(open_toy: Callable[..., Any], t
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ("{", "is not JSON"),
+        ("{", "is not JSON (Expecting property name enclosed in double quotes at column 2)"),
+        ('{"text": "a", "text": "b"}', 'has the key "text" more than once'),
         ([1], "is no JSON object"),
         ({"index": 0}, "must have token_ids"),
         ({"token_ids": [1.5]}, "must have token_ids"),
