@@ -276,12 +276,12 @@ def test_what_it_does_not_cover_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(SpecbatchError, match="deterministic=True: its kernels were compared on Hopper only"):
         prepare(EngineConfig(deterministic=True), print)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    models = ("gpt-oss-20b", "MXFP4 experts"), ("deepseek-v2-lite", "multi-head latent attention")
-    for shape, what in models:
+    models = {"gpt-oss-20b": "MXFP4 experts", "qwen3-8b-awq": "INT4 weights", "qwen3-next-80b-a3b-fp8": "FP8 experts"}
+    for shape, what in models.items():
         with pytest.raises(SpecbatchError, match=f"deterministic=True: .* bits of {what} were .*; use device='cpu'"):
             prepare(EngineConfig(shape, load_format="dummy", deterministic=True), print)
-    with pytest.raises(SpecbatchError, match="bits of a draft model with multi-head latent attention"):
-        builder._check_kernels_on_cuda(TargetCheckpoint("deepseek-v2").config, "a draft model with ")
+    with pytest.raises(SpecbatchError, match="bits of a draft model with INT4 weights"):
+        builder._check_kernels_on_cuda(TargetCheckpoint("awq").config, "a draft model with ")
     with pytest.raises(SpecbatchError, match="tensor_parallel=2: with deterministic=True"):
         EngineConfig(deterministic=True, tensor_parallel=2)
     block = Speculation("mtp", verification="block")
