@@ -31,7 +31,9 @@ class Tile(NamedTuple):
 
 
 def tile_for(rows: int, n: int, k: int, item: int) -> Tile:
-    """The tile of a GEMM of so many rows of x [rows, k], of `item` bytes a value, with a weight [n, k]."""
+    """The tile of a GEMM of so many rows of x [rows, k], of `item` bytes a value, with a weight [n, k].
+
+    To tune: `python -m specbatch.sweeps.microbench gemm-tiles`."""
     if item == 1:
         # Always the 64 rows that a warpgroup takes, and never split, so that a row's result does not depend on the
         # number of rows: fewer would be another instruction. 128 are slower in most shapes.

@@ -34,7 +34,9 @@ class Tile(NamedTuple):
 
 
 def tile_for(rows: int, n: int, k: int, item: int) -> Tile:
-    """The tile of a GEMM of so many rows of x [rows, k], of `item` bytes a value, with a weight [n, k]."""
+    """The tile of a GEMM of so many rows of x [rows, k], of `item` bytes a value, with a weight [n, k].
+
+    To tune: `python -m specbatch.sweeps.microbench gemm-tiles`."""
     block = 16 if rows <= 16 else 32 if rows <= 32 or item == 4 else 64
     outputs, warps = (32, 4) if item == 4 else (64, 4) if rows <= 64 else (128, 8)
     programs = triton.cdiv(n, outputs) * triton.cdiv(rows, block)

@@ -33,6 +33,7 @@ def tile_for(n: int, k: int, block_m: int, gated: bool, item: int) -> Tile:
     """The tile for y [block_m, n] = x [block_m, k] @ weight.T, elements of `item` bytes.
 
     Shapes not measured: all programs resident at once, and split over K until they fill the device.
+    To tune: `python -m specbatch.sweeps.microbench gemm-tiles`.
     """
     if item == 4:
         return Tile(32, 32, 2 if k >= 256 and not gated else 1, 4, 2)

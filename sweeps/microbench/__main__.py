@@ -29,6 +29,7 @@ from specbatch.sweeps.microbench import (
     deterministic,
     equal_rows,
     gemm,
+    gemm_tiles,
     http_client,
     job_memory,
     moe,
@@ -81,7 +82,7 @@ def _machine() -> str:
     return ", ".join([name, *(f"{library} {known[library]}" for library in ("torch", "triton") if library in known)])
 
 
-for kernels in (accept, attention, attention_tiles, deterministic, gemm, moe, prefill, recurrent):
+for kernels in (accept, attention, attention_tiles, deterministic, gemm, gemm_tiles, moe, prefill, recurrent):
     _add(kernels, needs_cuda=True, inference=True)
 for alone in (all_reduce, equal_rows):
     _add(alone, needs_cuda=True)

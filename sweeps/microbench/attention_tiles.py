@@ -1,26 +1,17 @@
-"""Tile sizes and splits of verify attention: the rules' choice and the three fastest of a grid.
-
-Times in microseconds; a tile is query rows, keys, warps, stages, registers.
-"""
+"""Tile sizes and splits of verify attention: the rules' choice and the three fastest of a grid, in microseconds."""
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import astuple
+from collections.abc import Iterator, Sequence
 from functools import partial
-from statistics import median
 
 import torch
-from triton.runtime.errors import OutOfResources
 
 from specbatch.kernels.attention.verify_attention_configs import Tile, splits_for, tile_for
-from specbatch.sweeps.machine.timing import captured, interleaved_seconds
 from specbatch.sweeps.microbench.attention import POINTS, Work, verify_step
-from specbatch.sweeps.microbench.runner import Row, Table, in_a_row
+from specbatch.sweeps.microbench.runner import Call, Row, Table
+from specbatch.sweeps.microbench.tile_search import compile_all, fastest
 
 TILES = [
     *(Tile(16, 32, 4, stages, 128) for stages in (3, 4, 5)),
@@ -38,30 +29,26 @@ TILES = [
     Tile(64, 64, 8, 3, 128),
 ]
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-REPEATS = 3
+Choice = tuple[Tile, int]
 
 
 def tables() -> Iterator[Table]:
     works = [Work(*point) for point in POINTS]
-    jobs = sorted({(work.n, tile) for work in works for tile, _ in [_rule(work), *_grid(work)]}, key=repr)
-    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
-        fits = dict(zip(jobs, pool.map(_compiles, *zip(*jobs, strict=True)), strict=True))
-    yield Table(_row(work, [choice for choice in _grid(work) if fits[work.n, choice[0]]]) for work in works)
+    choices = {(work.n, tile) for work in works for tile, _ in [_rule(work), *_grid(work)]}
+    compile_all(_launch, sorted(choices, key=repr))
+    yield Table(_row(work) for work in works)
 
 
-def _row(work: Work, grid: list[tuple[Tile, int]]) -> Row:
+def _row(work: Work) -> Row:
     step = verify_step(work)
 
-    def time(tile: Tile, splits: int) -> tuple[float, str]:
-        run = captured(in_a_row(work.launches(partial(step, tile=tile, splits=splits))))
-        seconds = median(interleaved_seconds({"": run}, torch.device("cuda"), REPEATS, warm_ups=1)[""])
-        once = 1e6 * seconds / len(work.launches(step))
-        return once, f"{once:.1f}, {astuple(tile)}, {splits}"
+    def launches(choice: Choice) -> Sequence[Call]:
+        tile, splits = choice
+        return work.launches(partial(step, tile=tile, splits=splits))
 
-    rule = time(*_rule(work))
-    best = [text for _, text in sorted(time(*choice) for choice in grid)[:3]]
-    labels: Row = {"batch": work.batch, "rows": work.n, "keys": work.keys, "rule: us, tile, splits": rule[1]}
-    return labels | dict(zip(("best", "second", "third"), best, strict=False))
+    labels: Row = {"batch": work.batch, "rows": work.n, "keys": work.keys}
+    columns = "query rows, keys, warps, stages, registers, splits"
+    return fastest(labels, launches, _rule(work), _grid(work), columns)
 
 
 def _programs(work: Work, tile: Tile) -> int:
@@ -69,13 +56,13 @@ def _programs(work: Work, tile: Tile) -> int:
     return work.batch * work.kv * -(-work.packed // tile.block_m)
 
 
-def _rule(work: Work) -> tuple[Tile, int]:
+def _rule(work: Work) -> Choice:
     device = torch.device("cuda")
     tile = tile_for(work.packed, work.batch * work.kv, 2 * work.dim, device)
     return tile, splits_for(_programs(work, tile), tile.block_m, work.capacity, device)
 
 
-def _grid(work: Work) -> list[tuple[Tile, int]]:
+def _grid(work: Work) -> list[Choice]:
     """Tiles and splits worth a try: up to six programs for each processor, and no split of less than 32 keys."""
     processors = torch.cuda.get_device_properties("cuda").multi_processor_count
     chosen = []
@@ -88,11 +75,5 @@ def _grid(work: Work) -> list[tuple[Tile, int]]:
     return chosen
 
 
-def _compiles(n: int, tile: Tile) -> bool:
-    """Compile for `n` rows, into Triton's cache on disk; False for a tile that needs too much of the device."""
-    try:
-        verify_step(Work(1, n, 64))(0, tile=tile)
-    except OutOfResources:
-        return False
-    torch.cuda.synchronize()
-    return True
+def _launch(n: int, tile: Tile) -> None:
+    verify_step(Work(1, n, 64))(0, tile=tile)

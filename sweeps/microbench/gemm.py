@@ -20,6 +20,7 @@ import triton.language as tl
 from specbatch.kernels.gemm import skinny_gemm_triton
 from specbatch.kernels.gemm.fp8_linear import fp8_linear
 from specbatch.kernels.gemm.int4 import int4_linear
+from specbatch.kernels.gemm.skinny_gemm_configs import Tile
 from specbatch.kernels.gemm.split_k_triton import workspace
 from specbatch.kernels.gemm.weight import Weight
 from specbatch.sweeps.microbench.runner import Case, Table
@@ -32,8 +33,8 @@ SIZES = {
     "down": (HIDDEN, INNER),
     "head": (VOCABULARY, HIDDEN),
 }
-KINDS = ("INT4", "FP8")
 MEASURED_LAYERS, HEADS = 8, 2  # with weights of their own: more than the L2 holds
+QUANTIZED_COPIES = 4 * MEASURED_LAYERS  # of a weight, which is smaller than in BF16
 LAYER_BYTES = sum(2 * outputs * inputs for name, (outputs, inputs) in SIZES.items() if name != "head")
 
 
@@ -82,11 +83,18 @@ class Weights:
         self.rows = {width: torch.randn(128, width, device="cuda").bfloat16() for width in (HIDDEN, INNER)}
 
     def gemm(
-        self, name: str, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, *, pdl: bool = True
+        self,
+        name: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        residual: torch.Tensor,
+        *,
+        pdl: bool = True,
+        tile: Tile | None = None,
     ) -> torch.Tensor:
         gated, normed = name == "gate+up", name in ("qkv", "gate+up", "head")
         norm, added = self.norm if normed else None, residual if name in ("o", "down") else None
-        return skinny_gemm_triton._product(x, weight, None, norm, 1e-6, added, gated=gated, pdl=pdl)
+        return skinny_gemm_triton._product(x, weight, None, norm, 1e-6, added, gated=gated, tile=tile, pdl=pdl)
 
     def chain(
         self, rows: int, layers: int = MEASURED_LAYERS, *, pdl: bool = True, attention: bool = True, head: bool = False
@@ -125,24 +133,33 @@ def _single(weights: Weights) -> Iterator[Case]:
             yield Case({"GEMM": name, "rows": rows}, calls, bytes=2 * outputs * inputs)
 
 
+def quantized_weight(kind: str, shape: tuple[int, int]) -> Weight:
+    """A random INT4 weight in groups of 128, or an FP8 weight with a scale per output."""
+    (outputs, inputs), device = shape, torch.device("cuda")
+    if kind == "INT4":
+        values = torch.randint(0, 256, (outputs, inputs // 2), device=device, dtype=torch.uint8)
+        groups = (outputs, inputs // 128)
+        scales, zeros = torch.full(groups, 1e-3, device=device).half(), torch.full(groups, 8, device=device).byte()
+        return Weight(values, scales, zeros)
+    bits = torch.randint(0, 0x70, shape, device=device, dtype=torch.uint8)
+    return Weight(bits.view(torch.float8_e4m3fn), torch.full((outputs, 1), 1e-3, device=device))
+
+
+def bytes_of(weight: Weight) -> int:
+    return sum(part.nbytes for part in (weight.values, weight.scales, weight.zeros) if part is not None)
+
+
 def _quantized() -> Iterator[Case]:
-    for name, (outputs, inputs) in SIZES.items():
+    for name, shape in SIZES.items():
         if name == "head":
             continue
-        shape, groups, device = (outputs, inputs), (outputs, inputs // 128), torch.device("cuda")
-        copies = range(4 * MEASURED_LAYERS)  # smaller than in BF16
-        packed = [torch.randint(0, 256, (outputs, inputs // 2), device=device, dtype=torch.uint8) for _ in copies]
-        scales, zeros = torch.full(groups, 1e-3, device=device).half(), torch.full(groups, 8, device=device).byte()
-        int4 = [Weight(values, scales, zeros) for values in packed]
-        bits = [torch.randint(0, 0x70, shape, device=device, dtype=torch.uint8) for _ in copies]
-        channel = torch.full((outputs, 1), 1e-3, device=device)
-        fp8 = [Weight(values.view(torch.float8_e4m3fn), channel) for values in bits]
-        sizes = sum(part.nbytes for part in (packed[0], scales, zeros)), bits[0].nbytes + channel.nbytes
-        for kind, of, multiply, moved in zip(KINDS, (int4, fp8), (int4_linear, fp8_linear), sizes, strict=True):
+        for kind, multiply in (("INT4", int4_linear), ("FP8", fp8_linear)):
+            weights = [quantized_weight(kind, shape) for _ in range(QUANTIZED_COPIES)]
             for rows in (1, 4, 16, 32, 64, 128, 256, 1024):
-                x = torch.randn(rows, inputs, device=device).bfloat16()
-                calls = [partial(multiply, x, weight) for weight in of]
-                yield Case({"weights": kind, "GEMM": name, "rows": rows}, {"specbatch": calls}, bytes=moved)
+                x = torch.randn(rows, shape[1], device="cuda").bfloat16()
+                calls = [partial(multiply, x, weight) for weight in weights]
+                labels = {"weights": kind, "GEMM": name, "rows": rows}
+                yield Case(labels, {"specbatch": calls}, bytes=bytes_of(weights[0]))
 
 
 def _chains(weights: Weights) -> Iterator[Case]:

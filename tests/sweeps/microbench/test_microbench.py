@@ -21,6 +21,7 @@ KERNELS = (
     "deterministic",
     "equal-rows",
     "gemm",
+    "gemm-tiles",
     "moe",
     "prefill",
     "recurrent",

@@ -1,0 +1,132 @@
+"""Tiles of GEMMs in Qwen3-8B's shapes: the rules' choice and the three fastest of a grid, in microseconds.
+
+BF16 weights, INT4 weights in groups of 128, and FP8 weights scaled per output with activations in BF16 and in FP8. A
+GEMM is timed alone, over more weights than the L2 cache holds; `gemm` times the chain of a layer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from specbatch.errors import refuse
+from specbatch.kernels.elementwise.fp8_quantize import quantize_fp8
+from specbatch.kernels.gemm import fp8_linear_triton, int4_triton, skinny_gemm_configs, skinny_gemm_triton
+from specbatch.kernels.gemm.split_k_triton import MULTIPROCESSORS, WORKSPACE, workspace
+from specbatch.sweeps.microbench.gemm import MEASURED_LAYERS, QUANTIZED_COPIES, SIZES, quantized_weight
+from specbatch.sweeps.microbench.runner import Call, Row, Table
+from specbatch.sweeps.microbench.tile_search import compile_all, fastest
+
+GEMMS = tuple(name for name in SIZES if name != "head")
+ROWS, SPLITS = (16, 32, 64, 128), (1, 2, 3, 4, 6, 8, 12, 16)
+BLOCKS = {16: (16,), 32: (16, 32), 64: (32, 64), 128: (64, 128)}  # rows of a tile, by rows of x
+SHARED_BYTES = 227 * 1024  # of a multiprocessor of an H200
+KINDS = {
+    "BF16": "outputs, k, splits, warps, stages",
+    "INT4": "rows, outputs, splits, warps, stages",
+    "FP8": "rows, outputs, k, splits, warps, stages",
+    "FP8 x FP8": "rows, outputs, k, splits, warps, stages",
+}
+
+
+def tables(
+    weights: Annotated[str, typer.Option(help=f"One of {', '.join(KINDS)}; all by default.")] = "",
+) -> Iterator[Table]:
+    if weights and weights not in KINDS:
+        raise refuse("weights", weights, f"use {', '.join(KINDS)}")
+    workspace(torch.device("cuda"))
+    for kind, columns in KINDS.items():
+        if weights not in ("", kind):
+            continue
+        works = [(name, rows) for name in GEMMS for rows in ROWS]
+        jobs = {(kind, name, rows, tile) for name, rows in works for tile in grid(kind, name, rows)}
+        compile_all(_launch, sorted(jobs, key=repr))
+        yield Table((_row(kind, name, rows, columns) for name, rows in works), f"{kind} weights")
+
+
+def _row(kind: str, name: str, rows: int, columns: str) -> Row:
+    multiply, copies = _multiply(kind, name, rows), MEASURED_LAYERS if kind == "BF16" else QUANTIZED_COPIES
+    stored = [_weight(kind, SIZES[name]) for _ in range(copies)]
+
+    def launches(tile: Any) -> Sequence[Call]:
+        return [partial(multiply, weight, tile) for weight in stored]
+
+    return fastest({"GEMM": name, "rows": rows}, launches, rule(kind, name, rows), grid(kind, name, rows), columns)
+
+
+def rule(kind: str, name: str, rows: int) -> Any:
+    """The tile that the kernel chooses."""
+    outputs, inputs = SIZES[name]
+    if kind == "BF16":
+        gated = name == "gate+up"
+        return skinny_gemm_configs.tile_for(outputs // 2 if gated else outputs, inputs, max(16, rows), gated, 2)
+    if kind == "INT4":
+        return int4_triton.tile_for(rows, outputs, inputs, 2)
+    return fp8_linear_triton.tile_for(rows, outputs, inputs, 1 if kind == "FP8 x FP8" else 2)
+
+
+def grid(kind: str, name: str, rows: int) -> list[Any]:
+    """Tiles that fit in shared memory, in numbers that give a multiprocessor between 3/4 and 4 programs on average."""
+    outputs, inputs = SIZES[name]
+    tiles: list[Any] = []
+    if kind == "BF16":
+        halves = 2 if name == "gate+up" else 1
+        sizes = (32, 64, 128), (64, 128, 256), SPLITS, (2, 4, 8), (3, 4, 5)
+        for n, k, splits, warps, stages in itertools.product(*sizes):
+            is_split = splits > 1 and (halves == 2 or inputs // k < splits)
+            fits = (n * halves + rows) * k * 2 * (stages - 1) <= SHARED_BYTES and n * halves >= 16 * warps
+            if fits and not is_split and _fills(outputs // halves, n, rows, rows, splits):
+                tiles.append(skinny_gemm_configs.Tile(n, k, splits, warps, stages))
+    elif kind == "INT4":
+        shapes = (64, 4), (128, 4), (128, 8)
+        for block, (n, warps), splits, stages in itertools.product(BLOCKS[rows], shapes, SPLITS, range(3, 7)):
+            if _fills(outputs, n, rows, block, splits):
+                tiles.append(int4_triton.Tile(block, n, splits, warps, stages))
+    elif kind == "FP8":
+        shapes = (64, 4), (128, 4), (128, 8)
+        for block, (n, warps), k, splits, stages in itertools.product(
+            BLOCKS[rows], shapes, (64, 128), SPLITS, range(3, 7)
+        ):
+            if _fills(outputs, n, rows, block, splits):
+                tiles.append(fp8_linear_triton.Tile(block, n, k, splits, warps, stages))
+    else:  # never split, and always the 64 rows of an instruction: see `fp8_linear_triton.tile_for`
+        for n, warps, stages in itertools.product((32, 64, 128), (4, 8), range(3, 9)):
+            tiles.append(fp8_linear_triton.Tile(64, n, 128, 1, warps, stages))
+    return tiles
+
+
+def _fills(outputs: int, n: int, rows: int, block: int, splits: int) -> bool:
+    tiles = -(-outputs // n) * -(-rows // block)
+    is_room = splits == 1 or splits * tiles * n * block <= WORKSPACE
+    return is_room and 3 * MULTIPROCESSORS // 4 <= tiles * splits <= 4 * MULTIPROCESSORS
+
+
+def _weight(kind: str, shape: tuple[int, int]) -> Any:
+    if kind == "BF16":
+        return torch.randn(shape, device="cuda").mul_(shape[1] ** -0.5).bfloat16()
+    return quantized_weight(kind.split()[0], shape)
+
+
+def _multiply(kind: str, name: str, rows: int) -> Callable[[Any, Any], object]:
+    """The GEMM of rows with a weight and a tile; in BF16 with the norm, gating or residual that the model has there."""
+    outputs, inputs = SIZES[name]
+    x = torch.randn(rows, inputs, device="cuda").bfloat16()
+    if kind == "BF16":
+        gated, normed = name == "gate+up", name in ("qkv", "gate+up")
+        norm = torch.ones(inputs, device="cuda").bfloat16() if normed else None
+        residual = None if normed else torch.randn(rows, outputs, device="cuda").bfloat16()
+        product = skinny_gemm_triton._product
+        return lambda weight, tile: product(x, weight, None, norm, 1e-6, residual, gated=gated, tile=tile)
+    if kind == "INT4":
+        return lambda weight, tile: int4_triton.int4_linear(x, weight, tile=tile)
+    rows_of = quantize_fp8(x) if kind == "FP8 x FP8" else x
+    return lambda weight, tile: fp8_linear_triton.fp8_linear(rows_of, weight, tile=tile)
+
+
+def _launch(kind: str, name: str, rows: int, tile: Any) -> None:
+    _multiply(kind, name, rows)(_weight(kind, SIZES[name]), tile)

@@ -1,0 +1,25 @@
+"""The grids of tiles: what the rules choose is among their kinds, and every tile can be launched."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbatch.kernels.gemm.split_k_triton import COUNTERS, WORKSPACE
+from specbatch.sweeps.microbench.gemm import SIZES
+from specbatch.sweeps.microbench.gemm_tiles import BLOCKS, GEMMS, KINDS, ROWS, grid, rule
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_split_tiles_fit_the_workspace_of_partial_sums(kind):
+    for name in GEMMS:
+        for rows in ROWS:
+            tiles = grid(kind, name, rows)
+            assert {type(tile) for tile in tiles} == {type(rule(kind, name, rows))}
+            for tile in tiles:
+                height, width = (rows, tile.n) if kind == "BF16" else (tile.rows, tile.outputs)
+                programs = -(-SIZES[name][0] // width) * -(-rows // height)
+                if tile.splits > 1:
+                    assert programs <= COUNTERS
+                    assert programs * tile.splits * height * width <= WORKSPACE
+                if kind in ("INT4", "FP8"):
+                    assert tile.rows in BLOCKS[rows]
