@@ -83,7 +83,10 @@ def grid(kind: str, name: str, rows: int) -> list[Any]:
             if fits and not is_split and _fills(outputs // halves, n, rows, rows, splits):
                 tiles.append(skinny_gemm_configs.Tile(n, k, splits, warps, stages))
     elif kind == "INT4":
-        shapes = (64, 4), (128, 4), (128, 8)
+        shapes = (
+            (64, 4),
+            (128, 8),
+        )  # with fewer warps for their outputs, weights take a second way through shared memory
         for block, (n, warps), splits, stages in itertools.product(BLOCKS[rows], shapes, SPLITS, range(3, 7)):
             if _fills(outputs, n, rows, block, splits):
                 tiles.append(int4_triton.Tile(block, n, splits, warps, stages))
