@@ -86,7 +86,7 @@ def grid(kind: str, name: str, rows: int) -> list[Any]:
         shapes = (
             (64, 4),
             (128, 8),
-        )  # with fewer warps for their outputs, weights take a second way through shared memory
+        )  # with fewer warps, weights go through shared memory twice
         for block, (n, warps), splits, stages in itertools.product(BLOCKS[rows], shapes, SPLITS, range(3, 7)):
             if _fills(outputs, n, rows, block, splits):
                 tiles.append(int4_triton.Tile(block, n, splits, warps, stages))
