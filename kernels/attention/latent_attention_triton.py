@@ -36,11 +36,14 @@ class LatentTile:
 
 # A row of the output is as wide as a latent: of 512 numbers, 64 rows take 128 registers of each of 256 threads.
 FEW, MANY = LatentTile(16, 32, 4, 2), LatentTile(64, 32, 8, 2)
+FP32 = LatentTile(32, 32, 8, 2)  # with 64 rows, shared memory would not hold the keys of an FP8 cache besides
 
 
-def tile_for(rows: int) -> LatentTile:
-    """For a sequence's `rows` query rows."""
-    return FEW if rows <= 16 else MANY
+def tile_for(rows: int, item: int) -> LatentTile:
+    """For a sequence's `rows` query rows, of `item` bytes a value."""
+    if rows <= FEW.block_m:
+        return FEW
+    return FP32 if item == 4 else MANY
 
 
 @triton.jit
@@ -236,7 +239,7 @@ def latent_verify(
     count, capacity = queries.num_queries, queries.page_table.shape[1] * k_cache.shape[1]
     q = write_latent(projected, heads, positions, slots, k_cache, v_cache)
     rows, batch = count * heads.count, len(queries.lengths)
-    tile = tile or tile_for(rows)
+    tile = tile or tile_for(rows, projected.element_size())
     tiles = triton.cdiv(rows, tile.block_m)
     splits = splits or splits_for(batch * tiles, tile.block_m, capacity, projected.device)
     grid = tiles, splits, batch
@@ -252,10 +255,11 @@ def latent_prefill(
     v_cache: torch.Tensor,
     spans: RaggedBatch,
     *,
-    tile: LatentTile = MANY,
+    tile: LatentTile | None = None,
 ) -> torch.Tensor:
     """`latent_prefill_ref`."""
     q = write_latent(projected, heads, positions, slots, k_cache, v_cache)
+    tile = tile or tile_for(MANY.block_m, projected.element_size())
     tokens = max(1, tile.block_m // heads.count)
     tiles = spans.tiles(tokens)
     grid = triton.cdiv(tokens * heads.count, tile.block_m), 1, len(tiles)

@@ -234,6 +234,25 @@ def _softmax_of(acc, top, total, sinks, query_head):
 
 
 @triton.jit
+def _tokens_of(index, starts, ends, offsets, tiles, count, per_sequence, TOKENS: tl.constexpr):
+    """Of a tile: its sequence, the first of its tokens among those of the pass, where the pass begins and ends in the
+    sequence, and the row of q of its first token. See `_launch`."""
+    if tiles is not None:
+        sequence = tl.load(tiles + 2 * index)
+        first = tl.load(tiles + 2 * index + 1).to(tl.int32)
+        stop = tl.load(ends + sequence).to(tl.int32)
+        offset = tl.load(offsets + sequence)
+        start = tl.load(starts + sequence).to(tl.int32)
+    else:
+        sequence = (index // per_sequence).to(tl.int64)
+        first = index % per_sequence * TOKENS
+        start = tl.load(starts + sequence).to(tl.int32)
+        stop = start + count
+        offset = sequence * count
+    return sequence, first, start, stop, offset
+
+
+@triton.jit
 def _slots(pages, lineage, key, start, high, page_stride, PAGE: tl.constexpr):
     """Where keys are stored; page 0, which is for padding, for keys from `high` on. lineage: of a node of a tree, whose
     keys from `start` on are its ancestors."""
@@ -259,18 +278,7 @@ def _span_attention(
     let_next_kernel_start(PDL)
     head, index, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     wait_for_previous_kernel(PDL)
-    if tiles is not None:
-        sequence = tl.load(tiles + 2 * index)
-        first = tl.load(tiles + 2 * index + 1).to(tl.int32)
-        stop = tl.load(ends + sequence).to(tl.int32)
-        offset = tl.load(offsets + sequence)
-        start = tl.load(starts + sequence).to(tl.int32)
-    else:
-        sequence = (index // per_sequence).to(tl.int64)
-        first = index % per_sequence * TOKENS
-        start = tl.load(starts + sequence).to(tl.int32)
-        stop = start + count
-        offset = sequence * count
+    sequence, first, start, stop, offset = _tokens_of(index, starts, ends, offsets, tiles, count, per_sequence, TOKENS)
     pages = page_table + tl.load(rows + sequence) * page_stride
 
     row = tl.arange(0, ROWS)

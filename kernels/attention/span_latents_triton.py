@@ -21,7 +21,15 @@ from specbatch.kernels.attention import span_attention_triton
 from specbatch.kernels.attention.latent_attention import LatentLayout, write_latent
 from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.attention.span_attention_triton import LOG2E, PROGRAMS, WORKSPACE, Lineages, _merge, _slots
+from specbatch.kernels.attention.span_attention_triton import (
+    LOG2E,
+    PROGRAMS,
+    WORKSPACE,
+    Lineages,
+    _merge,
+    _slots,
+    _tokens_of,
+)
 from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.workspace import reserve
@@ -141,18 +149,7 @@ def _span_latents(
     and sums of weights [spans, total] to partials; total: query rows of the pass."""
     tile, index, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     wait_for_previous_kernel(PDL)
-    if tiles is not None:
-        sequence = tl.load(tiles + 2 * index)
-        first = tl.load(tiles + 2 * index + 1).to(tl.int32)
-        stop = tl.load(ends + sequence).to(tl.int32)
-        offset = tl.load(offsets + sequence)
-        start = tl.load(starts + sequence).to(tl.int32)
-    else:
-        sequence = (index // per_sequence).to(tl.int64)
-        first = index % per_sequence * TOKENS
-        start = tl.load(starts + sequence).to(tl.int32)
-        stop = start + count
-        offset = sequence * count
+    sequence, first, start, stop, offset = _tokens_of(index, starts, ends, offsets, tiles, count, per_sequence, TOKENS)
     pages = page_table + tl.load(page_rows + sequence) * page_stride
     row = tl.arange(0, ROWS)
     token, head = first + row // GROUP, tile * GROUP + row % GROUP

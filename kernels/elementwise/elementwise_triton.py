@@ -55,7 +55,7 @@ def relu_squared(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_fp8(x: torch.Tensor) -> FP8Activations:
-    """`rounded_ref` of x [T, K]."""
+    """`quantize_fp8_ref` of x [T, K]."""
     (rows, width), device = x.shape, x.device
     assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
     values = torch.empty(rows, width, device=device, dtype=torch.float8_e4m3fn)
@@ -86,7 +86,7 @@ def _rms_norm(x, weight, y, rows, width, eps, TILE: tl.constexpr, BLOCK: tl.cons
     values = tl.load(x + offsets, mask=mask, other=0.0)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / width + eps)
-    # FP8Activations twice, as the reference does: before the weight and after.
+    # Rounded twice, as the reference does: before the weight and after.
     normal = (wide * scale[:, None]).to(values.dtype).to(tl.float32)
     tl.store(y + offsets, normal * w[None, :], mask=mask)
 

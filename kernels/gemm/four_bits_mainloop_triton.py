@@ -135,6 +135,7 @@ def _add_group(total, values, x_row, exists, scale, zero):
 
 # 4 bits of bytes 0 and 2, then of bytes 1 and 3, each a value of e2m1: sign, exponent and fraction move to where
 # bfloat16 has them. Its other bias makes each value 2^126 times too small.
+# $0 and $1 may be the register of $2, so the instruction that writes the first of them is the last to read it.
 _MXFP4_LOW: tl.constexpr = tl.constexpr("""{
 .reg .b32 a, b, c, d;
 shl.b32 a, $2, 12;
@@ -153,8 +154,8 @@ shl.b32 c, $2, 2;
 shr.u32 d, $2, 6;
 and.b32 c, c, 0x01c001c0;
 and.b32 d, d, 0x01c001c0;
-lop3.b32 $0, a, 0x80008000, c, 0xea;
 lop3.b32 $1, $2, 0x80008000, d, 0xea;
+lop3.b32 $0, a, 0x80008000, c, 0xea;
 }""")
 
 

@@ -3,9 +3,9 @@
 A verify reads and writes a state once: a program has some columns of one head's state in registers, replays the
 accepted rows, writes it back and computes the new rows. A chain of few rows goes row by row, others use GEMMs over all
 rows. Then the gated norm, which also stores the keys and decays of the new rows, once all programs of the previous
-kernel have read those of the last verify. A prompt pass (`gated_delta_chunks`) is in two: what the rows of a chunk are
-to each other, for all chunks at once, then the walk of the state from chunk to chunk, for some columns each; and the
-same norm.
+kernel have read those of the last verify. A prompt pass (`gated_delta_prefill_triton`) is in two: what the rows of a
+chunk are to each other, for all chunks at once, then the walk of the state from chunk to chunk, for some columns each;
+and the same norm.
 
 Products of float32 models are exact (no tf32); a verify of others rounds their factors to tf32 and adds in float32: its
 state lives for thousands of verifies.

@@ -55,8 +55,8 @@ def positions_from(start: torch.Tensor, count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DecodeMetadata(DecodeQueries):
-    """A decode or verify pass. masks: one per layer, where a chain is not causal
-    with the window of the layer.
+    """A decode or verify pass. masks: one per layer, for draft blocks, whose tokens may see later ones; None: all
+    layers are causal, each with its own window.
 
     Rejected tokens are computed too; later passes overwrite their keys and values before anything reads them.
     """

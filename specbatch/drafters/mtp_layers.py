@@ -10,20 +10,19 @@ begins that many positions earlier.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from specbatch.core.attention_metadata import PrefillMetadata, positions_from
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.step_input import Proposal, StepInput
-from specbatch.draft_shape import DraftShape
-from specbatch.drafters.base import Diagnosis, no_drafts
+from specbatch.drafters.base import no_drafts
 from specbatch.drafters.choose import Choice, proposal_of
-from specbatch.drafters.feature_head import FeatureChain, HeadPrefill, attention_of
+from specbatch.drafters.feature_head import FeatureChain, attention_of
 from specbatch.kernels.attention.latent_attention import write_keys
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.elementwise.gather_rows import gather_rows
-from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Features
 from specbatch.models.draft_head import DraftHead
 from specbatch.models.mtp import MtpHead
@@ -37,19 +36,10 @@ class LayerChain(FeatureChain):
 
     _head: MtpHead
 
-    def __init__(
-        self,
-        head: DraftHead,
-        cache: KVCache,
-        prefill: HeadPrefill,
-        shape: DraftShape,
-        slots: int,
-        vocabulary: int,
-        diagnosis: Diagnosis | None = None,
-    ) -> None:
+    def __init__(self, head: DraftHead, *how: Any) -> None:
+        super().__init__(head, *how)
         assert isinstance(head, MtpHead)
-        assert shape.steps <= head.depths
-        super().__init__(head, cache, prefill, shape, slots, vocabulary, diagnosis)
+        assert self._shape.steps <= head.depths
         # Where the prompt of a row continues; -1 once it is complete and steps have run.
         self._prompts = torch.full_like(self._ready, -1)
 

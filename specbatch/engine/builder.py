@@ -32,7 +32,7 @@ from specbatch.kernels.attention.prefill_backends import PrefillAttention, prefi
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.sampling.rng import acceptance_thresholds
-from specbatch.memory.kv_cache import bytes_per_page
+from specbatch.memory.kv_cache import KVCache, bytes_per_page
 from specbatch.memory.page_pool import PagePool, pages_for, reach_of
 from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, plan_memory, size_text
 from specbatch.memory.prefix_cache import PrefixCache
@@ -371,31 +371,6 @@ def _load(
         token_check=token_check,
         corpus=corpus,
     )
-    caps: dict[str, Any] = {
-        "device": str(device),
-        "dtype": type_name(dtype),
-        "kv_dtype": type_name(cache.dtype),
-        "fp8_activations": "on" if fp8 else "off",
-        "deterministic": "on" if config.deterministic else "off",
-        "attention_backend": cache.attention.name,
-        "max_running": config.max_running,
-        "max_model_len": plan.max_model_len,
-        "kv_pages": plan.kv_pages,
-        "page_size": config.page_size,
-        "prefill_chunk": config.prefill_chunk,
-        "verify_rows": num_queries,
-        "verify_slots": kv_slots,
-        "draft_shape": str(config.speculation.shape) if num_queries > 1 else "none",
-        "weights_bytes": plan.weights + plan.draft_weights,
-        "kv_bytes": plan.kv,
-        "state_bytes": plan.states,
-        "cached_states": plan.cached_states,
-        "prefix_cache": "on" if config.prefix_cache else "off",
-    }
-    if config.speculation.verify_budget is not None:
-        caps["verify_budget"] = config.speculation.verify_budget
-    if asked_corpus is not None:
-        caps |= {"corpus_tokens": asked_corpus.size, "corpus_bytes": asked_corpus.bytes(batch.tokens.numel())}
     return EngineParts(
         config=config,
         device=device,
@@ -407,8 +382,41 @@ def _load(
         draft_length=DraftLength(config.speculation.lengths, batch_buckets(config.max_running)),
         draft=draft,
         diagnose=use_fp8_activations(fp8)(drafter.diagnose),
-        caps=caps,
+        caps=_caps(prepared, plan, cache, batch.tokens.numel(), fp8=fp8),
     )
+
+
+def _caps(prepared: Prepared, plan: MemoryPlan, cache: KVCache, running: int, *, fp8: bool) -> dict[str, Any]:
+    """What the engine can hold at most and what was chosen for it, for the record. running: tokens that all slots have
+    room for; fp8: whether activations are quantized."""
+    config, asked, corpus = prepared.config, prepared.config.speculation, prepared.corpus
+    num_queries = asked.drafted + 1
+    caps: dict[str, Any] = {
+        "device": str(prepared.device),
+        "dtype": type_name(prepared.dtype),
+        "kv_dtype": type_name(cache.dtype),
+        "fp8_activations": "on" if fp8 else "off",
+        "deterministic": "on" if config.deterministic else "off",
+        "attention_backend": cache.attention.name,
+        "max_running": config.max_running,
+        "max_model_len": plan.max_model_len,
+        "kv_pages": plan.kv_pages,
+        "page_size": config.page_size,
+        "prefill_chunk": config.prefill_chunk,
+        "verify_rows": num_queries,
+        "verify_slots": prepared.draft.kv_slots_per_step(num_queries),
+        "draft_shape": str(asked.shape) if num_queries > 1 else "none",
+        "weights_bytes": plan.weights + plan.draft_weights,
+        "kv_bytes": plan.kv,
+        "state_bytes": plan.states,
+        "cached_states": plan.cached_states,
+        "prefix_cache": "on" if config.prefix_cache else "off",
+    }
+    if asked.verify_budget is not None:
+        caps["verify_budget"] = asked.verify_budget
+    if corpus is not None:
+        caps |= {"corpus_tokens": corpus.size, "corpus_bytes": corpus.bytes(running)}
+    return caps
 
 
 def _budget(config: EngineConfig, device: torch.device) -> VerifyBudget | None:

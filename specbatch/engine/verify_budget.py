@@ -1,32 +1,31 @@
 """Verify budget: a fixed number of rows per verify, spent on the drafts that are most likely to be accepted.
 
-A verify of B requests computes ceil(B * budget) rows. Each request has one for its newest token; the others go to
-drafts, of which each request verifies the first few. The value of draft k of a request is the probability that it is
-reached and accepted, c_1 c_2 .. c_k, where c_j is the predicted probability that draft j is accepted if those before it
-are. The drafts with the largest values are verified. Values fall along a chain, so that these are the first ones of
-each request, and no other choice of as many has a larger expected number of accepted drafts.
+A verify of B requests computes ceil(B * budget) rows. One row of each request is its newest token; the others are
+drafts, the first few of each chain. The value of draft k of a request is the probability that it is reached and
+accepted, c_1 c_2 .. c_k, where c_j is the predicted probability that draft j is accepted if those before it are. The
+drafts with the largest values are verified. Values never rise along a chain, so these drafts are the first ones of each
+request, and no other choice of the same size has a larger expected number of accepted drafts.
 
 c_j follows from the drafter's `Proposal.confidence`, or without one from the share of the request's recent drafts that
 was accepted. Neither is a probability of acceptance: the most likely token of a draft model is accepted more often than
 its probability says, and a sampled one may be accepted whatever it says. c_j is therefore the share of the run's drafts
-of about this confidence that was accepted, counted for greedy and for sampled requests. Everything happens on the
-device, and shapes depend on B only. The scheduler of "DSpark: Confidence-Scheduled
-Speculative Decoding" (github.com/deepseek-ai/DeepSpec, section 5.2) ranks drafts by the same product, and also chooses
-the number of rows.
+with about this confidence that was accepted, counted separately for greedy and for sampled requests. Everything happens
+on the device, and shapes depend on B only. The scheduler of "DSpark: Confidence-Scheduled Speculative Decoding"
+(github.com/deepseek-ai/DeepSpec, section 5.2) ranks drafts by the same product, and also chooses the number of rows.
 
-Why this is lossless. Drafts are accepted by comparison with the token that the target samples in greedy requests, with
-n-gram lookup, a corpus, and in deterministic mode: the tokens are the target's own, however many are compared. Drafts
-sampled by a model are accepted by rejection sampling, and there the choice must not know what it chooses: whether draft
-k is verified may depend on the drafts before it, never on draft k itself. A verify that ended before each unlikely
-token would emit the likely ones too often.
+Why this is lossless. In greedy requests, with n-gram lookup, with a corpus and in deterministic mode a draft is
+accepted if it equals the token that the target chooses: the tokens are the target's own, however many are compared.
+Drafts that a model samples are accepted by rejection sampling. There the choice must not depend on the draft that it
+decides on: whether draft k is verified may depend on the drafts before it, never on draft k itself. A verify that ended
+before each unlikely token would emit the likely ones too often.
 
 * c_k is a function of the drafts before k (`Proposal.confidence`): the value of draft k is known before it is sampled.
-* Because values fall along a chain, choosing the M largest equals choosing M times the best one of all drafts that are
-  next in their chains. In this order every draft is chosen before it is looked at, and what was looked at until then
-  are earlier drafts of its chain and drafts of other requests. Given these, it still has the distribution that it is
+* Because values never rise along a chain, choosing the M largest equals M times choosing the best of all drafts that
+  are next in their chains. In this order every draft is chosen before it is looked at; until then only earlier drafts
+  of its chain and drafts of other requests were looked at. Given these, it still has the distribution that it is
   verified with, if requests draw independent random numbers. Two requests may have the same seed; with a budget the
   random numbers for sampled drafts therefore depend on the slot of a request, too.
-* What was counted in earlier steps is the past of all this.
+* The counts are from earlier steps, so they depend on no draft of this one.
 """
 
 from __future__ import annotations

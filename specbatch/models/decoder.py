@@ -149,7 +149,8 @@ class Decoder:
         overrides: EmbeddingOverrides | None = None,
     ) -> Features:
         """tokens and positions int64 [T]. rows int64 [n]: the tokens whose last hidden states are returned, in this
-        order; None: all. Auxiliary features are always those of all tokens. given: embeddings of some of the tokens."""
+        order; None: all. Auxiliary features are always those of all tokens. overrides: embeddings given for some of the
+        tokens."""
         assert rows is None or not self.config.ends_in(self.aux), "auxiliary features are those of all tokens"
         x, projected = self.enter(tokens, overrides=overrides)
         aux = x.new_empty(len(x), len(self.aux) * x.shape[1]) if self.aux else None

@@ -275,7 +275,9 @@ def _attention(read: Reader, stem: str, index: int, tables: Tables) -> PaddedAtt
     share = own.dim / dim  # the mean square of a padded head is this much of its own
 
     def norm(part: str, scale: float) -> torch.Tensor:
-        weight = read(f"{stem}.self_attn.{part}_norm.weight", own.dim) * (scale * math.sqrt(share))
+        # In float32: in 16 bits the product would be rounded once more, differently in each channel.
+        weight = read(f"{stem}.self_attn.{part}_norm.weight", own.dim, dtype=torch.float32)
+        weight = weight * (scale * math.sqrt(share))
         padded, low = weight.new_zeros(2, dim // 2), own.dim // 2
         padded[:, :low] = weight.view(2, low)
         return padded.flatten()

@@ -118,11 +118,11 @@ def prompt(source: str, dim: int, tile: prompts.Tiling, *, has_sinks: bool) -> d
 
 
 def latent_attention(
-    rows: int, *, is_tree: bool = False, is_prompt: bool = False, cache: str = "bf16"
+    rows: int, *, is_tree: bool = False, is_prompt: bool = False, cache: str = "bf16", dtype: str = "bf16"
 ) -> dict[str, Any]:
     """Of DeepSeek-V2-Lite: 16 heads."""
-    tile = latents.MANY if is_prompt else latents.tile_for(rows)
-    kinds = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("k_cache", "v_cache"), f"*{cache}")
+    tile = latents.tile_for(rows, 4 if dtype == "fp32" else 2)
+    kinds = dict.fromkeys(("q", "out"), f"*{dtype}") | dict.fromkeys(("k_cache", "v_cache"), f"*{cache}")
     kinds |= dict.fromkeys(("partials", "logs"), "*fp32") | {"scale": "fp32"}
     kinds |= dict.fromkeys(("page_table", "tiles", "bounds", "slots", "lengths", "ancestors"), "*i64")
     kinds |= dict.fromkeys(("n", "first_node", "capacity", "width", "bounds_stride"), "i32")
@@ -269,6 +269,8 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "latents of a tree", latent_attention(256, is_tree=True)
     yield "latents of a prompt", latent_attention(256, is_prompt=True)
     yield "latents of a verify, FP8", latent_attention(256, cache="fp8e4nv")
+    yield "FP32 latents of a prompt", latent_attention(256, is_prompt=True, cache="fp32", dtype="fp32")
+    yield "FP32 latents of a verify, FP8", latent_attention(256, cache="fp8e4nv", dtype="fp32")
     for rows in (16, 32):
         for is_spread in (False, True):
             yield f"spans of latents, {rows} rows, spread: {is_spread}", spans_of_latents(rows, is_spread=is_spread)

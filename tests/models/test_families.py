@@ -4,6 +4,7 @@ rejected drafts, and trees."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import UncachedContext
+from specbatch.models.layers import Attention
 from specbatch.weights import open_checkpoint
 
 Close = Callable[[torch.Tensor, torch.Tensor], None]
@@ -446,3 +448,16 @@ def test_tree_verify(pair: tuple[Any, Decoder], close: Close) -> None:
         verified = VerifiedRows(table, slots, lengths, torch.tensor([len(path) - 1]))
         cache.commit(verified, torch.tensor([order]))
         known += [int(tokens[node]) for node in path]
+
+
+def test_weights_of_padded_norms_are_not_rounded_again(tmp_path: Path) -> None:
+    """Gemma 4 in BF16: the norms of narrow heads are scaled for their padding, by the root of 16 / 24."""
+    gemma4().save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path))
+    ours = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.bfloat16, device=CPU, max_positions=32)
+    local = ours.layers[0].mixer
+    assert isinstance(local, Attention)
+    weight = checkpoint.tensor("model.layers.0.self_attn.k_norm.weight").bfloat16().double()
+    found = local.heads.k_norm
+    assert found is not None
+    assert torch.allclose(found[found != 0].double(), weight * (16 / 24) ** 0.5, rtol=1e-6)
