@@ -26,6 +26,7 @@ def test_memory_plan_is_that_of_each_rank(tmp_path: Path, monkeypatch: pytest.Mo
     assert result.exit_code == 0, result.output
     assert "\nmemory budget of each of 2 ranks: " in result.stderr
     assert result.stderr.count("memory budget") == 1
+    assert "\ntensor_parallel=2: on a CPU, ranks exchange tensors through gloo, which is slow" in result.stderr
 
 
 @pytest.mark.parametrize(
