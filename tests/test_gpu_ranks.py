@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from targets import DIVISIBLE, MTP, SIZES, TARGETS
+from targets import MTP, SIZES, TARGETS
 
 from specbatch import Completion, Engine, EngineConfig, Graphs, SamplingParams, SpecbatchError, Speculation
 from specbatch.engine import rank_group, ranks
@@ -31,14 +31,20 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "dflash2": {"algorithm": "dflash2", "draft": "dummy", "draft_tokens": 3},
     "dspark": {"algorithm": "dspark", "draft": "dummy", "draft_tokens": 3},
 }
+LESS_OFTEN: dict[str, dict[str, Any]] = {
+    "peagle": {"algorithm": "peagle", "draft": "dummy", "draft_tokens": 3},
+    "dspark-tree": {"algorithm": "dspark", "draft": "dummy", "draft_steps": 3, "draft_topk": 2, "draft_tokens": 5},
+    "ngram-corpus": {"algorithm": "ngram", "draft_tokens": 3, "ngram_min": 1, "corpus": "run", "corpus_min": 1},
+}
 CASES = [
     (target, drafter, "v1" if (row + column) % 2 else "v2", "eager" if (row + column) % 3 == 2 else "graphs")
-    for row, target in enumerate(DIVISIBLE)
+    for row, target in enumerate(TARGETS)
     for column, drafter in enumerate(DRAFTERS)
     if not (drafter == "model-auto" and target not in ("llama", "qwen3-moe"))  # no states that can go back
     and not (drafter == "mtp" and not target.startswith("qwen3") and target not in MTP)
-]
+] + [(target, drafter, "v2", "graphs") for target in ("llama", "gemma4", "deepseek-v3") for drafter in LESS_OFTEN]
 GREEDY = SamplingParams(max_new_tokens=16, ignore_eos=True)
+PENALIZED = SamplingParams(max_new_tokens=8, ignore_eos=True, repetition_penalty=1.3, presence_penalty=0.5)
 SAMPLED = SamplingParams(
     max_new_tokens=8, ignore_eos=True, temperature=0.8, top_p=0.9, seed=3, top_logprobs=2, min_tokens=4
 )
@@ -65,14 +71,14 @@ def test_ranks_generate_the_tokens_of_one_device(
         config = EngineConfig(
             model=model, load_format="dummy", device="cuda", dtype="float32", tensor_parallel=size, max_running=2,
             max_model_len=128, page_size=16, prefill_chunk=32, graphs=GRAPHS[graphs],
-            speculation=Speculation(**DRAFTERS[drafter], schedule=schedule),
+            speculation=Speculation(**(DRAFTERS | LESS_OFTEN)[drafter], schedule=schedule),
         )  # fmt: skip
         with Engine(config) as engine:
-            done = [*engine.generate(PROMPTS, GREEDY), *engine.generate(PROMPTS, SAMPLED)]
+            done = [item for params in (GREEDY, PENALIZED, SAMPLED) for item in engine.generate(PROMPTS, params)]
             scores = engine.score([(PROMPTS[0], PROMPTS[1]), (PROMPTS[1], PROMPTS[3])])
             found.append(([item.token_ids for item in done], [item.logprob for item in scores]))
     (one, likelihood), (two, other) = found
-    assert two[: len(PROMPTS)] == one[: len(PROMPTS)]
+    assert two[: 2 * len(PROMPTS)] == one[: 2 * len(PROMPTS)]
     # A random number may fall on the other side of a boundary; with other draft lengths, other ones are used.
     assert drafter.endswith("auto") or sum(ours != theirs for ours, theirs in zip(one, two, strict=True)) <= 1
     assert other == pytest.approx(likelihood, abs=1e-2)

@@ -5,6 +5,7 @@ Every rank gets the same bits: sums are taken in the order of the ranks, in floa
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 from uuid import uuid4
@@ -103,6 +104,8 @@ class DeviceCommunicator:
         name: Any = store.compare_set("specbatch-peer-memory", "", uuid4().hex).decode()
         self._name, self._group = name, ProcessGroup(store, rank, size)  # torch holds no reference to the group
         _register_process_group(name, self._group)
+        # Else torch would make an object for multicast, which is not used here and not allowed on all machines.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         small = OneShot.bytes_for(MOST_ONE_SHOT, size)
         memory = symmetric.empty(
             (small + TwoShot.bytes_for(MOST_TWO_SHOT, size)) // 4, dtype=torch.int32, device=device
@@ -129,19 +132,13 @@ class DeviceCommunicator:
         self.store.wait([everyone])
 
     def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        if x.numel() == 0:
-            return x
         flat = _vectors(x)
         added = None if residual is None else _vectors(residual)
-        size = flat.numel() * flat.element_size()
-        if size <= self._most_one_shot:
-            total = self.one_shot.all_reduce(flat, added)
-        elif size <= MOST_TWO_SHOT:
-            total = self.two_shot.all_reduce(flat, added)
-        else:
-            parts = flat.split(MOST_TWO_SHOT // flat.element_size())
-            others = [None] * len(parts) if added is None else added.split(parts[0].numel())
-            total = torch.cat([self.all_reduce(part, other) for part, other in zip(parts, others, strict=True)])
+        total, step = torch.empty_like(flat), MOST_TWO_SHOT // flat.element_size()
+        for start in range(0, flat.numel(), step):
+            part = slice(start, start + step)
+            kernel = self.one_shot if flat[part].nbytes <= self._most_one_shot else self.two_shot
+            kernel.all_reduce(flat[part], None if added is None else added[part], total[part])
         return total[: x.numel()].view(x.shape)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -166,7 +163,9 @@ class DeviceCommunicator:
 
 
 def _vectors(x: torch.Tensor) -> torch.Tensor:
-    """x as one contiguous dimension, padded to whole vectors of 16 bytes."""
+    """x as one contiguous dimension of whole vectors of 16 bytes, which begins at one: padded or copied if needed."""
     flat = x.contiguous().view(-1)
     missing = -flat.numel() % (16 // flat.element_size())
-    return F.pad(flat, (0, missing)) if missing else flat
+    if missing:
+        return F.pad(flat, (0, missing))
+    return flat if flat.data_ptr() % 16 == 0 else flat.clone()

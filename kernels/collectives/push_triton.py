@@ -97,8 +97,9 @@ def _exchange_kernel(
             h0, h1, h2, h3 = h0 + high(e, KIND), h1 + high(f, KIND), h2 + high(g, KIND), h3 + high(h, KIND)
         words = (word(l0, h0, KIND), word(l1, h1, KIND), word(l2, h2, KIND), word(l3, h3, KIND))
         store((out.to(tl.int64) + at).to(tl.uint64), words[0], words[1], words[2], words[3])
+    any_late = tl.max(is_late, 0)  # with a barrier: all threads have read the count before one of them changes it
     tl.store(calls + pid, call + 1)
-    if tl.max(is_late, 0) > 0:
+    if any_late > 0:
         tl.store(late, 1)
 
 
@@ -123,11 +124,9 @@ class OneShot:
     def bytes_for(most: int, ranks: int) -> int:
         return 2 * ranks * (most + BLOCK * VECTOR)
 
-    def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """The sum over ranks plus `residual`, like x. Both are contiguous."""
-        out = torch.empty_like(x)
+    def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Write the sum over ranks plus `residual` to `out`. All are alike, contiguous, and whole vectors."""
         self._exchange(x, residual, out, 0, True)
-        return out
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write x [n] of rank r to out[r]. out: [ranks, n], of which the columns may be a part of a larger tensor's."""

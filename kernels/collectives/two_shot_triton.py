@@ -123,8 +123,9 @@ def _two_shot_kernel(
                 store(letter, empty, empty, empty, empty)
                 at = tl.minimum(rank * part + place, vectors - 1) * 16
                 store((out.to(tl.int64) + at).to(tl.uint64), e, f, g, h)
+    any_late = tl.max(is_late, 0)  # with a barrier: all threads have read the count before one of them changes it
     tl.store(calls + pid, call + 1)
-    if tl.max(is_late, 0) > 0:
+    if any_late > 0:
         tl.store(late, 1)
 
 
@@ -155,9 +156,9 @@ class TwoShot:
     def bytes_for(most: int, ranks: int) -> int:
         return 4 * ranks * TwoShot._part(most, ranks) * VECTOR
 
-    def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """The sum over ranks plus `residual`, like x. Both are contiguous."""
-        out, size = torch.empty_like(x), x.numel() * x.element_size()
+    def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Write the sum over ranks plus `residual` to `out`. All are alike, contiguous, and whole vectors."""
+        size = x.numel() * x.element_size()
         part = self._part(size, self.ranks)
         _two_shot_kernel[(min(part // BLOCK, BLOCKS),)](
             x,
@@ -180,4 +181,3 @@ class TwoShot:
             num_warps=BLOCK // 32,
             **pdl(x),
         )
-        return out

@@ -163,11 +163,12 @@ def _no_bfloat16() -> str | None:
 def _no_peers() -> str | None:
     import torch
 
+    from specbatch.runtime.device import far_device
+
     count = torch.cuda.device_count()
     if count < 2:
         return f"needs two CUDA devices, and there {'is 1' if count == 1 else 'are none'}"
-    far = [index for index in range(1, count) if not torch.cuda.can_device_access_peer(0, index)]
-    return f"cuda:0 cannot access the memory of cuda:{far[0]}" if far else None
+    return far_device(count) or None
 
 
 def _no_hub() -> str | None:

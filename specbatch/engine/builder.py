@@ -202,6 +202,8 @@ def _build(
         log(announced(asked.lengths))
     for line in plan.lines(1 if ranks is None else ranks.size):
         log(line)
+    if ranks is not None and prepared.device.type == "cpu":
+        log(f"tensor_parallel={ranks.size}: on a CPU, ranks exchange tensors through gloo, which is slow and for tests")
     try:
         with on_device(prepared.device):
             progress = Stages(report)

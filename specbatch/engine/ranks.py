@@ -27,7 +27,7 @@ from specbatch.errors import SpecbatchError, one_line, refuse
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.memory.planner import MemoryShare
 from specbatch.progress import Report
-from specbatch.runtime.device import find_device
+from specbatch.runtime.device import far_device, find_device
 
 if TYPE_CHECKING:
     from specbatch.engine.builder import EngineParts
@@ -53,6 +53,9 @@ class EngineRanks:
             raise refuse("device", config.device, works)
         if device.type == "cuda" and size > torch.cuda.device_count():
             works = f"this machine has {torch.cuda.device_count()} CUDA devices; use at most that"
+            raise refuse("tensor_parallel", size, works)
+        if device.type == "cuda" and (far := far_device(size)):
+            works = f"{far}; use GPUs that are connected by NVLink, or data_parallel"
             raise refuse("tensor_parallel", size, works)
 
     @property

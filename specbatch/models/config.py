@@ -159,20 +159,24 @@ class ModelConfig:
     def divided(self, ranks: int) -> Self:
         """The config of one of `ranks` ranks: its heads and its share of the MLPs. KV heads are replicated where there
         are fewer of them than ranks. Raises SpecbatchError for sizes that cannot be divided."""
-        kv = self.num_kv_heads
-        if kv % ranks and ranks % kv:
-            raise refuse("tensor_parallel", ranks, f"it must divide num_key_value_heads={kv}, or be a multiple of it")
-        heads = shared_out("num_attention_heads", self.num_heads, ranks)
-        if ranks > 1 and heads * self.head_dim % self.input_step:
-            works = f"each rank has {heads} heads of {self.head_dim}, and quantized weights are cut every"
-            raise refuse("tensor_parallel", ranks, f"{works} {self.input_step} inputs; use fewer")
+        heads, kv = self.heads_per_rank(self.head_dim, self.num_kv_heads, ranks)
         return replace(
             self,
             num_heads=heads,
-            num_kv_heads=max(kv // ranks, 1),
+            num_kv_heads=kv,
             intermediate_size=shared_out("intermediate_size", self.intermediate_size, ranks, self.input_step),
             ranks=ranks,
         )
+
+    def heads_per_rank(self, dim: int, kv: int, ranks: int) -> tuple[int, int]:
+        """Heads of one of `ranks` ranks, and KV heads. dim: channels of a head; kv: KV heads of the whole layer."""
+        if kv % ranks and ranks % kv:
+            raise refuse("tensor_parallel", ranks, f"it must divide num_key_value_heads={kv}, or be a multiple of it")
+        heads = shared_out("num_attention_heads", self.num_heads, ranks)
+        if ranks > 1 and heads * dim % self.input_step:
+            works = f"each rank has {heads} heads of {dim}, and quantized weights are cut every"
+            raise refuse("tensor_parallel", ranks, f"{works} {self.input_step} inputs; use fewer")
+        return heads, max(kv // ranks, 1)
 
     @property
     def input_step(self) -> int:

@@ -253,4 +253,13 @@ def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     projected, mixed = config.mixer_widths
     held = (config.hidden_size + projected + mixed) * dtype.itemsize
     following = (config.hidden_size + projected) * dtype.itemsize
-    return held + max(config.mixing_bytes(dtype), config.mlp_bytes(dtype), following) + 6 * torch.int64.itemsize
+    mlp = config.mlp_bytes(dtype)
+    if config.ranks > 1:
+        mlp = max(mlp + bool(config.chosen) * config.hidden_size * dtype.itemsize, _summing_bytes(config, dtype))
+    return held + max(config.mixing_bytes(dtype), mlp, following) + 6 * torch.int64.itemsize
+
+
+def _summing_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of a sum over ranks: the stream that it is added to, the input of the linear layer, this rank's part, and the
+    sum."""
+    return (3 * config.hidden_size + max(config.hidden_size, config.intermediate_size)) * dtype.itemsize

@@ -111,9 +111,10 @@ class Gemma4Config(ModelConfig):
         )
 
     def divided(self, ranks: int) -> Self:
-        if ranks > 1:
-            raise refuse("tensor_parallel", ranks, "Gemma 4 runs on one device so far; use 1, and replicas for more")
-        return super().divided(ranks)
+        local, wide = (
+            one._replace(kv=self.heads_per_rank(*one, ranks)[1]) for one in (self.local_heads, self.global_heads)
+        )
+        return replace(super().divided(ranks), local_heads=local, global_heads=wide)
 
     @property
     def names(self) -> Ends:

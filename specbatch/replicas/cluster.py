@@ -33,7 +33,7 @@ class Cluster:
             raise refuse("address", self.address, "use auto, local, or HOST[:PORT] of the cluster's head node")
         if not 1 <= self.least <= self.most:
             works = "use a number, or MIN-MAX with MIN at least 1 and at most MAX, such as 2-8"
-            raise refuse("workers", f"{self.least}-{self.most}", works)
+            raise refuse("workers", self.workers, works)
 
     @classmethod
     def of(cls, address: str, workers: str) -> Cluster:
@@ -41,6 +41,11 @@ class Cluster:
         if not (found := re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", workers)):
             raise refuse("workers", workers, "use a number, or MIN-MAX such as 2-8")
         return cls(address, int(found[1]), int(found[2] or found[1]))
+
+    @property
+    def workers(self) -> str:
+        """N or MIN-MAX."""
+        return str(self.most) if self.least == self.most else f"{self.least}-{self.most}"
 
     def device(self, name: str) -> str:
         """The type of the workers' devices, cpu or cuda, for the setting `device`."""

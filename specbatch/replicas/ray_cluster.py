@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import signal
 import socket
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.extras import needs
+from specbatch.plurals import counted
 from specbatch.replicas.cluster import AUTO, LOCAL, PORT, Cluster
 from specbatch.replicas.messages import Ended
 from specbatch.version import __version__
@@ -86,7 +88,11 @@ def _answering(address: str) -> str:
 def _why_not(error: str) -> str:
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     if "Version mismatch" in error:
-        return f"{'; '.join(lines).rstrip('.')}; install the same versions on all machines"
+        theirs, own = (
+            " and ".join(" ".join(item) for item in re.findall(r"(Ray|Python): ([\w.]+)", part))
+            for part in error.split("This process", 1)
+        )
+        return f"the cluster has {theirs}, and this process {own}; install the same versions on all machines"
     if "Could not find any running Ray instance" in error:
         return "no Ray cluster runs on this machine; use local, or HOST:PORT of a head node"
     if "Failed to connect" in error:
@@ -98,8 +104,9 @@ def _why_not(error: str) -> str:
 def _check_size(cluster: Cluster, each: Mapping[str, int], present: Mapping[str, float]) -> None:
     for name, count in each.items():
         if cluster.least * count > (there := int(present.get(name, 0))):
-            works = f"{cluster.least} workers need {cluster.least * count} {name}s and this machine has {there}"
-            raise refuse("workers", f"{cluster.least}-{cluster.most}", f"{works}; use at most {there // count}")
+            needed = f"{counted(cluster.least, 'worker')} would need {counted(cluster.least * count, name)}"
+            works = f"use at most {there // count}" if there >= count else "use the address of a cluster"
+            raise refuse("workers", cluster.workers, f"{needed}, and this machine has {there}; {works}")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from specbatch.config import Graphs
@@ -20,6 +22,14 @@ def find_device(name: str) -> torch.device:
             raise refuse("device", name, f"there are {torch.cuda.device_count()} CUDA devices; count from 0")
         return torch.device("cuda", index)
     return torch.device(name)
+
+
+def far_device(count: int) -> str:
+    """Which of the first `count` CUDA devices cannot access the memory of which, for a message; empty if all can."""
+    for first, second in itertools.permutations(range(count), 2):
+        if not torch.cuda.can_device_access_peer(first, second):
+            return f"cuda:{first} cannot access the memory of cuda:{second}"
+    return ""
 
 
 def device_type(name: str) -> str:

@@ -50,7 +50,7 @@ def _measure(ranks: DeviceCommunicator, rows: Any) -> None:
         calls: dict[str, Callable[[], object]] = {
             "specbatch": partial(ranks.all_reduce, x),
             "specbatch + residual": partial(ranks.all_reduce, x, residual),
-            "specbatch two-shot": partial(ranks.two_shot.all_reduce, x, None),
+            "specbatch two-shot": partial(ranks.two_shot.all_reduce, x, None, torch.empty_like(x)),
             "torch one-shot": partial(torch.ops.symm_mem.one_shot_all_reduce, shared, "sum", group.group_name),
             "torch two-shot": partial(torch.ops.symm_mem.two_shot_all_reduce_, shared, "sum", group.group_name),
             "NCCL": partial(torch.distributed.all_reduce, x),

@@ -26,6 +26,7 @@ def test_memory_plan_is_that_of_each_rank(tmp_path: Path, monkeypatch: pytest.Mo
     assert result.exit_code == 0, result.output
     assert "\nmemory budget of each of 2 ranks: " in result.stderr
     assert result.stderr.count("memory budget") == 1
+    assert "\ntensor_parallel=2: on a CPU, ranks exchange tensors through gloo, which is slow" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,10 @@ def test_memory_plan_is_that_of_each_rank(tmp_path: Path, monkeypatch: pytest.Mo
             "2: for the draft, it must divide num_attention_heads=3; this model runs on one device only",
         ),
         ("--tensor-parallel 4 --device cuda", "4: this machine has 2 CUDA devices; use at most that"),
+        (
+            "--tensor-parallel 2 --device cuda",
+            "2: cuda:1 cannot access the memory of cuda:0; use GPUs that are connected by NVLink, or data_parallel",
+        ),
     ],
 )
 def test_sizes_that_do_not_work_are_refused(
@@ -50,6 +55,7 @@ def test_sizes_that_do_not_work_are_refused(
         monkeypatch.setattr("specbatch.engine.ranks.find_device", torch.device)
         monkeypatch.setattr("specbatch.runtime.device.find_device", torch.device)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: first < second)
     head = {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 257, "hidden_size": 64, "intermediate_size": 160,
         "num_hidden_layers": 1, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16,

@@ -9,7 +9,7 @@ from typing import Any
 import lossless
 import pytest
 from stand_ins import fake_graphs
-from targets import DIVISIBLE, Targets
+from targets import Targets
 from thread_ranks import thread_group
 
 from specbatch import Engine
@@ -18,7 +18,7 @@ from specbatch.config import Graphs
 EVERY = [
     case
     for case in lossless.cases(("v1", "v2", "v2-late"), ("eager", "whole", "both"))
-    if not case.values[0].has_budget and case.values[0].target in DIVISIBLE  # budgets are for one device
+    if not case.values[0].has_budget  # for one device
 ]
 QUICK = [case for case in EVERY if not case.marks][::20]
 SLOW = [pytest.param(*case.values, id=case.id, marks=pytest.mark.slow) for case in EVERY if case not in QUICK]

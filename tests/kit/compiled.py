@@ -1,7 +1,7 @@
-"""Compiles kernels for Hopper, which needs no GPU: deterministic ones, those of gpt-oss, of latent attention and of
-quantized weights. One JSON line for each: shared memory, instructions of the tensor cores, how many of the main loop
-write to shared memory, and how many elements assembly takes together. A process of its own: in the tests, kernels are
-interpreted."""
+"""Compiles kernels for Hopper, which needs no GPU: deterministic ones, those of gpt-oss, of latent attention, of
+quantized weights and of collectives. One JSON line for each: shared memory, instructions of the tensor cores, how many
+of the main loop write to shared memory, and how many elements assembly takes together. A process of its own: in the
+tests, kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ from specbatch.kernels.attention import span_attention_triton as spans
 from specbatch.kernels.attention import span_latents_triton as span_latents
 from specbatch.kernels.attention import verify_attention_triton as verifies
 from specbatch.kernels.attention.verify_attention_configs import Tile
+from specbatch.kernels.collectives import push_triton as one_shots
+from specbatch.kernels.collectives import two_shot_triton as two_shots
+from specbatch.kernels.collectives.peer_words_triton import EMPTY, KINDS
 from specbatch.kernels.gemm import fixed_order_gemm_triton as gemms
 from specbatch.kernels.gemm import fp8_linear_triton as fp8s
 from specbatch.kernels.gemm import head_gemm_triton as head_gemms
@@ -242,6 +245,21 @@ def int4(rows: int, kind: str, group: int) -> dict[str, Any]:
     return compiled(int4s._int4_linear_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
+def collective(ranks: int, dtype: str = "bf16", *, reduces: bool = True, is_two_shot: bool = False) -> dict[str, Any]:
+    kinds = dict.fromkeys(("x", "residual", "out"), f"*{dtype}") | dict.fromkeys(("calls", "abort", "late"), "*i32")
+    kinds |= dict.fromkeys(("vectors", "out_vectors", "part", "mailbox_bytes"), "i32")
+    kinds |= {"mailboxes": "*i64", "timeout_ns": "i64"}
+    kind = KINDS[{"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]]
+    module: Any = two_shots if is_two_shot else one_shots
+    fixed: dict[str, Any] = {
+        "RANK": 1, "RANKS": ranks, "KIND": kind, "EMPTY_WORD": EMPTY, "HAS_RESIDUAL": reduces, "THREADS": module.BLOCK,
+        "PDL": True,
+    }  # fmt: skip
+    fixed |= {} if is_two_shot else {"REDUCES": reduces}
+    kernel = module._two_shot_kernel if is_two_shot else module._exchange_kernel
+    return compiled(kernel, kinds, fixed, num_warps=module.BLOCK // 32)
+
+
 def every() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "prompt", attention(64, 64, is_prompt=True, is_spread=False)
     yield "prompt, FP8 keys", attention(32, 32, is_prompt=True, is_spread=False, cache="fp8e4nv")
@@ -300,6 +318,13 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"INT4 GEMM of {rows} rows, {kind}, groups of {group}", int4(rows, kind, group)
     for rows, quantized in ((16, False), (128, False), (64, True)):
         yield f"FP8 GEMM of {rows} rows, scaled per output", fp8(rows, per_channel=True, quantized=quantized)
+    for ranks in (2, 4, 8):
+        yield f"one-shot of {ranks} ranks", collective(ranks)
+        yield f"one-shot of {ranks} ranks, gathering", collective(ranks, "fp32", reduces=False)
+        yield f"two-shot of {ranks} ranks", collective(ranks, is_two_shot=True)
+    for dtype in ("fp16", "fp32"):
+        yield f"one-shot in {dtype}", collective(2, dtype)
+        yield f"two-shot in {dtype}", collective(2, dtype, is_two_shot=True)
 
 
 if __name__ == "__main__":

@@ -140,7 +140,6 @@ PHI: dict[str, Any] = {"architectures": ["Phi3ForCausalLM"], "partial_rotary_fac
 PHI["original_max_position_embeddings"] = 64
 TARGETS: dict[str, dict[str, Any]] = {"llama": {"architectures": ["LlamaForCausalLM"]}, "phi3": PHI}
 TARGETS |= {**WINDOWED, **HYBRIDS, **LATENT}
-DIVISIBLE = tuple(name for name in TARGETS if name != "gemma4")  # the others run on one device so far
 
 # Llamas by the format of their weights; their widths are whole groups of inputs.
 QUANTIZED = {

@@ -1,4 +1,5 @@
-"""Penalties and logit bias with every drafter: tokens are those that the target chooses one at a time."""
+"""Penalties and logit bias with every drafter, some on two ranks: tokens are those that the target chooses one at a
+time."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from lossless import LONGER, Case, target_logits
 from naive_choice import chosen
 from stand_ins import fake_graphs, late_results, random_draft_lengths
 from targets import SPECULATIONS, Targets
+from thread_ranks import thread_group
 
 from specbatch import Completion, SamplingParams
 
@@ -38,19 +40,28 @@ def _cases() -> list[Any]:
     ]
     quick = len(SPECULATIONS)
     return [
-        pytest.param(case, id=str(case), marks=() if place < quick and place % 2 == 0 else pytest.mark.slow)
+        pytest.param(
+            case,
+            ranks := 2 if place % 4 == 1 and not case.has_budget else 1,
+            id=f"{case} {ranks}",
+            marks=() if place < quick and place % 2 == 0 else pytest.mark.slow,
+        )
         for place, case in enumerate(chosen)
     ]
 
 
-@pytest.mark.parametrize("case", _cases())
-def test_tokens_are_those_of_one_at_a_time(targets: Targets, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+@pytest.mark.parametrize(("case", "ranks"), _cases())
+def test_tokens_are_those_of_one_at_a_time(
+    targets: Targets, monkeypatch: pytest.MonkeyPatch, case: Case, ranks: int
+) -> None:
+    thread_group(monkeypatch)
     fake_graphs(monkeypatch)
     if case.schedule == "v2-late":
         late_results(monkeypatch)
     if case.is_auto:
         random_draft_lengths(monkeypatch)
-    engine = targets.engine(case.target, case.drafter, case.schedule[:2], dtype="float32", **case.settings())
+    settings = case.settings() | {"tensor_parallel": ranks}
+    engine = targets.engine(case.target, case.drafter, case.schedule[:2], dtype="float32", **settings)
     prompts = targets.prompts(case.target)
     done = engine.generate(prompts, GREEDY)
     for one, params, logits in zip(done, GREEDY, target_logits(case, targets, done), strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from targets import GPT_OSS, HYBRIDS, LATENT, MTP, SIZES, Targets
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.kernels.attention.prefill_backends import _Triton
+from specbatch.kernels.collectives.communicator import DeviceCommunicator
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.planner import MemoryPlan, plan_memory
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
@@ -28,19 +29,38 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+class NoKernel:
+    """In place of kernels that exchange tensors."""
+
+    def all_reduce(self, *_: torch.Tensor | None) -> None:
+        pass
+
+
+def rank_of(size: int) -> DeviceCommunicator:
+    found: Any = object.__new__(DeviceCommunicator)
+    found.rank, found.size, found._most_one_shot = 0, size, 0
+    found.one_shot = found.two_shot = NoKernel()
+    return cast(DeviceCommunicator, found)
+
+
+HALF, FULL = torch.bfloat16, torch.float32
+
+
 @pytest.mark.parametrize(
-    ("family", "sizes", "dtype"),
-    crossed(FAMILIES, [({}, torch.float32), (LARGE, torch.bfloat16), (LARGE, torch.float32), ({}, torch.bfloat16)]),
+    ("family", "sizes", "dtype", "ranks"),
+    crossed(FAMILIES, [({}, FULL, 1), (LARGE, HALF, 1), (LARGE, FULL, 2), ({}, HALF, 1), ({}, HALF, 2)]),
 )
 def test_prefill_activations_match_the_plan(
-    family: str, sizes: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    family: str, sizes: dict[str, Any], dtype: torch.dtype, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_on_a_device(monkeypatch)
     known = SIZES | FAMILIES[family]
     sizes = sizes | {"num_local_experts": 16}
-    config = ModelConfig.from_dict(known | {key: value for key, value in sizes.items() if key in known})
-    shapes = config.tensor_shapes()
-    model = Decoder(config, lambda name: torch.zeros(shapes[name]), dtype=dtype, device=CPU, max_positions=TOKENS)
+    whole = ModelConfig.from_dict(known | {key: value for key, value in sizes.items() if key in known})
+    config, shapes = whole.divided(ranks), whole.tensor_shapes()
+    divided = rank_of(ranks) if ranks > 1 else None
+    how: dict[str, Any] = {"dtype": dtype, "device": CPU, "max_positions": TOKENS, "ranks": divided}
+    model = Decoder(config, lambda name: torch.zeros(shapes[name]), **how)
     states = RecurrentStates(config.state_shapes, max(model.recurrent_layers, 1), 2, 1, state_types(dtype, "fp32"), CPU)
     cache = KVCache(config, model.attention_layers, TOKENS // 4 + 2, 4, dtype, CPU, _Triton(), states)
     metadata = PrefillMetadata(torch.zeros(2, TOKENS // 4, dtype=torch.int64), [PromptChunk(1, 0, TOKENS)], 4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hard_logits import DIVIDED, hard_logits, part_of_logits
 from safetensors.torch import save_file
-from targets import DIVISIBLE, SIZES, TARGETS, Targets
+from targets import SIZES, TARGETS, Targets
 from thread_ranks import ThreadCommunicator, on_ranks, thread_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -113,7 +113,7 @@ class Reads(TorchDispatchMode):
         return isinstance(item, torch.Tensor) and item.layout == torch.strided and item.data_ptr() in self._file
 
 
-@pytest.mark.parametrize("name", DIVISIBLE)
+@pytest.mark.parametrize("name", TARGETS)
 def test_each_rank_reads_its_part_of_the_file_only(
     targets: Targets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -152,7 +152,7 @@ class SerialExecutor:
     map = staticmethod(map)
 
 
-@pytest.mark.parametrize("name", DIVISIBLE)
+@pytest.mark.parametrize("name", TARGETS)
 def test_divided_model_computes_the_logits_of_the_whole_one(targets: Targets, name: str) -> None:
     checkpoint = targets.checkpoint(name)
     tokens, positions = torch.arange(3, 23) % 37, torch.arange(20)

@@ -165,7 +165,7 @@ def test_workers_are_a_number_or_a_range(text: str, least: int, most: int) -> No
     ("address", "workers", "message"),
     [
         ("auto", "3-1", "workers='3-1': use a number, or MIN-MAX with MIN at least 1"),
-        ("auto", "0", "workers='0-0'"),
+        ("auto", "0", "workers='0'"),
         ("auto", "1-x", "workers='1-x': use a number, or MIN-MAX such as 2-8"),
         ("ray://head:10001", "2", "address='ray://head:10001': use auto, local, or HOST"),
     ],
@@ -193,18 +193,27 @@ def test_auto_is_no_device_of_workers_elsewhere(monkeypatch: pytest.MonkeyPatch)
 def test_clusters_that_are_too_small_or_do_not_answer_are_refused(
     ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SpecbatchError, match=r"workers='3-5': 3 workers need 3 CPUs and this machine has 2; .* most 2"):
-        ray_cluster._check_size(Cluster("local", 3, 5), {"CPU": 1}, {"CPU": 2.0})
+    for cluster, each, message in (
+        (Cluster("local", 3, 5), 1, "workers='3-5': 3 workers would need 3 CPUs, and this machine has 2; use at"),
+        (Cluster("local"), 4, "workers='1': 1 worker would need 4 CPUs, and this machine has 2; use the address of a"),
+    ):
+        with pytest.raises(SpecbatchError, match=message):
+            ray_cluster._check_size(cluster, {"CPU": each}, {"CPU": 2.0})
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with (
         pytest.raises(SpecbatchError, match=r"address='127.0.0.1:9': nothing answers at 127.0.0.1:9 \(.*refused"),
         connected(Cluster("127.0.0.1:9"), CONFIG),
     ):
         pass
-    mismatch = (
-        "Version mismatch: The cluster was started with:\n    Ray: 2.9.0\nThis process was started with:\n  Ray: 3"
-    )
-    assert "Ray: 2.9.0; This process" in ray_cluster._why_not(mismatch)
+    mismatch = """Version mismatch: The cluster was started with:
+    Ray: 2.9.0
+    Python: 3.11.7
+This process on node 127.0.0.1 was started with:
+    Ray: 3.0
+    Python: 3.12.1
+"""
+    works = "the cluster has Ray 2.9.0 and Python 3.11.7, and this process Ray 3.0 and Python 3.12.1; install the same"
+    assert ray_cluster._why_not(mismatch).startswith(works)
     assert "no head node of Ray" in ray_cluster._why_not("Failed to connect to Ray cluster at 127.0.0.1:7000")
 
 

@@ -28,9 +28,10 @@ def random_calls(ranks: DeviceCommunicator, calls: int) -> None:
     wrong = torch.zeros(1, dtype=torch.int64, device=device)
     for call in range(calls):
         dtype = (torch.bfloat16, torch.float16, torch.float32)[call % 3]
-        largest = (MOST_ONE_SHOT // 16 if call % 50 else MOST_TWO_SHOT) // dtype.itemsize
-        count = int(torch.randint(1, largest // 8 + 1, (1,), generator=sizes)) * 8
-        parts = inputs(generators, count, dtype)
+        largest = (MOST_ONE_SHOT // 16 if call % 50 else 2 * MOST_TWO_SHOT) // dtype.itemsize
+        count = int(torch.randint(1, largest + 1, (1,), generator=sizes))
+        odd = call // 2 % 2  # then a tensor does not begin at a whole vector
+        parts = [item[odd:] for item in inputs(generators, count + odd, dtype)]
         if call % 4:
             residual = parts[0] + 1 if call % 8 < 5 else None
             wrong += (ranks.all_reduce(parts[ranks.rank], residual) != sum_ref(parts, residual)).any()
