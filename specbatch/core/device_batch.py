@@ -31,7 +31,8 @@ class Admission:
     penalties   presence, frequency and repetition penalty
     bias        biases of tokens, at most `MOST_BIASES`
     banned      spellings of bad words, at most `MOST_BAD_WORDS` of at most `MOST_WORD_TOKENS` tokens
-    grammar     start of the table of its grammar, its number of classes and the state; without one the state is `FREE`
+    grammar     where the classes of tokens and the rows of states of its grammar start, and how long a row is (see
+                `grammar_mask`); then the state, `FREE` without a grammar
     """
 
     slot: int
@@ -49,7 +50,7 @@ class Admission:
     penalties: tuple[float, float, float] = (0.0, 0.0, 1.0)
     bias: tuple[tuple[int, float], ...] = ()
     banned: tuple[tuple[int, ...], ...] = ()
-    grammar: tuple[int, int, int] = (0, 0, FREE)
+    grammar: tuple[int, int, int, int] = (0, 0, 0, FREE)
 
 
 class DeviceBatch:
@@ -76,7 +77,7 @@ class DeviceBatch:
         self._biases = torch.zeros(slots + 1, MOST_BIASES, dtype=torch.float32, device=device)
         shape = slots + 1, MOST_BAD_WORDS, MOST_WORD_TOKENS
         self._banned = torch.full(shape, ANY, dtype=torch.int64, device=device)
-        self._grammars = torch.zeros(slots + 1, 2, dtype=torch.int64, device=device)
+        self._grammars = torch.zeros(slots + 1, 3, dtype=torch.int64, device=device)
         self._states = torch.full((slots + 1,), FREE, dtype=torch.int64, device=device)
         self._tables: torch.Tensor | None = None  # of grammars
         self._restricted: set[int] = set()  # slots with biases or bad words
@@ -107,9 +108,9 @@ class DeviceBatch:
         self._seeds[table[:, 0]] = table[:, 1]
         self._end_from[table[:, 0]] = table[:, 2]
         self._prompts[table[:, 0]] = table[:, 3]
-        self._grammars[table[:, 0]] = table[:, 4:6]
-        self._states[table[:, 0]] = table[:, 6]
-        self._parameters[table[:, 0]] = table[:, 7:].view(torch.float64)
+        self._grammars[table[:, 0]] = table[:, 4:7]
+        self._states[table[:, 0]] = table[:, 7]
+        self._parameters[table[:, 0]] = table[:, 8:].view(torch.float64)
         for item in admissions:
             if item.bias or item.banned or item.slot in self._restricted:
                 self._restrict(item)
@@ -189,8 +190,7 @@ class DeviceBatch:
 
     def _constraint(self, slots: torch.Tensor) -> Constraint:
         assert self._tables is not None, "a table is loaded before the first request that needs one"
-        starts, classes = self._grammars[slots].unbind(1)
-        return Constraint(self._tables, starts, classes, self._states[slots])
+        return Constraint(self._tables, self._grammars[slots], self._states[slots])
 
     def stage(
         self, slots: torch.Tensor, drafts: torch.Tensor, ancestors: torch.Tensor | None
