@@ -107,7 +107,7 @@ class Runner:
         if plan is None:
             return None
         for place, automaton in self.scheduler.grammars.take_new():
-            self._worker.load_grammar(place, automaton.cells, self.scheduler.grammars.cells)
+            self._worker.load_grammar(place, automaton.cells)
         if plan.admitted:
             self._worker.admit([self._admission(request) for request in plan.admitted])
         scored = [(chunk, _scored(chunk)) for chunk in plan.chunks]

@@ -89,6 +89,16 @@ def test_ranks_carry_grammars(targets: Targets, monkeypatch: pytest.MonkeyPatch,
     assert [item.token_ids for item in engine.generate(prompts, how)] == [item.token_ids for item in alone]
 
 
+def test_tables_have_their_place_in_the_memory_plan(toy_engine: Callable[..., Engine]) -> None:
+    """So that the first grammar of a job allocates nothing."""
+    lines: list[str] = []
+    engine = toy_engine(log=lines.append)
+    before = engine._worker.batch._tables
+    assert f"  grammars   {before.nbytes >> 20}.0 MiB for tables of regular expressions and JSON schemas" in lines
+    engine.generate([[3]], SamplingParams(regex="[a-z]{4}", max_new_tokens=2))
+    assert engine._worker.batch._tables is before
+
+
 def test_stop_strings_and_limits_end_an_answer_within_a_match(toy_engine: Callable[..., Engine]) -> None:
     engine = toy_engine(speculation=NGRAM)
     (whole,) = engine.generate([[3, 4]], SamplingParams(regex="[a-z]{6}", max_new_tokens=20))
