@@ -12,10 +12,11 @@ from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.sampling_params import MOST_BAD_WORDS, MOST_BIASES, MOST_WORD_TOKENS
 from specbatch.core.token_constraint import Constraint
 from specbatch.grammar.token_automaton import FREE
-from specbatch.kernels.common.upload import upload
+from specbatch.kernels.common.upload import upload, upload_to
 from specbatch.kernels.elementwise.gather_rows import gather_rows
 from specbatch.kernels.sampling.accept import BatchRows
 from specbatch.kernels.sampling.verify_inputs import verify_inputs
+from specbatch.memory.grammar_pool import CELLS
 
 MOST_END_TOKENS = 64  # of a request with `min_tokens`
 
@@ -31,7 +32,8 @@ class Admission:
     penalties   presence, frequency and repetition penalty
     bias        biases of tokens, at most `MOST_BIASES`
     banned      spellings of bad words, at most `MOST_BAD_WORDS` of at most `MOST_WORD_TOKENS` tokens
-    grammar     start of the table of its grammar, its number of classes and the state; without one the state is `FREE`
+    grammar     where the classes of tokens and the rows of states of its grammar start, and how long a row is (see
+                `grammar_mask`); then the state, `FREE` without a grammar
     """
 
     slot: int
@@ -49,7 +51,7 @@ class Admission:
     penalties: tuple[float, float, float] = (0.0, 0.0, 1.0)
     bias: tuple[tuple[int, float], ...] = ()
     banned: tuple[tuple[int, ...], ...] = ()
-    grammar: tuple[int, int, int] = (0, 0, FREE)
+    grammar: tuple[int, int, int, int] = (0, 0, 0, FREE)
 
 
 class DeviceBatch:
@@ -76,9 +78,10 @@ class DeviceBatch:
         self._biases = torch.zeros(slots + 1, MOST_BIASES, dtype=torch.float32, device=device)
         shape = slots + 1, MOST_BAD_WORDS, MOST_WORD_TOKENS
         self._banned = torch.full(shape, ANY, dtype=torch.int64, device=device)
-        self._grammars = torch.zeros(slots + 1, 2, dtype=torch.int64, device=device)
+        self._grammars = torch.zeros(slots + 1, 3, dtype=torch.int64, device=device)
         self._states = torch.full((slots + 1,), FREE, dtype=torch.int64, device=device)
-        self._tables: torch.Tensor | None = None  # of grammars
+        # Of grammars. It never moves, because graphs hold its address.
+        self._tables = torch.empty(CELLS, dtype=torch.int16, device=device)
         self._restricted: set[int] = set()  # slots with biases or bad words
         self._seeds = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._end_tokens = torch.zeros(slots + 1, MOST_END_TOKENS, dtype=torch.int64, device=device)
@@ -107,9 +110,9 @@ class DeviceBatch:
         self._seeds[table[:, 0]] = table[:, 1]
         self._end_from[table[:, 0]] = table[:, 2]
         self._prompts[table[:, 0]] = table[:, 3]
-        self._grammars[table[:, 0]] = table[:, 4:6]
-        self._states[table[:, 0]] = table[:, 6]
-        self._parameters[table[:, 0]] = table[:, 7:].view(torch.float64)
+        self._grammars[table[:, 0]] = table[:, 4:7]
+        self._states[table[:, 0]] = table[:, 7]
+        self._parameters[table[:, 0]] = table[:, 8:].view(torch.float64)
         for item in admissions:
             if item.bias or item.banned or item.slot in self._restricted:
                 self._restrict(item)
@@ -130,12 +133,9 @@ class DeviceBatch:
         if item.bias or item.banned:
             self._restricted.add(item.slot)
 
-    def load_grammar(self, start: int, cells: np.ndarray, most: int) -> None:
-        """Write the table of a grammar, int16 cells, to its place among `most` cells. They are allocated with the first
-        table and never move, because graphs hold their address."""
-        if self._tables is None:
-            self._tables = torch.zeros(most, dtype=torch.int16, device=self.device)
-        self._tables[start : start + len(cells)] = upload(cells, self.device, torch.int16)
+    def load_grammar(self, start: int, cells: np.ndarray) -> None:
+        """Write the table of a grammar, int16 cells, to its place among `CELLS`."""
+        upload_to(self._tables[start : start + len(cells)], cells)
 
     def set_states(self, slots: torch.Tensor, states: torch.Tensor) -> None:
         """Write the states int64 [B] of grammars after the roots of slots [B]."""
@@ -184,13 +184,8 @@ class DeviceBatch:
             self._parameters[slots, 4:].float() if flags.penalized else None,
             self._prompts[slots],
             self._banned[slots] if flags.banned else None,
-            self._constraint(slots) if flags.constrained else None,
+            Constraint(self._tables, self._grammars[slots], self._states[slots]) if flags.constrained else None,
         )
-
-    def _constraint(self, slots: torch.Tensor) -> Constraint:
-        assert self._tables is not None, "a table is loaded before the first request that needs one"
-        starts, classes = self._grammars[slots].unbind(1)
-        return Constraint(self._tables, starts, classes, self._states[slots])
 
     def stage(
         self, slots: torch.Tensor, drafts: torch.Tensor, ancestors: torch.Tensor | None

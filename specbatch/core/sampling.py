@@ -11,6 +11,7 @@ import torch
 
 from specbatch.core.logit_adjustments import Adjustments
 from specbatch.core.request import Request
+from specbatch.core.token_constraint import Constraint
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
@@ -88,6 +89,11 @@ class Sampling:
     end_tokens: torch.Tensor | None = field(default=None, kw_only=True)
     end_from: torch.Tensor | None = field(default=None, kw_only=True)
     adjustments: Adjustments | None = field(default=None, kw_only=True)
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The grammars; None if no request has one."""
+        return None if self.adjustments is None else self.adjustments.constraint
 
     @contextmanager
     def end_tokens_masked(self, logits: Scores, positions: torch.Tensor) -> Iterator[None]:

@@ -1,7 +1,8 @@
-"""Grammars on the device: the state of each row of a verify, and the tokens that may follow it.
+"""Grammars on the device: the state of each row of a verify and of each draft, and the tokens that may follow it.
 
 The state of a request advances by the tokens that it accepts, and that of a row by the drafts before it, as if they had
-been generated. A draft that the grammar does not allow is therefore never accepted.
+been generated. A draft that the grammar does not allow is therefore never accepted. Drafters know the states, too, and
+choose from the tokens that are allowed: their distributions are those of the masked logits.
 """
 
 from __future__ import annotations
@@ -10,32 +11,78 @@ from typing import NamedTuple
 
 import torch
 
-from specbatch.grammar.token_automaton import FREE
-from specbatch.kernels.sampling.grammar_mask import grammar_mask
+from specbatch.kernels.sampling.grammar_mask import grammar_mask, grammar_step
+
+# The logit of a draft that is not allowed: below all others, and finite, also in FP16. A draft vocabulary may have no
+# token that is allowed; its distribution then is one nevertheless, and whatever is drafted is rejected.
+NEVER = -60_000.0
 
 
 class Constraint(NamedTuple):
     """Of B requests.
 
-    tables   int16 [cells]: of each grammar the classes of all tokens, then for each state the one after a token of each
-             class, or -1 (see `TokenAutomaton`)
-    starts   int64 [B]: where its table starts
-    classes  int64 [B]: how many classes it has
-    states   int64 [B]: after the root. Nothing constrains a request in the state `FREE`
+    tables    int16 [cells]: of all grammars (see `grammar_mask`)
+    grammars  int64 [B, 3]: of each request
+    states    int64 [B]: after the root. Nothing constrains a request in the state `FREE`
     """
 
     tables: torch.Tensor
-    starts: torch.Tensor
-    classes: torch.Tensor
+    grammars: torch.Tensor
     states: torch.Tensor
 
-    def after(self, states: torch.Tensor, tokens: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """The states [B] after tokens [B], `FREE` after one that is not allowed."""
-        kind = self.tables[self.starts + tokens]
-        found = self.tables[self.starts + vocabulary + states.clamp(min=0) * self.classes + kind]
-        return torch.where(states < 0, FREE, found.long())
+    def after(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The states after tokens [B, n] in states [B, n], `FREE` after one that is not allowed."""
+        return grammar_step(states, tokens, self.tables, self.grammars)
+
+    def forced(self, states: torch.Tensor) -> torch.Tensor:
+        """`TokenAutomaton.forced` of states [B, n]: int64 [B, n], -1 where there is none."""
+        _, rows, width = self.grammars[:, :, None].unbind(1)
+        end = rows + (states.clamp(min=0) + 1) * width
+        low, high = self.tables[end - 2].long() & 0xFFFF, self.tables[end - 1].long()
+        return torch.where(states < 0, -1, high << 16 | low)
 
     def mask(self, logits: torch.Tensor, states: torch.Tensor) -> None:
         """Set logits float32 [B, n, V] of tokens that are not allowed in states [B, n] to -inf. Rows after a token that
         is not allowed stay as they are: none of them is reached."""
-        grammar_mask(logits, self.tables, self.starts, self.classes, states)
+        grammar_mask(logits, self.tables, self.grammars, states)
+
+
+class DraftStates:
+    """The states of grammars while a drafter chooses: of W nodes of each request, at first of the roots, W = 1."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self._constraint = constraint
+        self._states = constraint.states[:, None]
+
+    def mask(self, scores: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Set scores [B, W, Vd] of tokens that may not follow the nodes to `NEVER`, in place, and return them. ids
+        int64 [Vd] or [B, Vd]: the token of each column; None if they are the same."""
+        constraint = self._constraint
+        grammar_mask(scores, constraint.tables, constraint.grammars, self._states, NEVER, ids)
+        return scores
+
+    def follow(self, tokens: torch.Tensor, parents: torch.Tensor | None = None) -> None:
+        """Go on to the nodes with these tokens, int64 [B, W']. parents int64 [B, W']: the node before each; None if
+        there are as many, in the same order."""
+        before = self._states if parents is None else self._states.gather(1, parents)
+        self._states = self._constraint.after(before, tokens)
+
+    def replace(self, drafts: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of drafts int64 [B, n] after the roots, of which the first `drafted` int64 [B] count, keep those before the
+        first that may not follow, and go on with tokens that are forced: drafts, and how many of them count.
+
+        Drafting what is forced follows the jump-forward decoding of SGLang (Zheng et al. 2024, arXiv 2312.07104). Here
+        the target decides which tokens the text consists of."""
+        states, found = self._states, []
+        given = torch.arange(drafts.shape[1], device=drafts.device) < drafted[:, None]
+        is_given = is_kept = torch.ones_like(states, dtype=torch.bool)
+        count = torch.zeros_like(drafted)
+        for place in range(drafts.shape[1]):
+            draft, forced = drafts[:, place, None], self._constraint.forced(states)
+            after = self._constraint.after(states, draft)
+            is_given = is_given & given[:, place, None] & ((after >= 0) | (states < 0))
+            is_kept = is_kept & (is_given | (forced >= 0))
+            found.append(torch.where(is_given, draft, forced.clamp(min=0)))
+            states = torch.where(is_given, after, self._constraint.after(states, found[-1]))
+            count = count + is_kept[:, 0]
+        return torch.cat(found, 1), count

@@ -1,41 +1,121 @@
-"""Chooses draft tokens from logits: the most likely ones, or samples with the distributions they are drawn from."""
+"""Chooses draft tokens from logits: the most likely ones, or samples with the distributions they are drawn from.
+
+Where a request has a grammar, drafts are chosen from the tokens that it allows after the drafts before them. The
+distributions are those of the masked logits, so that rejection sampling stays exact.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from specbatch.core.attention_metadata import positions_from
 from specbatch.core.step_input import Proposal, StepInput
+from specbatch.core.token_constraint import DraftStates
 from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.sampling.argmax_topk import Scores, argmax, argmax_embedding
 from specbatch.kernels.sampling.rng import DRAFT, TARGET, verify_keys
 
 
-class Choice(NamedTuple):
-    """What is known of one draft of each request.
+def draft_states(step: StepInput) -> DraftStates | None:
+    """The states of grammars at the roots; None if no request has a grammar."""
+    constraint = step.sampling.constraint
+    return None if constraint is None else DraftStates(constraint)
 
-    distribution  float32 [B, 1, V]: that it was sampled from; None for argmax
-    confidence    float32 [B]: see `Proposal.confidence`
+
+def allowed_drafts(step: StepInput, drafts: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of drafts int64 [B, n] that were looked up, of which the first `drafted` int64 [B] count, those that grammars
+    allow, and after them tokens that are forced (`DraftStates.replace`): drafts, and how many of them count."""
+    states = draft_states(step)
+    return (drafts, drafted) if states is None else states.replace(drafts, drafted)
+
+
+def takes_argmax(step: StepInput) -> bool:
+    """Whether drafts need no more of a draft's logits than what their argmax needs."""
+    return not step.sampling.flags.sampled and step.sampling.constraint is None
+
+
+class DraftChain:
+    """The drafts of a step, chosen one after the other.
+
+    tokens  int64 [B, step.num_drafts], of which the first are chosen
     """
 
-    distribution: torch.Tensor | None
-    confidence: torch.Tensor | None
+    def __init__(self, step: StepInput, *, ids: torch.Tensor | None, vocabulary: int) -> None:
+        """ids, vocabulary: see `sample_drafts`."""
+        self.tokens = step.slots.new_empty(len(step.slots), step.num_drafts)
+        self._step = step
+        self._ids = ids
+        self._vocabulary = vocabulary
+        self._states = draft_states(step)
+        self._count = 0
+        self._distributions: list[torch.Tensor] = []  # that drafts were sampled from
+        self._confidence: list[torch.Tensor] = []
 
+    def choose(self, scores: Scores, confidence: torch.Tensor | None = None) -> torch.Tensor:
+        """Choose the next token of each request from scores [B, Vd], which a grammar changes: int64 [B].
 
-def proposal_of(step: StepInput, drafts: torch.Tensor, choices: Sequence[Choice]) -> Proposal:
-    """Drafts int64 [B, n] that were chosen one after the other."""
-    distributions = [item.distribution for item in choices if item.distribution is not None]
-    confidence = [item.confidence for item in choices if item.confidence is not None]
-    return Proposal(
-        drafts,
-        step.batch.filled(step.num_drafts, step.slots),
-        torch.cat(distributions, 1) if distributions else None,
-        confidence=torch.stack(confidence, 1) if confidence else None,
-    )
+        confidence float32 [B]: see `Proposal.confidence`; of a drafter that predicts it, None for `confidence_of` the
+        scores.
+        """
+        tokens = self._begin(scores, confidence)
+        if self._step.sampling.flags.sampled:
+            self._sample(scores, tokens)
+        else:
+            argmax(scores, self._ids, tokens)
+        self._end(tokens)
+        return tokens
+
+    def choose_embedded(
+        self, scores: Scores, embedding: torch.Tensor, confidence: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As `choose`. Returns the embeddings [B, H] of the tokens, from embedding [tokens, H]."""
+        tokens = self._begin(scores, confidence)
+        if self._step.sampling.flags.sampled:
+            self._sample(scores, tokens)
+            embedded = F.embedding(tokens, embedding)
+        else:
+            embedded = argmax_embedding(scores, embedding, self._ids, tokens)
+        self._end(tokens)
+        return embedded
+
+    def proposal(self) -> Proposal:
+        """The drafts, all of which are chosen."""
+        return Proposal(
+            self.tokens,
+            self._step.batch.filled(self._step.num_drafts, self._step.slots),
+            torch.cat(self._distributions, 1) if self._distributions else None,
+            confidence=torch.stack(self._confidence, 1) if self._confidence else None,
+        )
+
+    def _begin(self, scores: Scores, confidence: torch.Tensor | None) -> torch.Tensor:
+        """Mask the scores. Returns where the tokens go."""
+        if self._states is not None:
+            assert isinstance(scores, torch.Tensor), "see `takes_argmax`"
+            self._states.mask(scores[:, None], self._ids)
+        if confidence is None:
+            confidence = confidence_of(scores, self._step)
+        if confidence is not None:
+            self._confidence.append(confidence)
+        return self.tokens[:, self._count]
+
+    def _sample(self, scores: Scores, out: torch.Tensor) -> None:
+        assert isinstance(scores, torch.Tensor), "see `takes_argmax`"
+        step = self._step
+        positions = (step.lengths + 1 + self._count)[:, None]
+        tokens, distribution = sample_drafts(
+            scores[:, None], step, positions, ids=self._ids, vocabulary=self._vocabulary
+        )
+        out.copy_(tokens[:, 0])
+        if distribution is not None:
+            self._distributions.append(distribution)
+
+    def _end(self, tokens: torch.Tensor) -> None:
+        self._count += 1
+        if self._states is not None and self._count < self._step.num_drafts:
+            self._states.follow(tokens[:, None])
 
 
 def confidence_of(scores: Scores, step: StepInput) -> torch.Tensor | None:
@@ -46,31 +126,6 @@ def confidence_of(scores: Scores, step: StepInput) -> torch.Tensor | None:
     assert isinstance(scores, torch.Tensor), "a model that is divided over ranks has no budget"
     wide = scores.float()
     return (wide.amax(-1) - wide.logsumexp(-1)).exp()
-
-
-def choose_next(
-    scores: Scores,
-    step: StepInput,
-    positions: torch.Tensor,
-    embedding: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    ids: torch.Tensor | None,
-    vocabulary: int,
-    confidence: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Choice]:
-    """Choose one token per request from scores [B, Vd] and write it to `out` int64 [B].
-
-    positions int64 [B]: of the token; embedding [vocabulary, H]; ids, vocabulary: see `sample_drafts`; confidence
-    float32 [B]: of a drafter that predicts it, None for `confidence_of` the scores. Returns its embedding [B, H], too.
-    """
-    if confidence is None:
-        confidence = confidence_of(scores, step)
-    if not step.sampling.flags.sampled:
-        return argmax_embedding(scores, embedding, ids, out), Choice(None, confidence)
-    assert isinstance(scores, torch.Tensor)
-    tokens, distribution = sample_drafts(scores[:, None], step, positions[:, None], ids=ids, vocabulary=vocabulary)
-    return F.embedding(out.copy_(tokens[:, 0]), embedding), Choice(distribution, confidence)
 
 
 def sample_drafts(
@@ -99,7 +154,13 @@ def sample_drafts(
 
 
 def choose_at_once(scores: Scores, step: StepInput, *, ids: torch.Tensor | None, vocabulary: int) -> Proposal:
-    """Choose drafts that do not depend on each other from scores [B, n, Vd]. ids, vocabulary: see `sample_drafts`."""
+    """Choose drafts from scores [B, n, Vd] that do not depend on each other. With a grammar they do: each is one that
+    may follow those before it. ids, vocabulary: see `sample_drafts`."""
+    if step.sampling.constraint is not None:
+        chain = DraftChain(step, ids=ids, vocabulary=vocabulary)
+        for place in range(step.num_drafts):
+            chain.choose(scores[:, place])
+        return chain.proposal()
     drafted, confidence = step.batch.filled(step.num_drafts, step.slots), confidence_of(scores, step)
     if not step.sampling.flags.sampled:
         return Proposal(argmax(scores, ids), drafted, confidence=confidence)
@@ -121,22 +182,11 @@ def choose_in_turn(
 ) -> Proposal:
     """Choose the drafts int64 [B, n] after roots int64 [B] one after the other.
 
-    scores, confidence: of a place, given the embedding [B, width] of the token before it; the others are as for
-    `choose_next`
+    scores, confidence: of a place, given the embedding [B, width] of the token before it, for `DraftChain.choose`; ids,
+    vocabulary: see `sample_drafts`
     """
-    drafts = roots.new_empty(len(roots), step.num_drafts)
+    chain = DraftChain(step, ids=ids, vocabulary=vocabulary)
     embedded = F.embedding(roots, embedding)
-    choices: list[Choice] = []
     for place in range(step.num_drafts):
-        embedded, choice = choose_next(
-            scores(place, embedded),
-            step,
-            step.lengths + 1 + place,
-            embedding,
-            drafts[:, place],
-            ids=ids,
-            vocabulary=vocabulary,
-            confidence=confidence(place, embedded),
-        )
-        choices.append(choice)
-    return proposal_of(step, drafts, choices)
+        embedded = chain.choose_embedded(scores(place, embedded), embedding, confidence(place, embedded))
+    return chain.proposal()

@@ -20,6 +20,7 @@ from specbatch.core.request import Completion
 from specbatch.core.sampling import SamplingFlags
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import Drafter
+from specbatch.drafters.choose import allowed_drafts
 from specbatch.kernels.common.upload import upload
 from specbatch.kernels.drafting.corpus import SEPARATOR, CorpusIndex, corpus_drafts, corpus_extend, corpus_insert
 from specbatch.models.decoder import Features
@@ -128,7 +129,7 @@ class CorpusDrafter:
         tokens, drafted, found = corpus_drafts(
             self._index, batch.tokens, batch.lengths, step.slots, own.tokens, own.drafted
         )
-        return Proposal(tokens, drafted, of_corpus=found)
+        return Proposal(*allowed_drafts(step, tokens, drafted), of_corpus=found)
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         self._drafter.update(step, features, accepted, path)

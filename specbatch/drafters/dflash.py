@@ -11,10 +11,11 @@ from specbatch import weights
 from specbatch.core.attention_metadata import PrefillMetadata
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.step_input import Proposal, StepInput
+from specbatch.core.token_constraint import DraftStates
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
-from specbatch.drafters.choose import choose_at_once
-from specbatch.drafters.tree import expand_block
+from specbatch.drafters.choose import choose_at_once, draft_states, takes_argmax
+from specbatch.drafters.tree import expand_block, expand_given, likeliest
 from specbatch.errors import of_draft, refuse
 from specbatch.kernels.attention.context_kv import write_context_kv, write_verified_kv
 from specbatch.kernels.sampling.argmax_topk import Scores, topk_logprobs
@@ -70,8 +71,8 @@ class DFlashDrafter(NoDraft):
 
         Each has a row of its own; given the context they are independent.
         """
-        model, is_greedy = self._model, not step.sampling.flags.sampled
-        scores = self._scores(hidden, step.num_drafts, greedy=is_greedy)
+        model = self._model
+        scores = self._scores(hidden, step.num_drafts, greedy=takes_argmax(step))
         return choose_at_once(scores, step, ids=model.ids, vocabulary=model.config.vocab_size)
 
     def _scores(self, hidden: torch.Tensor, count: int, *, greedy: bool) -> Scores:
@@ -112,7 +113,7 @@ class DFlashTree(DFlashDrafter):
         self._shape = shape
 
     def propose(self, step: StepInput) -> Proposal:
-        drafts, ancestors = self._expand(*self._fill(step))
+        drafts, ancestors = self._expand(*self._fill(step), draft_states(step))
         return Proposal(drafts, step.batch.filled(self._shape.tokens, step.slots), ancestors=ancestors)
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
@@ -122,13 +123,20 @@ class DFlashTree(DFlashDrafter):
         ordered = features.aux[(first + path).flatten()]  # the accepted nodes at the positions of their tokens
         super().update(step, features._replace(aux=ordered), accepted, None)
 
-    def _expand(self, hidden: torch.Tensor, roots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _expand(
+        self, hidden: torch.Tensor, roots: torch.Tensor, states: DraftStates | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The tree of a block, as `expand_given` returns it, from its hidden states [B, rows, H] after roots int64
         [B]."""
-        logits = self._scores(hidden, self._shape.steps, greedy=False)
+        logits, topk, ids = self._scores(hidden, self._shape.steps, greedy=False), self._shape.topk, self._model.ids
         assert isinstance(logits, torch.Tensor)
-        scores, tokens = topk_logprobs(logits, self._shape.topk, self._model.ids)
-        return expand_block(scores, tokens, self._shape)
+        if states is None:
+            return expand_block(*topk_logprobs(logits, topk, ids), self._shape)
+
+        def children(depth: int, tokens: torch.Tensor, origin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return likeliest(logits[:, depth, None].repeat(1, tokens.shape[1], 1), topk, ids, states)
+
+        return expand_given(roots, self._shape, children, states)
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:

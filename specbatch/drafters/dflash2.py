@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.core.step_input import Proposal, StepInput
+from specbatch.core.token_constraint import DraftStates
 from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.choose import choose_in_turn
 from specbatch.drafters.dflash import Block, DFlashDrafter, DFlashTree, block_plan
@@ -50,17 +51,22 @@ class DFlash2Tree(DFlashTree, DFlash2Drafter):
     """Drafts a tree whose nodes have as children the candidates of the next row that are most likely after the node's
     token."""
 
-    def _expand(self, hidden: torch.Tensor, roots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _expand(
+        self, hidden: torch.Tensor, roots: torch.Tensor, states: DraftStates | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         model, (steps, topk, _) = self._selector, self._shape
         candidates = self._candidates(hidden, steps)
 
         def children(depth: int, tokens: torch.Tensor, origin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             known, scores, weights = (part[:, depth] for part in candidates)
             embedded = F.embedding(tokens, model.predecessors)
-            found, places = topk_logprobs(model.candidate_scores(known, scores, weights, embedded), topk)
+            scores = model.candidate_scores(known, scores, weights, embedded)
+            if states is not None:
+                states.mask(scores, known)
+            found, places = topk_logprobs(scores, topk)
             return found, known[:, None].expand(-1, tokens.shape[1], -1).gather(2, places)
 
-        return expand_given(roots, self._shape, children)
+        return expand_given(roots, self._shape, children, states)
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:

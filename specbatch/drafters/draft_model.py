@@ -14,11 +14,11 @@ from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
-from specbatch.drafters.choose import Choice, confidence_of, proposal_of, sample_drafts
+from specbatch.drafters.choose import DraftChain, draft_states, takes_argmax
 from specbatch.drafters.head_checks import check_algorithm
 from specbatch.drafters.tree import Beams, expand
 from specbatch.errors import of_draft, refuse
-from specbatch.kernels.sampling.argmax_topk import Scores, argmax
+from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates
 from specbatch.models.config import ModelConfig
@@ -60,29 +60,21 @@ class DraftModelChain(NoDraft):
     def propose(self, step: StepInput) -> Proposal:
         if not step.num_drafts:
             return no_drafts(step)
-        drafts = step.slots.new_empty(len(step.slots), step.num_drafts)
-        choices: list[Choice] = []
-        newest, place = self._newest(step), step.lengths
-        for index in range(step.num_drafts):
-            place = place + 1
-            choices.append(self._choose(step, newest, place, drafts[:, index]))
-            if index + 1 < step.num_drafts:
-                newest = self._after(step, drafts[:, : index + 1])
-        return proposal_of(step, drafts, choices)
+        chain = DraftChain(step, ids=None, vocabulary=self._vocabulary)
+        newest = self._newest(step)
+        for count in range(1, step.num_drafts + 1):
+            chain.choose(self._scores(newest, greedy=takes_argmax(step)))
+            if count < step.num_drafts:
+                newest = self._after(step, chain.tokens[:, :count])
+        return chain.proposal()
 
-    def _choose(self, step: StepInput, hidden: torch.Tensor, place: torch.Tensor, out: torch.Tensor) -> Choice:
-        """Choose the tokens after hidden [B, H], at positions `place` int64 [B], and write them to `out` int64 [B]."""
-        if step.sampling.flags.sampled:
-            logits = self._fit(self._model.logits(hidden))
-            drawn, distribution = sample_drafts(
-                logits[:, None], step, place[:, None], ids=None, vocabulary=self._vocabulary
-            )
-            out.copy_(drawn[:, 0])
-            return Choice(distribution, confidence_of(logits, step))
+    def _scores(self, hidden: torch.Tensor, *, greedy: bool) -> Scores:
+        """`Decoder.scores` of hidden [B, H], fitted to the target's vocabulary; if `greedy`, tokens that the draft does
+        not have may be missing."""
         is_larger = self._model.config.vocab_size > self._vocabulary
-        best: Scores = self._fit(self._model.logits(hidden)) if is_larger else self._model.scores(hidden, greedy=True)
-        argmax(best, out=out)
-        return Choice(None, confidence_of(best, step))
+        if greedy and not is_larger:
+            return self._model.scores(hidden, greedy=True)
+        return self._fit(self._model.logits(hidden))
 
     def _newest(self, step: StepInput) -> torch.Tensor:
         """Run the first pass. Returns the hidden states [B, H] of the roots."""
@@ -174,7 +166,7 @@ class DraftModelTree(LaggingDraftModel):
             features = model.forward(self._known(beams.tokens).flatten(), positions, context)
             return self._fit(model.logits(features.last)).view(len(lengths), width, -1)
 
-        drafts, ancestors = expand(logits, self._shape, run)
+        drafts, ancestors = expand(logits, self._shape, run, states=draft_states(step))
         return Proposal(drafts, step.batch.filled(self._shape.tokens, step.slots), ancestors=ancestors)
 
 

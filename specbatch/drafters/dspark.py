@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.core.step_input import Proposal, StepInput
+from specbatch.core.token_constraint import DraftStates
 from specbatch.drafters.base import DraftPlan
-from specbatch.drafters.choose import choose_in_turn
+from specbatch.drafters.choose import choose_in_turn, takes_argmax
 from specbatch.drafters.dflash import Block, DFlashDrafter, DFlashTree, block_plan
-from specbatch.drafters.tree import expand_given
-from specbatch.kernels.sampling.argmax_topk import Scores, topk_logprobs
+from specbatch.drafters.tree import expand_given, likeliest
+from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.dspark import DSpark, DSparkConfig, published_shape
 
@@ -31,7 +32,7 @@ class DSparkDrafter(DFlashDrafter):
 
     def _choose(self, step: StepInput, hidden: torch.Tensor, roots: torch.Tensor) -> Proposal:
         model, markov, count = self._heads, self._heads.markov, step.num_drafts
-        is_greedy = not step.sampling.flags.sampled
+        is_greedy = takes_argmax(step)
         rows, base = self._base(hidden, count)
         state: torch.Tensor | None = None
 
@@ -64,7 +65,9 @@ class DSparkTree(DFlashTree, DSparkDrafter):
     """Drafts a tree whose nodes have as children the most likely tokens of the next row given the node's token; with a
     recurrent Markov head, given all tokens on the way to it."""
 
-    def _expand(self, hidden: torch.Tensor, roots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _expand(
+        self, hidden: torch.Tensor, roots: torch.Tensor, states: DraftStates | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         model, markov, topk = self._heads, self._heads.markov, self._shape.topk
         rows, base = self._base(hidden, self._shape.steps)
         state: torch.Tensor | None = None
@@ -80,9 +83,9 @@ class DSparkTree(DFlashTree, DSparkDrafter):
             own, state = markov.own_logits(own, embedded, read, state)
             logits = model.joined(own, greedy=False)
             assert isinstance(logits, torch.Tensor)
-            return topk_logprobs(logits.unflatten(0, (batch, width)), topk, model.ids)
+            return likeliest(logits.unflatten(0, (batch, width)), topk, model.ids, states)
 
-        return expand_given(roots, self._shape, children)
+        return expand_given(roots, self._shape, children, states)
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:

@@ -24,13 +24,14 @@ from specbatch.core.request import Completion
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import Diagnosis, DraftPlan, NoDraft, no_drafts
-from specbatch.drafters.choose import Choice, choose_next, proposal_of
+from specbatch.drafters.choose import DraftChain, draft_states, takes_argmax
 from specbatch.drafters.tree import Beams, expand
 from specbatch.errors import refuse
 from specbatch.kernels.attention.latent_attention import write_keys
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.drafting.draft_inputs import PendingInputs, beam_inputs, buffer_features, pending_inputs
 from specbatch.kernels.elementwise.gather_rows import gather_rows
+from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
@@ -206,15 +207,13 @@ class FeatureChain(NoDraft):
             self._write(step)
             return no_drafts(step)
         hidden, places = self._newest(step)
-        drafts = step.slots.new_empty(len(step.slots), step.num_drafts)
-        choices: list[Choice] = []
+        chain = self.begin_chain(step)
         for index in range(step.num_drafts):
-            embedded, choice = self.choose(hidden, step, places[index], drafts[:, index])
-            choices.append(choice)
+            embedded = chain.choose_embedded(self.scores(hidden, step), self._head.embedding)
             if index + 1 < step.num_drafts:
                 place = places[index + 1]
                 hidden = self._run(step.decode_metadata(place, 1), embedded, hidden, place)
-        return proposal_of(step, drafts, choices)
+        return chain.proposal()
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         hidden = self._head.project(self._head.take(features))
@@ -226,21 +225,12 @@ class FeatureChain(NoDraft):
         self._waiting[rows, 0] = self._waiting[rows, self._ready[rows] - 1]
         self._ready.index_fill_(0, rows, 1)
 
-    def choose(
-        self, hidden: torch.Tensor, step: StepInput, places: torch.Tensor, out: torch.Tensor
-    ) -> tuple[torch.Tensor, Choice]:
-        """Choose one token for each hidden [B, hidden_size] of the pairs at positions `places` int64 [B] and write it
-        to `out` int64 [B]. Returns its embedding [B, hidden_size], too."""
-        head = self._head
-        return choose_next(
-            head.scores(hidden, greedy=not step.sampling.flags.sampled),
-            step,
-            places + 2,  # the pair of a token is at the position before it
-            head.embedding,
-            out,
-            ids=head.vocabulary,
-            vocabulary=self._vocabulary,
-        )
+    def begin_chain(self, step: StepInput) -> DraftChain:
+        return DraftChain(step, ids=self._head.vocabulary, vocabulary=self._vocabulary)
+
+    def scores(self, hidden: torch.Tensor, step: StepInput) -> Scores:
+        """hidden [T, hidden_size] -> scores [T, Vd], of which a step chooses drafts."""
+        return self._head.scores(hidden, greedy=takes_argmax(step))
 
     def _newest(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the buffered pairs. Returns the hidden state [B, hidden_size] of the newest pair, whose token is the
@@ -308,7 +298,7 @@ class FeatureTree(FeatureChain):
             logits: torch.Tensor = head.logits(hidden).unflatten(0, (-1, width))
             return logits
 
-        drafts, ancestors = expand(head.logits(newest), self._shape, run, head.vocabulary)
+        drafts, ancestors = expand(head.logits(newest), self._shape, run, head.vocabulary, draft_states(step))
         drafted = step.batch.filled(self._shape.tokens, step.slots)
         return Proposal(drafts, drafted, ancestors=ancestors)
 

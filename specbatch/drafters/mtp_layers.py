@@ -18,7 +18,7 @@ from specbatch.core.attention_metadata import PrefillMetadata, positions_from
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import no_drafts
-from specbatch.drafters.choose import Choice, proposal_of
+from specbatch.drafters.choose import DraftChain
 from specbatch.drafters.feature_head import FeatureChain, attention_of
 from specbatch.kernels.attention.latent_attention import write_keys
 from specbatch.kernels.common.kv_slots import kv_slots
@@ -55,9 +55,9 @@ class LayerChain(FeatureChain):
         self._prompts[rows] = ends
 
     def propose(self, step: StepInput) -> Proposal:
-        drafts = step.slots.new_empty(len(step.slots), step.num_drafts)
-        choices = self._run_layers(step, step.num_drafts + self._head.depths, drafts)
-        return proposal_of(step, drafts, choices) if choices else no_drafts(step)
+        chain = self.begin_chain(step)
+        self._run_layers(step, step.num_drafts + self._head.depths, chain, step.num_drafts)
+        return chain.proposal() if step.num_drafts else no_drafts(step)
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
         rows, taken = step.slots, self._head.take(features)
@@ -68,7 +68,7 @@ class LayerChain(FeatureChain):
 
     def shorten(self, step: StepInput) -> None:
         rows, none = step.slots, torch.zeros_like(step.slots)
-        self._run_layers(step, self._waiting.shape[1], step.slots.new_empty(len(rows), 0))
+        self._run_layers(step, self._waiting.shape[1], self.begin_chain(step), 0)
         kept = self._ready[rows].clamp(max=self._head.depths)
         self._buffer(rows, kept, self._waiting[0], none, none)
 
@@ -89,10 +89,10 @@ class LayerChain(FeatureChain):
         # Several rows may be the padding row at once, which stays at length 1.
         self._ready[rows] = torch.where(rows > 0, kept + count, 1)
 
-    def _run_layers(self, step: StepInput, most: int, drafts: torch.Tensor) -> list[Choice]:
-        """Run all layers over up to `most` buffered pairs per row, and write the drafts of the first ones to `drafts`
-        int64 [B, n]. The other layers only write keys and values."""
-        head, cache, batch, count = self._head, self._cache, step.batch, drafts.shape[1]
+    def _run_layers(self, step: StepInput, most: int, chain: DraftChain, count: int) -> None:
+        """Run all layers over up to `most` buffered pairs per row, and choose a draft by each of the first `count`. The
+        other layers only write keys and values."""
+        head, cache, batch = self._head, self._cache, step.batch
         due, ready = self._due(step, most), self._ready[step.slots, None]
         # The ignored rows may be beyond the bound of the step.
         bound = min(step.bound + most, batch.page_table.shape[1] * step.page_size)
@@ -102,7 +102,7 @@ class LayerChain(FeatureChain):
         # The tokens after each position of the window: those up to the root, then drafts as they are chosen.
         known = positions_from(due.start + 1, most + head.depths - 1).clamp(max=batch.width - 1)
         tokens = batch.tokens[step.slots[:, None], known]
-        embedded, hidden, choices = due.embedded, due.hidden, list[Choice]()
+        embedded, hidden = due.embedded, due.hidden
         for depth in range(head.depths):
             if depth:
                 embedded = head.embed(tokens[:, depth : depth + most].flatten())
@@ -118,8 +118,6 @@ class LayerChain(FeatureChain):
             hidden = head.finish(depth, x, attended)
             if depth < count:
                 newest = hidden if is_last else hidden[due.newest]
-                _, choice = self.choose(newest, step, due.places[depth], drafts[:, depth])
-                choices.append(choice)
+                draft = chain.choose(self.scores(newest, step))
                 if not is_last:
-                    tokens.scatter_(1, ready + depth, drafts[:, depth : depth + 1])
-        return choices
+                    tokens.scatter_(1, ready + depth, draft[:, None])

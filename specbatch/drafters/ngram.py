@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
+from specbatch.drafters.choose import allowed_drafts
 from specbatch.kernels.drafting.ngram import merge_into_tree, ngram_match
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class NGram(NoDraft):
         sizes = self._longest, self._shortest, steps, texts
         tokens, found = ngram_match(batch.tokens, step.slots, step.lengths, *sizes, step.bound)
         if texts == 1:
-            return Proposal(tokens[:, 0], found[:, 0] * count)
+            return Proposal(*allowed_drafts(step, tokens[:, 0], found[:, 0] * count))
         tokens, ancestors, drafted = merge_into_tree(tokens, found, count)
         return Proposal(tokens, drafted, ancestors=ancestors)
 

@@ -48,8 +48,7 @@ class ParallelChain(FeatureChain):
             self._write(step)
             return no_drafts(step)
         hidden = self._filled(step).flatten(0, 1)
-        is_greedy = not step.sampling.flags.sampled
-        scores: Scores = self._head.scores(hidden, greedy=is_greedy).unflatten(0, (-1, count))
+        scores: Scores = self.scores(hidden, step).unflatten(0, (-1, count))
         return choose_at_once(scores, step, ids=self._head.vocabulary, vocabulary=self._vocabulary)
 
     def _filled(self, step: StepInput) -> torch.Tensor:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from specbatch.core.token_constraint import DraftStates
 from specbatch.draft_shape import DraftShape
 from specbatch.kernels.drafting import tree_draft
 from specbatch.kernels.drafting.tree_draft import Candidates
@@ -62,40 +63,59 @@ def expand_block(scores: torch.Tensor, tokens: torch.Tensor, shape: DraftShape) 
     return expand_given(tokens[:, 0, 0], shape, children)
 
 
-def expand_given(roots: torch.Tensor, shape: DraftShape, children: Children) -> tuple[torch.Tensor, torch.Tensor]:
+def expand_given(
+    roots: torch.Tensor, shape: DraftShape, children: Children, states: DraftStates | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Build a tree as `expand` does from nodes that the drafter does not run, so that there may be any number of them.
 
     roots int64 [B]. `children` is called once per depth from 0 with the depth, and of the W nodes there (the root, then
     the K = shape.topk beams) the tokens int64 [B, W] and the parents' rows in the call before, int64 [B, W]. It returns
-    the most likely children of each node: logarithms of their probabilities float32 and tokens int64 [B, W, K].
+    the most likely children of each node: logarithms of their probabilities float32 and tokens int64 [B, W, K]. states:
+    of grammars, at the roots; they are those of the W nodes when `children` is called.
     """
     steps, topk, count = shape
     candidates = Candidates.room(len(roots), topk + (steps - 1) * topk * topk, roots.device)
     found = children(0, roots[:, None], torch.zeros_like(roots[:, None]))
     level = tree_draft.expand(candidates, *found, None, start=0, first=1)
     for depth in range(1, steps):
+        if states is not None:
+            states.follow(level.tokens, level.origin)
         found = children(depth, level.tokens, level.origin)
         # Words of ancestors among the nodes run so far are of no use here; the same bits serve every depth.
         level = tree_draft.expand(candidates, *found, level, topk + (depth - 1) * topk * topk, first=1)
     return tree_draft.prune(candidates, count, steps)
 
 
+def likeliest(
+    logits: torch.Tensor, topk: int, ids: torch.Tensor | None, states: DraftStates | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most likely children of nodes with logits [B, W, V], which a grammar changes: `topk_logprobs` of the tokens
+    that may follow."""
+    return topk_logprobs(logits if states is None else states.mask(logits, ids), topk, ids)
+
+
 def expand(
-    logits: torch.Tensor, shape: DraftShape, run: Run, ids: torch.Tensor | None = None
+    logits: torch.Tensor,
+    shape: DraftShape,
+    run: Run,
+    ids: torch.Tensor | None = None,
+    states: DraftStates | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Build a tree of C = shape.tokens nodes: tokens int64 [B, C] and ancestor masks int64 [B, C + 1], the root's
     first.
 
     logits [B, V]: the predictions at the root; `run` returns those at each beam, [B, K, V], and is called steps - 1
-    times. ids int64 [V]: the token id of each column; None if they are equal.
+    times. ids int64 [V]: the token id of each column; None if they are equal. states: of grammars, at the roots.
     """
     steps, topk, count = shape
     candidates = Candidates.room(len(logits), topk + (steps - 1) * topk * topk, logits.device)
-    level = tree_draft.expand(candidates, *topk_logprobs(logits[:, None], topk, ids), None, start=0, first=1)
+    level = tree_draft.expand(candidates, *likeliest(logits[:, None], topk, ids, states), None, start=0, first=1)
     start, first = topk, 1
     for depth in range(1, steps):
         children = run(Beams(level.tokens, level.origin, level.ancestors, depth, first))
+        if states is not None:
+            states.follow(level.tokens, level.origin)
         first += topk
-        level = tree_draft.expand(candidates, *topk_logprobs(children, topk, ids), level, start, first)
+        level = tree_draft.expand(candidates, *likeliest(children, topk, ids, states), level, start, first)
         start += topk * topk
     return tree_draft.prune(candidates, count, steps)

@@ -83,12 +83,11 @@ def accept(
     constraint = states = None
     if step.sampling.adjustments is not None:
         assert isinstance(logits, torch.Tensor), "single logits are adjusted"
-        vocabulary = logits.shape[2]
         tokens = step.batch.tokens[step.slots, : step.bound + 1]
         history = History(tokens, step.lengths + 1, proposal.tokens, proposal.ancestors)
         constraint = step.sampling.adjustments.constraint
         if constraint is not None:
-            states = node_states(constraint, history, vocabulary)
+            states = node_states(constraint, history)
         logits = adjusted_logits(logits, step.sampling.adjustments, history, states)
     with step.sampling.end_tokens_masked(logits, positions + 1):
         rows = step.batch.rows(step.slots)
@@ -96,23 +95,22 @@ def accept(
     if constraint is not None and states is not None:
         accepted = packed[:, -3, None]
         last = accepted if path is None else path.gather(1, accepted)
-        after = constraint.after(states.gather(1, last)[:, 0], packed.gather(1, accepted)[:, 0], vocabulary)
-        step.batch.set_states(step.slots, after)
+        after = constraint.after(states.gather(1, last), packed.gather(1, accepted))
+        step.batch.set_states(step.slots, after[:, 0])
     if proposal.of_corpus is not None:
         packed[:, -1].add_(proposal.of_corpus, alpha=2)
     return Accepted(packed, path)
 
 
-def node_states(constraint: Constraint, history: History, vocabulary: int) -> torch.Tensor:
+def node_states(constraint: Constraint, history: History) -> torch.Tensor:
     """The states of grammars after each row: int64 [B, n]."""
     states = constraint.states[:, None]
     count = 0 if history.drafts is None else history.drafts.shape[1]
     for row in range(1, count + 1):
         assert history.drafts is not None
         parent = parent_of(row, history)
-        before = states[:, parent] if isinstance(parent, int) else states.gather(1, parent[:, None])[:, 0]
-        after = constraint.after(before, history.drafts[:, row - 1], vocabulary)
-        states = torch.cat([states, after[:, None]], 1)
+        before = states[:, parent, None] if isinstance(parent, int) else states.gather(1, parent[:, None])
+        states = torch.cat([states, constraint.after(before, history.drafts[:, row - 1, None])], 1)
     return states
 
 

@@ -32,6 +32,7 @@ from specbatch.kernels.attention.prefill_backends import PrefillAttention, prefi
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.sampling.rng import acceptance_thresholds
+from specbatch.memory.grammar_pool import CELLS
 from specbatch.memory.kv_cache import KVCache, bytes_per_page
 from specbatch.memory.page_pool import PagePool, pages_for, reach_of
 from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, plan_memory, size_text
@@ -255,6 +256,7 @@ def memory_plan(
         token_bytes=_token_bytes(model, draft, dtype),
         temporary=pools * max(dequantized_bytes(part, dtype, device) for part in (model, draft.config)),
         corpus_bytes=(lambda running: 0) if corpus is None else corpus.bytes,
+        grammars=2 * CELLS,
         graphs=graphs,
         share=share,
     )

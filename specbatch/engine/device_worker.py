@@ -188,9 +188,9 @@ class DeviceWorker:
             self.decode_step.budget.admit([item.slot for item in admissions])
 
     @launches
-    def load_grammar(self, start: int, cells: np.ndarray, most: int) -> None:
+    def load_grammar(self, start: int, cells: np.ndarray) -> None:
         """Write the table of a grammar to its place; see `DeviceBatch.load_grammar`."""
-        self.batch.load_grammar(start, cells, most)
+        self.batch.load_grammar(start, cells)
 
     @launches
     def add_pages(self, pages: list[tuple[int, int, int]]) -> None:

@@ -152,7 +152,7 @@ class PrefillStep:
         batch.tokens[slots, lengths] = first[:, 0]
         batch.lengths[slots] = lengths
         if constraint is not None:
-            batch.set_states(slots, constraint.after(constraint.states, first[:, 0], logits.shape[2]))
+            batch.set_states(slots, constraint.after(constraint.states[:, None], first[:, :1])[:, 0])
         logprobs = logprobs_of(logits, first) if flags.logprobs else None
         top = top_logprobs_of(logits) if flags.top_logprobs else ()
         return Result(torch.stack([first[:, 0], finite.long()], 1), logprobs, *top)

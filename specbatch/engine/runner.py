@@ -107,7 +107,7 @@ class Runner:
         if plan is None:
             return None
         for place, automaton in self.scheduler.grammars.take_new():
-            self._worker.load_grammar(place, automaton.cells, self.scheduler.grammars.cells)
+            self._worker.load_grammar(place, automaton.cells)
         if plan.admitted:
             self._worker.admit([self._admission(request) for request in plan.admitted])
         scored = [(chunk, _scored(chunk)) for chunk in plan.chunks]
@@ -308,11 +308,11 @@ def _scored(chunk: ScheduledChunk) -> int:
     return max(min(chunk.end, request.prompt_len - 1) - chunk.start, 0) if request.lacks_prompt_logprobs else 0
 
 
-def _grammar_of(request: Request) -> tuple[int, int, int]:
-    automaton = request.automaton
+def _grammar_of(request: Request) -> tuple[int, int, int, int]:
+    automaton, start = request.automaton, request.table
     if automaton is None:
-        return 0, 0, FREE
-    return request.table, automaton.next.shape[1], automaton.after(request.output)
+        return 0, 0, 0, FREE
+    return start, start + automaton.classes.size, automaton.row, automaton.after(request.output)
 
 
 def _work_of(plan: PrefillPlan, scored: Sequence[tuple[ScheduledChunk, int]]) -> PrefillWork:

@@ -7,74 +7,43 @@ any number of them can go on forever. This is so in Outlines (Willard and Louf 2
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from collections.abc import Collection, Mapping
-from functools import lru_cache
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, partial
 from typing import Any
 
-from specbatch.errors import MOST
-from specbatch.grammar.regex import RegexError, compile_regex, without_anchors
-from specbatch.settings import is_number, is_whole
+from specbatch.grammar.json_values import (
+    INSTEAD,
+    KEYWORDS,
+    SIMPLE,
+    SchemaError,
+    bounds,
+    integer,
+    list_of,
+    literal,
+    literals,
+    number,
+    only,
+    string,
+)
+from specbatch.grammar.number_ranges import any_of
+from specbatch.grammar.schema_overlap import are_disjoint
 from specbatch.text_files import UnreadableError, parse_json
 
 _LONGEST = 1 << 20  # characters of an expression
 DEPTH = 2  # arrays and objects in a value without a schema
+RECURSION = 2  # how often a reference is followed within itself
+_MOST_WORK = 100_000  # references that are followed, and schemas that are compared
 _ANNOTATIONS = {
     "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description", "examples",
     "readOnly", "title", "writeOnly",
 }  # fmt: skip
-_KEYWORDS = {
-    "string": {"minLength", "maxLength", "pattern", "format"},
-    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "number": {"minimum"},
-    "boolean": set(),
-    "null": set(),
-    "array": {"items", "prefixItems", "minItems", "maxItems"},
-    "object": {"properties", "required", "additionalProperties"},
-}
-_INSTEAD = {
-    "oneOf": "use anyOf",
-    "allOf": "use it with one schema, or write the schemas as one",
-    "uniqueItems": "leave it out, or use prefixItems",
-    "multipleOf": "leave it out, or use enum",
-    "minimum": "of a number only 0 is supported; use an integer, or leave it out",
-}
 _S = "[ ]?"
-_CHARACTER = r'(?:[^"\\\x00-\x1f\x7f-\x9f]|\\["\\/bfnrt])'
-_INTEGER = "(?:0|[1-9][0-9]*)"
-_FRACTION = r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?"
-_SIMPLE = {
-    "string": f'"{_CHARACTER}*"',
-    "integer": f"-?{_INTEGER}",
-    "number": f"-?{_INTEGER}{_FRACTION}",
-    "boolean": "(?:true|false)",
-    "null": "null",
-}
-_DATE = (
-    "[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-    "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-)
-_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-    "ipv4": rf"(?:{_OCTET}\.){{3}}{_OCTET}",
-    "email": r"[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+)*@[a-z0-9]+(?:-[a-z0-9]+)*(?:\.[a-z0-9]+(?:-[a-z0-9]+)*)+",
-}
-_UNSAFE = [*range(0x20), ord('"'), ord("\\")]  # bytes that a string of JSON does not have as they are
-_TYPES: dict[str, Any] = {
-    "string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None), "array": list,
-    "object": dict,
-}  # fmt: skip
+Place = tuple[Any, str, tuple[str, ...]]  # a schema, where it is, and the references that lead there
 
 
-class SchemaError(RegexError):
-    """Why a schema cannot be translated; names the place in it."""
+class _TooDeep(SchemaError):
+    """References in each other more often than is followed. What they would be part of is left out where it may be."""
 
 
 @lru_cache(1024)
@@ -85,7 +54,7 @@ def regex_of_schema(text: str) -> str:
     except UnreadableError as error:
         raise SchemaError(f"{error}; write a JSON schema") from None
     try:
-        return _Schema(root).regex(root, "#", ())
+        return _Schema(root).regex(root, "#", ("#",))
     except RecursionError:
         raise SchemaError("it is nested too deeply") from None
 
@@ -93,6 +62,7 @@ def regex_of_schema(text: str) -> str:
 class _Schema:
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._work = 0
 
     def regex(self, schema: Any, place: str, refs: tuple[str, ...]) -> str:
         """refs: the references that lead to the schema."""
@@ -110,71 +80,105 @@ class _Schema:
         if not keys:
             return _anything(DEPTH)
         if "$ref" in keys:
-            _only(place, keys, {"$ref"})
-            return self._referenced(schema["$ref"], place, refs)
-        for name in ("anyOf", "allOf"):
+            only(place, keys, {"$ref"})
+            return self.regex(*self._follow(schema, place, refs))
+        for name in ("anyOf", "oneOf", "allOf"):
             if name in keys:
-                _only(place, keys, {name})
-                options = _list_of(schema, name, place)
-                if name == "allOf" and len(options) > 1:
-                    raise SchemaError(f"{place}/allOf is not supported; {_INSTEAD['allOf']}")
-                return _any_of(self.regex(item, f"{place}/{name}/{n}", refs) for n, item in enumerate(options))
+                only(place, keys, {name} if name == "allOf" else {name, "discriminator"})
+                return self._choice(name, schema, place, refs)
         if keys & {"enum", "const"}:
-            return _literals(schema, keys, place)
+            return literals(schema, keys, place)
         kinds = schema.get("type")
         kinds = kinds if isinstance(kinds, list) and kinds else [kinds]
-        if not all(isinstance(kind, str) and kind in _KEYWORDS for kind in kinds):
+        if not all(isinstance(kind, str) and kind in KEYWORDS for kind in kinds):
             if "type" in keys:
-                raise SchemaError(f"{place}/type must be one of {', '.join(_KEYWORDS)}, or a list of them")
-            _only(place, keys, {"type"})
-        known = {"type"}.union(*(_KEYWORDS[kind] for kind in kinds))
-        if "number" in kinds:  # the bounds of an integer would not hold for it
-            known -= _KEYWORDS["integer"] - _KEYWORDS["number"]
-        _only(place, keys, known)
-        return _any_of(self._of_type(kind, schema, place, refs) for kind in kinds)
+                raise SchemaError(f"{place}/type must be one of {', '.join(KEYWORDS)}, or a list of them")
+            only(place, keys, {"type"})
+        known = {"type"}.union(*(KEYWORDS[kind] for kind in kinds))
+        only(place, keys, known)
+        return _those_that_end(partial(self._of_type, kind, schema, place, refs) for kind in kinds)
+
+    def _choice(self, name: str, schema: Mapping[str, Any], place: str, refs: tuple[str, ...]) -> str:
+        given = list_of(schema, name, place)
+        if name == "allOf" and len(given) > 1:
+            raise SchemaError(f"{place}/allOf is not supported; {INSTEAD['allOf']}")
+
+        def option(n: int, refs: tuple[str, ...]) -> Place:
+            found = self._follow(given[n], f"{place}/{name}/{n}", refs)
+            return found if "discriminator" not in schema else _discriminated(*found, schema["discriminator"], place)
+
+        if name == "oneOf":
+            schemas = [option(n, ())[0] for n in range(len(given))]
+            for (n, one), (m, other) in itertools.combinations(enumerate(schemas), 2):
+                if not are_disjoint(one, other, lambda schema: self._follow(schema, place, ())[0]):
+                    raise SchemaError(
+                        f"{place}/oneOf: schemas {n} and {m} may accept the same value; let them differ in type, in "
+                        "bounds or in the const of a property that both require, or use anyOf"
+                    )
+
+        def translated(n: int) -> str:
+            return self.regex(*option(n, refs))
+
+        return _those_that_end(partial(translated, n) for n in range(len(given)))
+
+    def _optional(self, schema: Any, place: str, refs: tuple[str, ...]) -> str | None:
+        """The expression of what need not be there, None where references go too deep."""
+        try:
+            return self.regex(schema, place, refs)
+        except _TooDeep:
+            return None
 
     def _of_type(self, kind: str, schema: Mapping[str, Any], place: str, refs: tuple[str, ...]) -> str:
         if kind == "string":
-            return _string(schema, place)
+            return string(schema, place)
         if kind == "integer":
-            return _integer(schema, place)
-        if kind == "number" and "minimum" in schema:
-            if not is_number(schema["minimum"]) or schema["minimum"] != 0:
-                raise SchemaError(f"{place}/minimum: {_INSTEAD['minimum']}")
-            return _INTEGER + _FRACTION
+            return integer(schema, place)
+        if kind == "number" and schema.keys() & KEYWORDS["number"]:
+            return number(schema, place)
         if kind == "array":
             return self._array(schema, place, refs)
         if kind == "object":
             return self._object(schema, place, refs)
-        return _SIMPLE[kind]
+        return SIMPLE[kind]
 
-    def _referenced(self, ref: Any, place: str, refs: tuple[str, ...]) -> str:
-        if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
-            raise SchemaError(f"{place}/$ref must refer to a place in the schema, such as #/$defs/Name")
-        if ref in refs:
-            raise SchemaError(
-                f"{place}/$ref is recursive ({ref}), which no regular expression can be; nest a fixed depth"
-            )
-        found = self._root
-        for part in ref[1:].split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            if not isinstance(found, dict) or key not in found:
-                raise SchemaError(f"{place}/$ref refers to {ref}, which is not there")
-            found = found[key]
-        return self.regex(found, ref, (*refs, ref))
+    def _follow(self, schema: Any, place: str, refs: tuple[str, ...]) -> Place:
+        """What a schema refers to, its place and the references that lead there; the schema itself if it is no
+        reference."""
+        self._work += 1
+        if self._work > _MOST_WORK:
+            raise SchemaError("it refers and compares too much; nest less")
+        while isinstance(schema, dict) and "$ref" in schema:
+            ref = schema["$ref"]
+            only(place, schema.keys() - _ANNOTATIONS, {"$ref"})
+            if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
+                raise SchemaError(f"{place}/$ref must refer to a place in the schema, such as #/$defs/Name")
+            if refs.count(ref) > RECURSION:
+                raise _TooDeep(
+                    f"{place}/$ref is recursive ({ref}) without an end; let it be left out, or be something else"
+                )
+            schema, place, refs = self._root, ref, (*refs, ref)
+            for part in ref[1:].split("/")[1:]:
+                key = part.replace("~1", "/").replace("~0", "~")
+                if not isinstance(schema, dict) or key not in schema:
+                    raise SchemaError(f"{place}/$ref refers to {ref}, which is not there")
+                schema = schema[key]
+        return schema, place, refs
 
     def _array(self, schema: Mapping[str, Any], place: str, refs: tuple[str, ...]) -> str:
-        least, most = _bounds(schema, "minItems", "maxItems", place)
+        least, most = bounds(schema, "minItems", "maxItems", place)
         if "prefixItems" in schema:
-            items = _list_of(schema, "prefixItems", place)
+            items = list_of(schema, "prefixItems", place)
             if not least <= len(items) <= (len(items) if most is None else most):
                 raise SchemaError(f"{place}/prefixItems has {len(items)} schemas; use as many minItems and maxItems")
             parts = [self.regex(item, f"{place}/prefixItems/{n}", refs) for n, item in enumerate(items)]
             return rf"\[{_S}{f'{_S},{_S}'.join(parts)}{_S}\]"
         if most == 0:
             return rf"\[{_S}\]"
-        item = self.regex(schema["items"], f"{place}/items", refs) if "items" in schema else _anything(DEPTH - 1)
-        return _repeated(r"\[", item, r"\]", least, most)
+        if "items" not in schema:
+            return _repeated(r"\[", _anything(DEPTH - 1), r"\]", least, most)
+        given = schema["items"], f"{place}/items", refs
+        item = self.regex(*given) if least else self._optional(*given)
+        return rf"\[{_S}\]" if item is None else _repeated(r"\[", item, r"\]", least, most)
 
     def _object(self, schema: Mapping[str, Any], place: str, refs: tuple[str, ...]) -> str:
         required, properties = schema.get("required", []), schema.get("properties")
@@ -183,24 +187,56 @@ class _Schema:
             raise SchemaError(f"{place}/required must be a list of names")
         if not isinstance(more, (bool, dict)):
             raise SchemaError(f"{place}/additionalProperties must be a schema, true or false")
-        if properties is None:
+        if "properties" not in schema:
             if required:
                 raise SchemaError(f"{place}/required needs properties of these names")
             if more is False:
                 return rf"\{{{_S}\}}"
-            value = _anything(DEPTH - 1) if more is True else self.regex(more, f"{place}/additionalProperties", refs)
-            return _repeated(r"\{", f"{_SIMPLE['string']}{_S}:{_S}{value}", r"\}", 0, None)
+            value = _anything(DEPTH - 1)
+            if more is not True:
+                inner = self._optional(more, f"{place}/additionalProperties", refs)
+                if inner is None:
+                    return rf"\{{{_S}\}}"
+                value = inner
+            return _repeated(r"\{", f"{SIMPLE['string']}{_S}:{_S}{value}", r"\}", 0, None)
         if not isinstance(properties, dict):
             raise SchemaError(f"{place}/properties must be an object")
         if missing := [name for name in required if name not in properties]:
             raise SchemaError(f"{place}/required has {missing[0]!r}, which is not in properties; add it there")
-        parts = [
-            f"{_literal(name, place)}{_S}:{_S}{self.regex(value, f'{place}/properties/{name}', refs)}"
-            for name, value in properties.items()
-        ]
-        if sum(map(len, parts)) > _LONGEST:
+        members: list[tuple[str, bool]] = []
+        for name, value in properties.items():
+            given = value, f"{place}/properties/{name}", refs
+            inner = self.regex(*given) if name in required else self._optional(*given)
+            if inner is not None:
+                members.append((f"{literal(name, place)}{_S}:{_S}{inner}", name in required))
+        if sum(len(part) for part, _ in members) > _LONGEST:
             raise SchemaError(f"{place}/properties is too large; use fewer properties")
-        return _members(parts, [name in required for name in properties])
+        return _members([part for part, _ in members], [need for _, need in members])
+
+
+def _discriminated(schema: Any, place: str, refs: tuple[str, ...], discriminator: Any, where: str) -> Place:
+    """An alternative with the property that tells it from the others: OpenAPI requires it in each of them."""
+    name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+    if not isinstance(name, str):
+        raise SchemaError(f"{where}/discriminator must have a propertyName")
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(properties, dict) or name not in properties:
+        raise SchemaError(f"{place} must have the property {name!r}, which a discriminator names")
+    required = schema.get("required", [])
+    return {**schema, "required": [*required, name] if isinstance(required, list) else required}, place, refs
+
+
+def _those_that_end(options: Iterable[Callable[[], str]]) -> str:
+    """Any of several expressions, without those where references go too deep."""
+    found, error = list[str](), None
+    for option in options:
+        try:
+            found.append(option())
+        except _TooDeep as deep:
+            error = deep
+    if error is not None and not found:
+        raise error
+    return any_of(found)
 
 
 def _members(parts: list[str], required: list[bool]) -> str:
@@ -236,149 +272,9 @@ def _repeated(opening: str, item: str, closing: str, least: int, most: int | Non
 
 def _anything(depth: int) -> str:
     """Any value with up to so many arrays and objects in each other."""
-    options = [_SIMPLE[kind] for kind in ("string", "number", "boolean", "null")]
+    options = [SIMPLE[kind] for kind in ("string", "number", "boolean", "null")]
     if depth:
         inner = _anything(depth - 1)
         options.append(_repeated(r"\[", inner, r"\]", 0, None))
-        options.append(_repeated(r"\{", f"{_SIMPLE['string']}{_S}:{_S}{inner}", r"\}", 0, None))
-    return _any_of(options)
-
-
-def _any_of(options: Any) -> str:
-    found = list(options)
-    return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
-
-
-def _only(place: str, keys: Collection[str], known: set[str]) -> None:
-    """Refuse keywords that are not known here."""
-    if unknown := sorted(set(keys) - known, key=lambda name: (name not in _INSTEAD, name)):
-        advice = _INSTEAD.get(unknown[0]) or (
-            f"here are supported: {', '.join(sorted(known))}" if known != {"type"} else "add a type"
-        )
-        raise SchemaError(f"{place}/{unknown[0]} is not supported; {advice}")
-
-
-def _list_of(schema: Mapping[str, Any], name: str, place: str) -> list[Any]:
-    found = schema[name]
-    if not isinstance(found, list) or not found:
-        raise SchemaError(f"{place}/{name} must be a list that is not empty")
-    return found
-
-
-def _bounds(schema: Mapping[str, Any], low: str, high: str, place: str) -> tuple[int, int | None]:
-    least, most = schema.get(low, 0), schema.get(high)
-    for name, value in ((low, least), (high, most)):
-        if name in schema and (value is None or not (is_whole(value) and 0 <= value <= MOST)):
-            raise SchemaError(f"{place}/{name} must be a whole number from 0 to {MOST}")
-    if most is not None and least > most:
-        raise SchemaError(f"{place}/{low} is above {high}")
-    return least, most
-
-
-def _literals(schema: Mapping[str, Any], keys: Collection[str], place: str) -> str:
-    _only(place, keys, {"type", "enum"} if "enum" in keys else {"type", "const"})
-    values = _list_of(schema, "enum", place) if "enum" in keys else [schema["const"]]
-    kinds = schema.get("type", list(_TYPES))
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    for value in values:
-        if not any(_is(value, kind) for kind in kinds):
-            raise SchemaError(f"{place} has {json.dumps(value)}, which is not of its type")
-    return _any_of(_literal(value, place) for value in values)
-
-
-def _is(value: Any, kind: Any) -> bool:
-    return isinstance(value, _TYPES.get(str(kind), ())) and (kind == "boolean" or not isinstance(value, bool))
-
-
-def _literal(value: Any, place: str) -> str:
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except UnicodeEncodeError:
-        raise SchemaError(f"{place} has half of a surrogate pair, which is not text") from None
-    except ValueError:
-        raise SchemaError(f"{place} has a number that is not finite, which JSON cannot hold") from None
-    return re.escape(text)
-
-
-def _string(schema: Mapping[str, Any], place: str) -> str:
-    if not schema.keys() & _KEYWORDS["string"]:
-        return _SIMPLE["string"]
-    least, most = _bounds(schema, "minLength", "maxLength", place)
-    pattern, form = schema.get("pattern"), schema.get("format")
-    if sum((pattern is not None, form is not None, bool(least or most is not None))) > 1:
-        raise SchemaError(
-            f"{place} has several of pattern, format and lengths; use one, such as pattern ^[a-z]{{2,9}}$"
-        )
-    if form is not None:
-        if not isinstance(form, str) or form not in _FORMATS:
-            raise SchemaError(f"{place}/format is not supported; use one of {', '.join(_FORMATS)}, or a pattern")
-        return f'"{_FORMATS[form]}"'
-    if pattern is None:
-        return f'"{_CHARACTER}{{{least},{"" if most is None else most}}}"'
-    if not isinstance(pattern, str):
-        raise SchemaError(f"{place}/pattern must be a text")
-    return f'"(?:{_inside_string(pattern, place)})"'
-
-
-def _inside_string(pattern: str, place: str) -> str:
-    """A pattern without the marks of its beginning and end, whose matches a string of JSON holds as they are."""
-    try:
-        automaton = compile_regex(pattern)
-    except RegexError as error:
-        raise SchemaError(f"{place}/pattern: {error}") from None
-    if (automaton.table[:, _UNSAFE] >= 0).any():
-        raise SchemaError(
-            f"{place}/pattern matches quotation marks, backslashes or control characters, which a string of JSON "
-            'cannot hold as they are; exclude them, such as [^"\\\\\\x00-\\x1f] in place of a dot'
-        )
-    return without_anchors(pattern)
-
-
-def _integer(schema: Mapping[str, Any], place: str) -> str:
-    least, most = -math.inf, math.inf
-    for name in _KEYWORDS["integer"] & schema.keys():
-        value = schema[name]
-        if not is_number(value):
-            raise SchemaError(f"{place}/{name} must be a number")
-        if "inimum" in name:
-            least = max(least, math.floor(value) + 1 if name == "exclusiveMinimum" else math.ceil(value))
-        else:
-            most = min(most, math.ceil(value) - 1 if name == "exclusiveMaximum" else math.floor(value))
-    if least > most:
-        raise SchemaError(f"{place}: no integer is within its minimum and maximum")
-    options = [f"-{_any_of(_natural(max(-most, 1), -least))}"] if least < 0 else []
-    options += _natural(max(least, 0), most) if most >= 0 else []
-    return _any_of(options)
-
-
-def _natural(least: float, most: float) -> list[str]:
-    """Expressions for the whole numbers from `least`, at least 0, to `most`."""
-    if least > most:
-        return []
-    low = str(least)
-    nines = 10 ** len(low) - 1
-    if most <= nines:
-        return [_digits(low, str(most))]
-    if most == math.inf:
-        return [_digits(low, str(nines)), f"[1-9][0-9]{{{len(low)},}}"]
-    return [_digits(low, str(nines)), *_natural(nines + 1, most)]
-
-
-def _digits(low: str, high: str) -> str:
-    """The numbers between two with the same number of digits."""
-    if not low or low == high:
-        return low
-    more = len(low) - 1
-    first, last, options = int(low[0]), int(high[0]), []
-    if first == last:
-        return low[0] + _digits(low[1:], high[1:])
-    if low[1:] != "0" * more:
-        options.append(low[0] + _digits(low[1:], "9" * more))
-        first += 1
-    if high[1:] != "9" * more:
-        options.append(high[0] + _digits("0" * more, high[1:]))
-        last -= 1
-    if first <= last:
-        options.append(f"[{first}-{last}]" + ("[0-9]" + (f"{{{more}}}" if more > 1 else "") if more else ""))
-    return _any_of(options)
+        options.append(_repeated(r"\{", f"{SIMPLE['string']}{_S}:{_S}{inner}", r"\}", 0, None))
+    return any_of(options)

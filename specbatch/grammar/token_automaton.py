@@ -8,14 +8,16 @@ byte by byte, each pair of a function and a byte once, so that the time hardly d
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from specbatch.grammar.regex import ByteAutomaton, RegexError
 
 FREE = -1  # the state of a request that nothing constrains
+FORCED_CELLS = 2  # int16, at the end of each row: the bits of the token that is forced, or -1
 _MOST = 2**15 - 1  # states or classes that an int16 holds
+_FEW = 64  # tokens that may follow where one is forced, at most
 
 
 class TokenAutomaton:
@@ -24,21 +26,30 @@ class TokenAutomaton:
 
     classes    int16 [V]: of each token
     next       int16 [S, C]: the state after a token of each class, -1 where it may not follow
+    forced     int32 [S]: where all tokens that may follow are beginnings of one of them, that one, else -1. Its text
+               follows in any case, though maybe as other tokens
     """
 
-    def __init__(self, classes: np.ndarray, next: np.ndarray) -> None:
+    def __init__(self, classes: np.ndarray, next: np.ndarray, forced: np.ndarray) -> None:
         self.classes = classes
         self.next = next
+        self.forced = forced
 
     @property
     def cells(self) -> np.ndarray:
-        """int16 [V + S * C]: classes, then transitions."""
-        return np.concatenate([self.classes, self.next.ravel()])
+        """int16 [V + S * (C + FORCED_CELLS)]: classes, then a row of each state."""
+        forced = self.forced.astype("<i4").view("<i2").reshape(-1, FORCED_CELLS)
+        return np.concatenate([self.classes, np.hstack([self.next, forced]).ravel()])
+
+    @property
+    def row(self) -> int:
+        """Number of cells of a state."""
+        return int(self.next.shape[1]) + FORCED_CELLS
 
     @property
     def size(self) -> int:
         """Number of cells."""
-        return self.classes.size + self.next.size
+        return int(self.classes.size) + len(self.next) * self.row
 
     def after(self, tokens: Iterable[int]) -> int:
         """The state after tokens, `FREE` after one that may not follow."""
@@ -84,7 +95,9 @@ def compile_tokens(
     used, classes = np.unique(found, return_inverse=True)
     next = functions.stacked(used)[:, : states + 1].T
     next[end] = end
-    return _without_dead_ends(classes, np.where(next == none, -1, next), end)
+    classes, next = _without_dead_ends(classes, np.where(next == none, -1, next), end)
+    inner = dict(zip(texts.tolist(), (tokens[i] or b"" for i in texts), strict=True))
+    return TokenAutomaton(classes, next, _forced(classes, next, inner))
 
 
 class _Functions:
@@ -122,8 +135,8 @@ class _Functions:
         return found
 
 
-def _without_dead_ends(classes: np.ndarray, next: np.ndarray, end: int) -> TokenAutomaton:
-    """The same automaton without states that lead to no end, or that nothing leads to."""
+def _without_dead_ends(classes: np.ndarray, next: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Classes and transitions of the same automaton without states that lead to no end, or that nothing leads to."""
     after = [np.unique(row[row >= 0]).tolist() for row in next]
     before: list[list[int]] = [[] for _ in after]
     for state, others in enumerate(after):
@@ -140,7 +153,24 @@ def _without_dead_ends(classes: np.ndarray, next: np.ndarray, end: int) -> Token
     columns, merged = np.unique(renamed[next[kept]].T, axis=0, return_inverse=True)
     if len(columns) > _MOST:
         raise RegexError(f"its automaton has {len(columns)} classes of tokens; simplify it to at most {_MOST}")
-    return TokenAutomaton(merged.reshape(-1)[classes].astype(np.int16), np.ascontiguousarray(columns.T))
+    return merged.reshape(-1)[classes].astype(np.int16), np.ascontiguousarray(columns.T)
+
+
+def _forced(classes: np.ndarray, next: np.ndarray, texts: Mapping[int, bytes]) -> np.ndarray:
+    """`TokenAutomaton.forced`. texts: of all tokens that are no ends."""
+    found = np.full(len(next), -1, dtype=np.int32)
+    members = np.split(
+        np.argsort(classes, kind="stable"), np.cumsum(np.bincount(classes, minlength=next.shape[1]))[:-1]
+    )
+    for state in np.flatnonzero(np.count_nonzero(next >= 0, axis=1) <= _FEW).tolist():
+        kinds = np.flatnonzero(next[state] >= 0).tolist()
+        if sum(len(members[kind]) for kind in kinds) > _FEW:
+            continue
+        follow = [token for kind in kinds for token in members[kind].tolist()]
+        longest = max(follow, key=lambda token: len(texts.get(token, b"")))
+        if all(token in texts and texts[longest].startswith(texts[token]) for token in follow):
+            found[state] = longest
+    return found
 
 
 def _reached(first: int, steps: list[list[int]]) -> set[int]:

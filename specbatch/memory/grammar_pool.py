@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from specbatch.grammar.token_automaton import TokenAutomaton
 
-CELLS = 32 << 20  # int16: 64 MiB
+CELLS = 32 << 20  # int16: 64 MiB, which every engine has, so that the first grammar of a job cannot run out of memory
 
 
 class GrammarPool:

@@ -35,6 +35,7 @@ class MemoryPlan:
     cached_states: int
     workspace: int
     corpus: int
+    grammars: int
     graphs: int
     max_model_len: int
     page_size: int
@@ -56,6 +57,8 @@ class MemoryPlan:
             yield f"  states     {size_text(self.states)} of recurrent layers{kept}"
         if self.corpus:
             yield f"  corpus     {size_text(self.corpus)}"
+        if self.grammars:
+            yield f"  grammars   {size_text(self.grammars)} for tables of regular expressions and JSON schemas"
         yield f"  workspace  {size_text(self.workspace)} (activations, logits and the batch's tables)"
         if self.graphs:
             yield f"  graphs     {size_text(self.graphs)} (estimate)"
@@ -127,6 +130,7 @@ def plan_memory(
     token_bytes: int = 0,
     temporary: int = 0,
     corpus_bytes: Callable[[int], int] = lambda running: 0,
+    grammars: int = 0,
     graphs: int = 0,
     share: MemoryShare = EXCLUSIVE,
 ) -> MemoryPlan:
@@ -135,8 +139,9 @@ def plan_memory(
     All sizes are in bytes. free: free memory of the device; model_len: positions the model supports; page_bytes: one
     page in all caches; state_bytes: recurrent states of one device row; cached_state_bytes: those of one prefix; rows:
     query rows of a verify; token_bytes: activations of one token in a pass; temporary: the largest other tensor of a
-    pass; corpus_bytes: the corpus with so many tokens in all slots; graphs: CUDA graphs; share: this engine's share, of
-    which only the first includes `weights`. Raises SpecbatchError, naming the setting, if it cannot fit.
+    pass; corpus_bytes: the corpus with so many tokens in all slots; grammars: their tables; graphs: CUDA graphs; share:
+    this engine's share, of which only the first includes `weights`. Raises SpecbatchError, naming the setting, if it
+    cannot fit.
     """
     size, slack = config.page_size, reach_of(0, rows)
     budget = share.budget(free, config.memory_fraction, weights)
@@ -150,7 +155,7 @@ def plan_memory(
     corpus = corpus_bytes(tokens)
     workspace += token_bytes * max(config.prefill_chunk, config.max_running * rows) + temporary
     states, cached_states = state_bytes * (config.max_running + 1), 0
-    room = budget - weights - draft_weights - states - workspace - corpus - graphs
+    room = budget - weights - draft_weights - states - workspace - corpus - grammars - graphs
     if cached_state_bytes and config.prefix_cache:
         wished = max(_CACHED_STATES, 2 * config.max_running)
         # The configured capacities come first: cached states are optional.
@@ -165,6 +170,7 @@ def plan_memory(
         used = f"weights {size_text(weights + draft_weights)}, workspace {size_text(workspace)}"
         used += f", states {size_text(states)}" if states else ""
         used += f", corpus {size_text(corpus)}" if corpus else ""
+        used += f", grammars {size_text(grammars)}" if grammars else ""
         used += f", graphs {size_text(graphs)}" if graphs else ""
         less = (
             "a smaller model or dtype"
@@ -212,6 +218,7 @@ def plan_memory(
         cached_states=cached_states,
         workspace=workspace,
         corpus=corpus,
+        grammars=grammars,
         graphs=graphs,
         max_model_len=min(longest, fits),
         page_size=size,

@@ -21,9 +21,21 @@ SCHEMA: dict[str, Any] = {
         "c": {"type": ["string", "null"], "pattern": "^[a-z]{2}$"},
         "d": {"type": "array", "prefixItems": [{"type": "number", "minimum": 0}, {"const": [True]}]},
         "e": {"type": "object", "additionalProperties": {"type": "string", "format": "date"}},
+        "f": {
+            "oneOf": [{"$ref": "#/$defs/y"}, {"enum": [1.5, "z"]}, {"type": "number", "minimum": 2, "maximum": 9.25}]
+        },
     },
     "required": ["b", "a"],
-    "$defs": {"x": {"type": "string", "minLength": 1, "maxLength": 4}},
+    "$defs": {
+        "x": {"type": "string", "minLength": 1, "maxLength": 4},
+        "y": {
+            "oneOf": [
+                {"type": "object", "properties": {"k": {"const": 1}, "y": {"$ref": "#/$defs/y"}}},
+                {"type": "object", "properties": {"k": {"enum": [2, 3]}}},
+            ],
+            "discriminator": {"propertyName": "k"},
+        },
+    },
 }
 EXPRESSIONS = (r"(?:ab|[^c]*){2,3}d?", r"^[a-z]{2}\d+(x|y)*$", r"(?P<n>\w+)@[\s.]+?é")
 CHARACTERS = "()[]{}|*+?\\^$.-,0129PLdwsbBZ<>=!:\ud800é\x00\n"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from decimal import Decimal
 from random import Random
 from typing import Any
 
@@ -23,6 +25,53 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
     {"type": "object", "additionalProperties": {"type": "integer"}},
     {"type": "object", "additionalProperties": False},
     {"type": "number", "minimum": 0},
+    {"type": "number", "minimum": -12.25, "exclusiveMaximum": 7.5},
+    {"type": ["integer", "number"], "exclusiveMinimum": -1, "maximum": 1000000},
+    {
+        "type": "array",
+        "items": {"oneOf": [{"type": "null"}, {"type": "integer", "maximum": 4}, {"enum": ["a", 5, True]}]},
+    },
+    {
+        "oneOf": [
+            {"type": "number", "minimum": 3},
+            {"type": "integer", "maximum": 2},
+            {"type": "object", "properties": {"x": {"oneOf": [{"const": 1}, {"const": "1"}]}}, "required": ["x"]},
+            {"type": "object", "properties": {"y": {}, "x": {"type": ["null", "array"]}}, "required": ["x"]},
+        ]
+    },
+    {
+        "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+        "discriminator": {"propertyName": "kind", "mapping": {"cat": "#/$defs/cat"}},
+        "$defs": {
+            "cat": {"type": "object", "properties": {"kind": {"const": "cat"}, "age": {"type": "integer"}}},
+            "dog": {
+                "type": "object",
+                "properties": {"age": {"type": "integer"}, "kind": {"enum": ["dog", "wolf"]}},
+                "required": ["age"],
+            },
+        },
+    },
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 3},
+            "children": {"type": "array", "items": {"$ref": "#"}},
+        },
+        "required": ["name", "children"],
+    },
+    {
+        "$ref": "#/$defs/list",
+        "$defs": {
+            "list": {
+                "type": ["object", "null"],
+                "properties": {"head": {"$ref": "#/$defs/item"}, "tail": {"$ref": "#/$defs/list"}},
+                "required": ["head", "tail"],
+            },
+            "item": {
+                "anyOf": [{"type": "integer"}, {"type": "object", "additionalProperties": {"$ref": "#/$defs/list"}}]
+            },
+        },
+    },
     {"type": "integer", "minimum": -75, "exclusiveMaximum": 1234.5},
     {"type": ["string", "null"], "minLength": 2, "maxLength": 4},
     {"type": "string", "pattern": r"^[a-c]+\$$"},
@@ -89,6 +138,39 @@ def test_ranges_of_integers() -> None:
                 assert bool(expression.fullmatch(str(value))) == (low <= value and (high is None or value <= high))
 
 
+def test_ranges_of_numbers() -> None:
+    """Of numbers without an exponent and with up to 9 digits after the point."""
+    bounds = [None, "0", "1", "-1", "0.5", "-0.5", "99.95", "100", "-12.25", "0.001", "7.999999999"]
+    steps = ("0", "0.000000001", "-0.000000001", "0.01", "-0.01", "0.5", "-0.5", "1", "-1", "10", "-10", "100")
+    texts = {f"{Decimal(bound) + Decimal(step):f}" for bound in bounds if bound for step in steps}
+    texts |= {text + ("0" if "." in text else ".0") for text in texts}
+    texts = {text for text in texts if re.fullmatch(r"-?\d+(\.\d{1,9})?", text) and float(text)} | {"0", "0.000"}
+    for low, high, is_open in itertools.product(bounds, bounds, (False, True)):
+        names = ("exclusiveMinimum", "exclusiveMaximum") if is_open else ("minimum", "maximum")
+        given = {name: float(bound) for name, bound in zip(names, (low, high), strict=True) if bound is not None}
+        if not given:
+            continue
+        wanted = {
+            text
+            for text in texts
+            if (low is None or Decimal(text) > Decimal(low) or (not is_open and Decimal(text) == Decimal(low)))
+            and (high is None or Decimal(text) < Decimal(high) or (not is_open and Decimal(text) == Decimal(high)))
+        }
+        try:
+            expression = re.compile(regex_of_schema(json.dumps({"type": "number"} | given)))
+        except SchemaError:
+            assert not wanted
+        else:
+            assert {text for text in texts if expression.fullmatch(text)} == wanted
+
+
+def test_recursive_schemas_end() -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False}
+    expression = re.compile(regex_of_schema(json.dumps(schema)))
+    depths = [bool(expression.fullmatch('{"a":' * depth + "{}" + "}" * depth)) for depth in range(5)]
+    assert depths == [True, True, True, False, False]
+
+
 def test_members_that_are_all_optional() -> None:
     names = "abcdefg"
     expression = re.compile(
@@ -113,10 +195,41 @@ def deep(depth: int) -> dict[str, Any]:
         ("{", "is not JSON"),
         ([], "# must be an object"),
         ({"not": {}}, "#/not is not supported"),
-        ({"oneOf": [{}]}, "#/oneOf is not supported; use anyOf"),
-        ({"discriminator": {"propertyName": "a"}, "oneOf": [{}]}, "#/oneOf is not supported; use anyOf"),
+        ({"oneOf": [{"type": "null"}, {"type": "integer"}, {"type": "number"}]}, "#/oneOf: schemas 1 and 2 may accept"),
+        ({"oneOf": [{"const": "a"}, {"type": "string"}]}, "schemas 0 and 1 may accept the same value; let them differ"),
+        ({"oneOf": [{"type": "integer", "minimum": 3}, {"enum": [2, 3]}]}, "schemas 0 and 1 may accept"),
+        (
+            {"oneOf": [{"type": "integer", "minimum": 3}, {"type": "number", "maximum": 3}]},
+            "schemas 0 and 1 may accept",
+        ),
+        (
+            {
+                "oneOf": [
+                    {"type": "object", "properties": {"a": {"const": n}, "b": {}}, "required": ["b"]} for n in (1, 2)
+                ]
+            },
+            "schemas 0 and 1 may accept",
+        ),
+        ({"oneOf": [{"type": "object", "properties": {"a": {"const": n}}} for n in (1, 2)]}, "schemas 0 and 1 may"),
+        ({"oneOf": [{"type": "null"}, {"anyOf": [{"type": "array"}, {"enum": [1, None]}]}]}, "schemas 0 and 1 may"),
+        ({"oneOf": [{"enum": list(range(9))}] * 500}, "schemas 0 and 1 may"),
+        ({"oneOf": [{"const": n} for n in range(1000)]}, "it refers and compares too much"),
+        ({"discriminator": {"propertyName": "a"}, "oneOf": [{}]}, "#/oneOf/0 must have the property 'a', which"),
+        ({"discriminator": "a", "anyOf": [{}]}, "#/discriminator must have a propertyName"),
         ({"allOf": [{}, {}]}, "#/allOf is not supported"),
-        ({"type": "object", "properties": {"c": {"$ref": "#"}}}, "#/properties/c/.ref is recursive"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "#/items/.ref is recursive .#. without an end"),
+        ({"anyOf": [{"$ref": "#"}]}, "#/anyOf/0/.ref is recursive"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "is recursive"),
+        (
+            {
+                "$ref": "#/$defs/0",
+                "$defs": {
+                    str(n): {"type": "object", "properties": {str(m): {"$ref": f"#/$defs/{m}"} for m in range(9)}}
+                    for n in range(9)
+                },
+            },
+            "it refers and compares too much|is too large",
+        ),
         ({"$ref": "#/$defs/x"}, "which is not there"),
         ({"$ref": "http://x"}, "must refer to a place in the schema"),
         ({"type": "array", "items": {"type": "array", "uniqueItems": True}}, "#/items/uniqueItems is not supported"),
@@ -124,20 +237,23 @@ def deep(depth: int) -> dict[str, Any]:
         ({"type": "string", "format": "uri"}, "use one of date, "),
         ({"type": "string", "pattern": "a.*"}, "matches quotation marks"),
         ({"type": "string", "pattern": "(?=a)"}, "#/pattern: lookahead"),
+        ({"type": "string", "pattern": None}, "#/pattern must be a text"),
+        ({"type": "string", "format": None}, "#/format is not supported"),
+        ({"type": "object", "properties": None}, "#/properties must be an object"),
         ({"type": "string", "pattern": "a", "maxLength": 3}, "several of pattern, format and lengths"),
         ({"type": "string", "minLength": 4, "maxLength": 3}, "#/minLength is above maxLength"),
         ({"minLength": 3}, "#/minLength is not supported; add a type"),
         ({"type": "text"}, "#/type must be one of string, integer"),
         ({"type": "string", "enum": [1]}, "# has 1, which is not of its type"),
-        ({"type": "number", "maximum": 3}, "#/maximum is not supported"),
-        ({"type": "number", "minimum": 3}, "of a number only 0"),
+        ({"type": "number", "maximum": 1e-10}, "#/maximum of a number is too exact; use at most 9 digits"),
+        ({"type": "number", "exclusiveMinimum": 1e6}, "too exact; .* and an exclusive bound below 1,000,000"),
+        ({"type": "number", "minimum": 3, "exclusiveMaximum": 3}, "#: no number is within"),
         ({"type": "integer", "minimum": 5, "maximum": 4}, "no integer is within"),
         ({"type": "object", "required": ["a"]}, "#/required needs properties"),
         ({"type": "object", "properties": {}, "required": ["a"]}, "'a', which is not in properties"),
         (deep(40), "is too large as a regular expression"),
         ({"type": "object", "properties": {f"p{n}": {} for n in range(300)}}, "#/properties is too large"),
-        ({"type": ["integer", "number"], "maximum": 3}, "#/maximum is not supported"),
-        ({"type": "number", "minimum": False}, "of a number only 0"),
+        ({"type": "number", "minimum": False}, "#/minimum must be a number"),
         (
             {"type": "object", "properties": {}, "additionalProperties": 5},
             "#/additionalProperties must be a schema, true",

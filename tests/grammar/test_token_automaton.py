@@ -20,6 +20,7 @@ END, VOCABULARY = 13, len(TOKENS) + 2  # the last token is an end token, whateve
 def test_tokens_are_allowed_where_the_text_can_become_a_match(expression: str) -> None:
     random = Random(1)
     automaton = compile_tokens(compile_regex(expression), TOKENS, {END}, VOCABULARY)
+    forced_somewhere = False
     for _ in range(60):
         tokens, text = [], b""
         while len(tokens) < 9:
@@ -32,11 +33,16 @@ def test_tokens_are_allowed_where_the_text_can_become_a_match(expression: str) -
                 or (piece and token != END and can_match(expression, text + piece))
             ]
             assert allowed == wanted
+            texts = {token: TOKENS[token] or b"" for token in allowed if token != END}
+            leading = [token for token in texts if all(texts[token].startswith(text) for text in texts.values())]
+            assert automaton.forced[state] in ((leading if END not in allowed else []) or [-1])
+            forced_somewhere |= bool(automaton.forced[state] >= 0)
             inner = [token for token in allowed if token != END]
             if not inner:
                 break
             tokens.append(random.choice(inner))
             text += TOKENS[tokens[-1]] or b""
+    assert forced_somewhere == (expression not in ("(ab|c)*", "(a|b)*a(a|b){2}"))
 
 
 def is_match(expression: str, text: bytes) -> bool:
@@ -62,7 +68,7 @@ def test_after_an_end_token_anything_may_follow_and_after_a_wrong_one_nothing_is
     assert automaton.allowed(ended) == list(range(VOCABULARY))
     assert automaton.after([TOKENS.index(b"b")]) == FREE
     assert automaton.cells.dtype == np.int16
-    assert automaton.size == len(automaton.cells) == VOCABULARY + automaton.next.size
+    assert automaton.size == len(automaton.cells) == VOCABULARY + len(automaton.next) * automaton.row
 
 
 def test_states_that_lead_to_no_end_are_left_out() -> None:

@@ -38,6 +38,7 @@ from specbatch.kernels.sampling import (
     accept_and_commit_triton,
     accept_triton,
     argmax_topk_triton,
+    grammar_mask_triton,
     sample_triton,
     tree_verify_triton,
 )
@@ -82,6 +83,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None])
         accept_triton: ["verify_inputs"],
         accept_and_commit_triton: ["partials_of", "commit", "commit_tree", "sample", "rejection_sample"],
         argmax_topk_triton: ["argmax", "argmax_embedding", "argmax_keys", "topk_logprobs"],
+        grammar_mask_triton: ["grammar_mask", "grammar_step"],
         sample_triton: ["sample"],
         context_kv_triton: ["write_context_kv", "write_verified_kv"],
         elementwise_triton: ["rms_norm", "silu_and_mul", "gelu_and_mul"],
@@ -249,6 +251,27 @@ def test_sampled_tokens_with_a_seed(
     assert called >= ({"sample", "commit_tree", "move_accepted_kv"} if name.endswith("tree") else {"sample", "commit"})
     assert ("rejection_sample" in called) == (name not in ("none", "ngram") and not name.endswith("tree"))
     assert "partials_of" not in called
+
+
+@pytest.mark.parametrize(
+    "name",
+    slow_but(["ngram"], ["ngram", "ngram-corpus", "self", "eagle3", "block", "dspark", "dflash2-tree", "self-tree"]),
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_grammars(
+    toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str, temperature: float
+) -> None:
+    prompts = [list(prompt) for prompt in toy.prompts()[5:7]]
+    params = [
+        SamplingParams(temperature=temperature, regex=regex, seed=2, max_new_tokens=4) for regex in ("[a-k]*", None)
+    ]
+    expected = toy_engine(speculation=SPECULATIONS[name]).generate(prompts, params)
+    build, called = request.getfixturevalue("kernel_engine")
+    done = build(speculation=SPECULATIONS[name]).generate(prompts, params)
+    for ours, theirs in zip(done, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert (ours.metrics.drafted, ours.metrics.accepted) == (theirs.metrics.drafted, theirs.metrics.accepted)
+    assert called >= {"grammar_mask", "grammar_step"}
 
 
 @pytest.mark.slow

@@ -43,7 +43,8 @@ CONSTRAINED = [
     (target, drafter, REGEX)
     for target, drafter in [
         ("llama", "model"), ("llama", "dspark"), ("llama", "model-block"), ("qwen3.5", "mtp"), ("llama", "eagle-tree"),
-        ("llama", "dflash2"), ("lfm2", "model-tree"), ("llama", "model-budget"),
+        ("llama", "dflash2"), ("lfm2", "model-tree"), ("llama", "model-budget"), ("llama", "dflash"),
+        ("llama", "peagle"), ("llama", "ngram"), ("qwen3.5", "mtp-layers"), ("llama", "model-corpus-auto"),
     ]
 ]  # fmt: skip
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from lossless import LONGER, Case, target_logits
-from naive_choice import chosen
+from naive_choice import allowed_tokens, chosen
 from stand_ins import fake_graphs, late_results, random_draft_lengths
 from targets import SPECULATIONS, Targets
 
 from specbatch import Completion, SamplingParams
+from specbatch.core.step_input import Proposal, StepInput
+from specbatch.engine.step import DecodeStep
 
 # Letters are @ to d; B is the end token, and most tokens are followed by the next of their four.
 _HOW: tuple[dict[str, Any], ...] = (
@@ -50,6 +52,7 @@ def test_tokens_are_those_of_one_at_a_time(targets: Targets, monkeypatch: pytest
         late_results(monkeypatch)
     if case.is_auto:
         random_draft_lengths(monkeypatch)
+    proposals = watch_proposals(monkeypatch)
     engine = targets.engine(case.target, case.drafter, case.schedule[:2], dtype="float32", **case.settings())
     prompts = targets.prompts(case.target)
     done = engine.generate(prompts, GREEDY)
@@ -62,11 +65,65 @@ def test_tokens_are_those_of_one_at_a_time(targets: Targets, monkeypatch: pytest
         _check_match(one, params)
     if case.drafter != "none":
         assert engine.record().metrics["drafted_tokens"]
+        check_drafts(case, proposals, done)
     sampled = engine.generate(prompts, SAMPLED)
     for one, params in zip(sampled, SAMPLED, strict=True):
         _check_match(one, params)
     if case.keeps_seeds:
         assert [one.token_ids for one in sampled] == _sampled(targets, case.target)
+
+
+class Proposed(NamedTuple):
+    """One request: its tokens up to the root, its drafts as far as they count, and of each the place of the draft
+    before it, -1 for the root."""
+
+    tokens: list[int]
+    drafts: list[int]
+    parents: list[int]
+
+
+def watch_proposals(patch: pytest.MonkeyPatch) -> list[Proposed]:
+    found: list[Proposed] = []
+    propose = DecodeStep.propose
+
+    def watched(self: DecodeStep, step: StepInput) -> Proposal:
+        proposal = propose(self, step)
+        for row, slot in enumerate(step.slots.tolist()):
+            if slot:
+                drafts = proposal.tokens[row, : int(proposal.drafted[row])].tolist()
+                parents = list(range(-1, len(drafts) - 1))
+                if proposal.ancestors is not None:
+                    words = proposal.ancestors[row].tolist()
+                    parents = [(words[node] & ~(1 << node)).bit_length() - 2 for node in range(1, len(drafts) + 1)]
+                tokens = step.batch.tokens[slot, : int(step.lengths[row]) + 1].tolist()
+                found.append(Proposed(tokens, drafts, parents))
+        return proposal
+
+    patch.setattr(DecodeStep, "propose", watched)
+    return found
+
+
+def check_drafts(case: Case, proposals: list[Proposed], done: list[Completion]) -> None:
+    """Drafts may follow those before them. Others are in trees where fewer tokens may follow than children are drafted,
+    are chosen from few candidates by a selector, and are found by a tree of n-grams."""
+    if case.drafter == "ngram-tree" or case.drafter.startswith("dflash2"):
+        return
+    topk = SPECULATIONS[case.drafter].get("draft_topk", 1)
+    checked = 0
+    for tokens, drafts, parents in proposals:
+        for one, params in zip(done, GREEDY, strict=True):
+            prompt = one.prompt_token_ids
+            if params.regex is None or tokens[: len(prompt)] != prompt:
+                continue
+            for place, draft in enumerate(drafts):
+                before, node = list[int](), parents[place]
+                while node >= 0:
+                    before, node = [drafts[node], *before], parents[node]
+                answer = tokens[len(prompt) :] + before
+                if 2 not in answer and (can_follow := allowed_tokens(answer, params)):
+                    assert draft in can_follow or len(can_follow) < topk, (answer, draft)
+                    checked += 1
+    assert checked > 5
 
 
 def _check_match(one: Completion, params: SamplingParams) -> None:

@@ -11,7 +11,7 @@ from specbatch.memory.grammar_pool import GrammarPool
 
 
 def table(size: int) -> TokenAutomaton:
-    return TokenAutomaton(np.zeros(size - 2, np.int16), np.zeros((2, 1), np.int16))
+    return TokenAutomaton(np.zeros(size - 6, np.int16), np.zeros((2, 1), np.int16), np.zeros(2, np.int32))
 
 
 def test_tables_in_use_never_overlap() -> None:

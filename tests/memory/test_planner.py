@@ -16,7 +16,14 @@ ON_CPU = {"free": 100_000 * MIB, "on_cpu": True, "model_len": 100_000}
 
 def plan(free: int = 1000 * MIB, on_cpu: bool = False, **config: Any) -> MemoryPlan:
     numbers: dict[str, Any] = {"model_len": 1000, "weights": 100 * MIB, "draft_weights": 20 * MIB, "page_bytes": MIB}
-    numbers |= {"vocabulary": 1000, "rows": 5, "state_bytes": 0, "cached_state_bytes": 0, "share": MemoryShare()}
+    numbers |= {
+        "vocabulary": 1000,
+        "rows": 5,
+        "state_bytes": 0,
+        "cached_state_bytes": 0,
+        "share": MemoryShare(),
+        "grammars": 0,
+    }
     numbers |= {key: config.pop(key) for key in list(config) if key in numbers}
     settings = {"max_running": 4, "memory_fraction": 0.5} | config
     return plan_memory(EngineConfig(**settings), free=free, on_cpu=on_cpu, **numbers)
@@ -115,8 +122,10 @@ def test_printed_plan() -> None:
     ):
         assert part in text
     assert "retracted" not in text
-    text = "\n".join(plan(free=600 * MIB, draft_weights=0).lines())
-    assert "holds 199 of the 256 pages" in text
+    assert "grammars" not in text
+    text = "\n".join(plan(free=600 * MIB, draft_weights=0, grammars=10 * MIB).lines())
+    assert "grammars   10.0 MiB" in text
+    assert "holds 189 of the 256 pages" in text
     assert "draft" not in text
     assert "2.00 GiB" in "\n".join(plan(free=4096 * MIB).lines())
 
