@@ -137,7 +137,7 @@ LATENT: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LONG: dict[str, Any] = {"type": "longrope", "short_factor": [1.0, 1.3, 1.7, 2.0], "long_factor": [4.0] * 4}
 PHI: dict[str, Any] = {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5, "rope_scaling": LONG}
-PHI["original_max_position_embeddings"] = 64
+PHI["original_max_position_embeddings"] = 16  # of 512: texts get longer
 TARGETS: dict[str, dict[str, Any]] = {"llama": {"architectures": ["LlamaForCausalLM"]}, "phi3": PHI}
 TARGETS |= {**WINDOWED, **HYBRIDS, **LATENT}
 DIVISIBLE = tuple(name for name in TARGETS if name != "gemma4")  # the others run on one device so far
@@ -194,7 +194,7 @@ class TargetCheckpoint:
 
     def __init__(self, name: str, mtp_layers: int | None = None) -> None:
         self.name = name
-        read = ModelConfig.from_dict(SIZES | (TARGETS | DRAFTS | QUANTIZED)[name])
+        read = ModelConfig.from_dict(SIZES | (TARGETS | DRAFTS | QUANTIZED)[name]).for_length(44)
         self.config = replace(read, mtp_layers=mtp_layers)
         self.tensors = random_weights(self.config.weight_shapes(), 0.05 if name in DRAFTS else 1.0)
         vocabulary, hidden = self.config.vocab_size, self.config.hidden_size
