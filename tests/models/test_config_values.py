@@ -190,7 +190,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"sliding_window": 0, "use_sliding_window": True}, "sliding_window=0"),
     ("qwen3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding_window=None"),
     ("qwen3", {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, "layer_types='chunked_attention'"),
-    ("qwen3-moe", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0}, "sliding_window=9"),
     ("eagle", {"architectures": ["MistralForCausalLMEagle"], "sliding_window": 9}, "sliding_window=9.*draft head"),
     ("qwen3", {"layer_types": ["full_attention"]}, "layer_types='1 entries'"),
     (
@@ -289,6 +288,9 @@ def test_windows_of_layers() -> None:
     assert read("ministral", sliding_window=64, layer_types=some) == (None, 64, None, 64)
     assert read("qwen2", **used, max_window_layers=3) == (None, None, None, 64)
     assert read("qwen3", **used, layer_types=some) == (None, 64, None, 64)
+    moe = SIZES | TARGETS["qwen3-moe"] | {"sliding_window": 9, "layer_types": some, "max_window_layers": 3}
+    assert ModelConfig.from_dict(moe | {"use_sliding_window": True}).windows == (9,) * 4
+    assert ModelConfig.from_dict(moe).windows == ()
     for off in ({"sliding_window": None}, {"sliding_window": 8192}, {"max_position_embeddings": 512}):
         assert read("mistral", **off) == ()
 

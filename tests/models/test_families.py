@@ -119,6 +119,9 @@ FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
     "qwen3-moe": lambda: hf.Qwen3MoeForCausalLM(
         hf.Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=True, mlp_only_layers=[2])
     ),
+    "qwen3-moe-windows": lambda: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(**SIZES, **MOE, use_sliding_window=True, sliding_window=6, mlp_only_layers=[1])
+    ),
     "qwen3-moe-sparse": lambda: hf.Qwen3MoeForCausalLM(
         hf.Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=False, decoder_sparse_step=2)
     ),
