@@ -35,7 +35,7 @@ O200K_SPLIT = (
     f"{_LEAD}{_UPPER}*{_LOWER}+{_END}|{_LEAD}{_UPPER}+{_LOWER}*{_END}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_RULES = {"qwen2": QWEN2_SPLIT, "llama-bpe": LLAMA3_SPLIT, "glm4": LLAMA3_SPLIT, "gpt-4o": O200K_SPLIT}
+_RULES = {"qwen2": QWEN2_SPLIT, "gpt-4o": O200K_SPLIT} | dict.fromkeys(("llama-bpe", "glm4", "dbrx"), LLAMA3_SPLIT)
 
 
 def write_tokenizer(path: Path, folder: Path) -> None:
