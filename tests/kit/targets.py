@@ -103,6 +103,8 @@ WINDOWED["gemma4"] = {
     "hidden_size_per_layer_input": 0,
     "final_logit_softcapping": 6.0,
 }
+_GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 16}
+WINDOWED["gemma4-moe"] = WINDOWED["gemma4"] | _GEMMA4_MOE
 GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"], "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 4,
     "intermediate_size": 32,
@@ -140,7 +142,7 @@ PHI: dict[str, Any] = {"architectures": ["Phi3ForCausalLM"], "partial_rotary_fac
 PHI["original_max_position_embeddings"] = 16  # of 512: texts get longer
 TARGETS: dict[str, dict[str, Any]] = {"llama": {"architectures": ["LlamaForCausalLM"]}, "phi3": PHI}
 TARGETS |= {**WINDOWED, **HYBRIDS, **LATENT}
-DIVISIBLE = tuple(name for name in TARGETS if name != "gemma4")  # the others run on one device so far
+DIVISIBLE = tuple(name for name in TARGETS if not name.startswith("gemma4"))  # the others run on one device so far
 
 # Llamas by the format of their weights; their widths are whole groups of inputs.
 QUANTIZED = {
@@ -178,7 +180,7 @@ class Letters:
 
 # Scale of the embedding relative to the layers, so that about every other token is the one it predicts.
 STRENGTHS = {
-    "llama": 1.2, "mistral": 1.2, "ministral": 1.2, "gemma3": 0.45, "gemma4": 0.45, "gpt-oss": 1.6,
+    "llama": 1.2, "mistral": 1.2, "ministral": 1.2, "gemma3": 0.45, "gemma4": 0.45, "gemma4-moe": 0.45, "gpt-oss": 1.6,
     "qwen3-moe": 1.0, "qwen3-next": 2.6, "qwen3.5": 2.8, "qwen3.5-moe": 2.8, "nemotron-h": 1.2,
     "nemotron-h-moe": 1.9, "lfm2": 1.3, "lfm2-moe": 1.3, "glm4-moe": 1.8, "phi3": 1.2, "drafts": 2.0,
     "recurrent-drafts": 2.0, "deepseek-v2": 0.8, "deepseek-v3": 1.0,

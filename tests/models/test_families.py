@@ -151,6 +151,14 @@ FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
             rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
         )
     ),
+    "gemma4-moe": lambda: gemma4(
+        enable_moe_block=True,
+        num_experts=5,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+    ),
     "gemma4-towers": lambda: gemma4_towers(),
     "gpt-oss": lambda: gpt_oss(),
     "gpt-oss-plain": lambda: gpt_oss(attention_bias=False, sliding_window=2, tie_word_embeddings=True),
