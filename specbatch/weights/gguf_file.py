@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from specbatch.weights.gguf_header import GgufTensor
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_NAMES |= {"token_embd_norm": "model.embedding_norm"}  # the final norm of LFM2
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
@@ -49,7 +51,20 @@ _GEMMA3_NAMES = _LAYER_NAMES | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _PHI3_NAMES = _LAYER_NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-_NAMES_OF = {"gemma3": _GEMMA3_NAMES, "phi3": _PHI3_NAMES} | {
+_LFM2_NAMES = _LAYER_NAMES | {
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+_NAMES_OF = {"gemma3": _GEMMA3_NAMES, "phi3": _PHI3_NAMES, "lfm2": _LFM2_NAMES} | {
     arch: _LAYER_NAMES | names for arch, names in gguf_mixtures.NAMES.items()
 }
 _WINDOWED = ("gemma3", "gpt-oss", "phi3")
@@ -139,6 +154,8 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     for key in (".attention.value_length", *[".rope.dimension_count"] * rotates_all):
         if file.metadata(key, head_dim) != head_dim:
             raise refuse(file.full(key), file.metadata(key), f"it must equal the head size, {head_dim}")
+    # Convolutions have 0.
+    kv = file.required(".attention.head_count_kv", list) if file.arch == "lfm2" else []
     window = file.metadata(".attention.sliding_window")
     if window and file.arch not in _WINDOWED:
         works = f"of GGUF files those of {', '.join(_WINDOWED)} may have windows; use safetensors"
@@ -147,8 +164,17 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         own = _gemma3(file, hidden, heads, head_dim)
     elif is_mixture:
         own = gguf_mixtures.mixture_config(file)
+    elif file.arch == "lfm2":
+        own = {
+            "model_type": "lfm2",
+            "layer_types": ["full_attention" if count else "conv" for count in kv],
+            "norm_eps": _short(file.number(".attention.layer_norm_rms_epsilon")),
+            "conv_L_cache": file.count(".shortconv.l_cache"),
+            "block_auto_adjust_ff_dim": False,
+        }
     else:  # without a window, files of Phi-4 state 0
         own = {"model_type": file.arch, "sliding_window": window or None}
+    kv_heads = _same_in_all_layers(file, ".attention.head_count_kv", heads, others=(0,) if kv else ())
     inner = file.count(".expert_feed_forward_length") if is_mixture else None  # that of experts, without dense layers
     return {
         "architectures": [architecture],
@@ -157,7 +183,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         "intermediate_size": _same_in_all_layers(file, ".feed_forward_length", inner),
         "num_hidden_layers": file.required(".block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _same_in_all_layers(file, ".attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "max_position_embeddings": file.required(".context_length"),
         "rms_norm_eps": _short(file.number(".attention.layer_norm_rms_epsilon")),
@@ -225,10 +251,10 @@ def _vector(file: GgufFile, name: str) -> list[float]:
     return [float(number) for number in found]
 
 
-def _same_in_all_layers(file: GgufFile, key: str, default: int | None = None) -> int:
-    """The value of a key that may have a list with one value per layer."""
+def _same_in_all_layers(file: GgufFile, key: str, default: int | None = None, *, others: tuple[int, ...] = ()) -> int:
+    """The value of a key that may have a list with one value per layer. others: values of layers that do not count."""
     value = file.required(key) if default is None else file.metadata(key, default)
-    layers = value if isinstance(value, list) else [value]
+    layers = [one for one in value if one not in others] if isinstance(value, list) else [value]
     if len(set(layers)) != 1:
         raise refuse(file.full(key), value, "layers that differ in size are not supported")
     return count_of({file.full(key): layers[0]}, file.full(key))

@@ -1,7 +1,8 @@
-"""Phi-3 to Phi-4 in GGUF files: fused projections, windows, LongRoPE and the tokenizer rule of Phi-4."""
+"""Phi-3 to Phi-4 (fused projections, windows, LongRoPE) and LFM2 (convolutions) in GGUF files."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,29 @@ SIZES: dict[str, Any] = {
 ORIGINAL = 24
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 2.0, 2.5, 3.5], "long_factor": [1.5, 3.0, 5.0, 9.0, 10.0, 12.0]}
 KEYS = {"phi3.attention.sliding_window": 0, "phi3.rope.dimension_count": 12}
-LONG = {"phi3.rope.scaling.original_context_length": ORIGINAL, "phi3.rope.scaling.attn_factor": 1.1982671}
+LONG = {
+    "phi3.rope.scaling.original_context_length": ORIGINAL,
+    "phi3.rope.scaling.attn_factor": (1 + math.log(96 / ORIGINAL, ORIGINAL)) ** 0.5,
+}
 TENSORS = {
     f"rope_factors_{key.removesuffix('_factor')}.weight": np.array(factors, np.float32)
     for key, factors in FACTORS.items()
 }
 
 
-def phi3(**changes: Any) -> Any:
+def random(model: Any) -> Any:
+    """With random weights and norms, so that each matters."""
     torch.manual_seed(5)
-    return hf.Phi3ForCausalLM(hf.Phi3Config(**SIZES | changes)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        else:
+            torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+    return model.eval()
+
+
+def phi3(**changes: Any) -> Any:
+    return random(hf.Phi3ForCausalLM(hf.Phi3Config(**SIZES | changes)))
 
 
 def check(path: Path, model: Any, count: int, max_model_len: int | None = None) -> None:
@@ -65,6 +79,20 @@ def test_window_of_all_layers(write_gguf: Make) -> None:
     path = write_gguf(model, metadata={"phi3.attention.sliding_window": 7})
     assert open_checkpoint(str(path)).config.windows == (7, 7)
     check(path, model, 40)
+
+
+def test_convolutions(write_gguf: Make) -> None:
+    sizes = {key: value for key, value in SIZES.items() if key != "rms_norm_eps"}
+    kinds = ["conv", "full_attention", "conv"]
+    more = {"num_hidden_layers": 3, "layer_types": kinds, "norm_eps": 1e-3, "block_auto_adjust_ff_dim": False}
+    model = random(hf.Lfm2ForCausalLM(hf.Lfm2Config(**sizes | more)))
+    keys = {"lfm2.shortconv.l_cache": 3, "tokenizer.ggml.add_bos_token": True}
+    path = write_gguf(model, pre="lfm2", metadata=keys)
+    check(path, model, 40)
+    assert open_checkpoint(str(path)).tokenizer().encode("a")[0] == 298
+    wrong = write_gguf(model, name="wrong", metadata=keys | {"lfm2.attention.head_count_kv": [0, 2]})
+    with pytest.raises(SpecbatchError, match="layer_types='2 entries': num_hidden_layers is 3"):
+        open_checkpoint(str(wrong))
 
 
 def test_files_that_are_not_whole_are_refused(write_gguf: Make) -> None:
