@@ -62,7 +62,7 @@ class Phi3Config(ModelConfig):
     def length_note(self) -> str | None:
         if self.long_rope is None or self.longest <= self.original:
             return None
-        if self.rope is self.long_rope:
+        if self.max_position > self.original:
             return f"LongRoPE: the long factors for all texts, as max_model_len is beyond {self.original}"
         return (
             f"LongRoPE: the short factors, for texts of up to {self.original} tokens; with a max_model_len beyond, "
