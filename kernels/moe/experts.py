@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from specbatch.errors import refuse
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.dispatch import op
-from specbatch.kernels.elementwise.activations import clamped_swiglu_ref, silu_and_mul_ref
+from specbatch.kernels.elementwise.activations import clamped_swiglu_ref, gelu_and_mul_ref, silu_and_mul_ref
 from specbatch.kernels.elementwise.fp8_quantize import quantize_fp8_ref
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm import fp8_activations
@@ -19,8 +19,9 @@ from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.weight import Weight
 from specbatch.kernels.moe.routing import Routing, route_ref
 
-Activation = Literal["swiglu", "clamped_swiglu", "relu2"]
-GATED = ("swiglu", "clamped_swiglu")  # which halve the width
+Activation = Literal["swiglu", "clamped_swiglu", "geglu", "relu2"]
+_GATED = {"swiglu": silu_and_mul_ref, "clamped_swiglu": clamped_swiglu_ref, "geglu": gelu_and_mul_ref}
+GATED = tuple(_GATED)  # which halve the width
 
 
 class Biases(NamedTuple):
@@ -47,9 +48,9 @@ def experts_ref(
     """sum over j of weights[t, j] * down_e(activation(up_e(x[t]))) with e = experts[t, j].
 
     x [T, H], weights float32 [T, width], experts int [T, width], those of a token all different. up [E, 2 * I, H], the
-    rows of the gate first, for swiglu (silu(gate) * up) and clamped_swiglu (`clamped_swiglu_ref`), [E, I, H] for relu2
-    (relu squared); down [E, H, I]. Summed in float32 in the order of j -> [T, H], in the type of x. quantize:
-    activations are quantized to FP8 before each GEMM, see `quantize_fp8_ref`.
+    rows of the gate first, for swiglu (silu(gate) * up), clamped_swiglu (`clamped_swiglu_ref`) and geglu
+    (`gelu_and_mul_ref`), [E, I, H] for relu2 (relu squared); down [E, H, I]. Summed in float32 in the order of j ->
+    [T, H], in the type of x. quantize: activations are quantized to FP8 before each GEMM, see `quantize_fp8_ref`.
     """
 
     def gemm(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -68,9 +69,7 @@ def experts_ref(
 
 
 def _activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    if activation == "relu2":
-        return x.relu().square()
-    return silu_and_mul_ref(x) if activation == "swiglu" else clamped_swiglu_ref(x)
+    return _GATED[activation](x) if activation in _GATED else x.relu().square()
 
 
 def fused_moe_ref(
@@ -156,11 +155,18 @@ class Experts:
         self._router = Linear(F.pad(router, (0, 0, 0, padding)), bias)
 
     def __call__(
-        self, x: torch.Tensor, *, norm: Norm | None = None, residual: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        *,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        router_norm: Norm | None = None,
     ) -> torch.Tensor:
-        """x [T, H], residual [T, H] -> [T, H]."""
-        x = x if norm is None else rms_norm(x, *norm)
-        logits = self._router(x.to(self._router_dtype))[:, : self.rule.logits]
+        """x [T, H], residual [T, H] -> [T, H]. router_norm: that of x for the router, if it is not `norm`."""
+        entering, x = x, x if norm is None else rms_norm(x, *norm)
+        routed = x if router_norm is None else rms_norm(entering, *router_norm)
+        logits = self._router(routed.to(self._router_dtype))[:, : self.rule.logits]
+        del entering, routed
         up, down, activation = self.up, self.down, self.activation
         quantize = self._may_quantize and fp8_activations.quantizes(x)
         if self._ranks is None:

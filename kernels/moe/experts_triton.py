@@ -144,8 +144,9 @@ def grouped(
     _grouped_kernel[(grid,)](
         x, x_scales, values, scales, zeros, bias, *plan, y, n, k, x.stride(0), QUANTIZED=x_scales is not None,
         SHARE=1 if activation is None else rule.width, GATED=gated, CLAMPED=activation == "clamped_swiglu",
-        SQUARED=activation == "relu2", SCALED=is_fp8 and not per_channel, PER_CHANNEL=per_channel, FP8=is_fp8,
-        MXFP4=is_mxfp4, INT4=group, CHUNK=chunk, SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows,
+        GELU=activation == "geglu", SQUARED=activation == "relu2", SCALED=is_fp8 and not per_channel,
+        PER_CHANNEL=per_channel, FP8=is_fp8, MXFP4=is_mxfp4, INT4=group, CHUNK=chunk, SCALE_BLOCK=SCALE_BLOCK,
+        ONCE=tokens <= rows,
         EARLY=activation is None and rows == 16 and scales is None, EVEN_K=k % (CHUNK if is_mxfp4 else tile.k) == 0,
         BM=rows, BN=tile.n, BK=tile.k, WARPS=min(tile.warps, tile.n // 16), **pdl(x),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -156,8 +157,8 @@ def grouped(
 @triton.jit
 def _grouped_kernel(
     x, x_scales, weight, scales, zeros, bias, order, blocks, used, y, N, K, x_stride, QUANTIZED: tl.constexpr,
-    SHARE: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, SQUARED: tl.constexpr, SCALED: tl.constexpr,
-    PER_CHANNEL: tl.constexpr, FP8: tl.constexpr, MXFP4: tl.constexpr,
+    SHARE: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr, SQUARED: tl.constexpr,
+    SCALED: tl.constexpr, PER_CHANNEL: tl.constexpr, FP8: tl.constexpr, MXFP4: tl.constexpr,
     INT4: tl.constexpr,  # inputs of a group, or 0
     CHUNK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     ONCE: tl.constexpr,  # no expert has a second block
@@ -239,6 +240,9 @@ def _grouped_kernel(
             gate = tl.where(gate > _LIMIT, _LIMIT, gate)
             up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
             result = gate * tl.sigmoid(gate * _SLOPE) * (up + 1)
+        elif GELU:
+            slope = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308  # 2 sqrt(2 / pi)
+            result = gate * tl.sigmoid(slope) * up
         else:
             result = gate * tl.sigmoid(gate) * up
         to = tile * TO + tl.arange(0, TO)

@@ -18,8 +18,8 @@ class Routing:
     softmax (Qwen3-MoE, Qwen3-Next, Qwen3.5): the greatest of a softmax over all experts. sigmoid (Nemotron-H, after
     DeepSeek-V3): the greatest of sigmoid + `bias` float32 [experts]; weights are without the bias. Experts are in
     `groups` of equal size, of which only the `top_groups` with the greatest sum of their best two take part.
-    normalise: divide the weights by their sum; they are multiplied by `scale` in the end. DeepSeek-V2 takes the groups
-    with the greatest expert of a softmax.
+    normalise: divide the weights by their sum; they are multiplied by `scale` in the end, and each by its expert's
+    factor of `factors` float32 [experts] (Gemma 4). DeepSeek-V2 takes the groups with the greatest expert of a softmax.
 
     After the routed experts come `shared` ones, to which every token goes, with weight 1 or, if `gated`, the sigmoid
     of one more logit after those of the experts.
@@ -31,6 +31,7 @@ class Routing:
     normalise: bool = True
     scale: float = 1.0
     bias: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
     groups: int = 1
     top_groups: int = 1
     shared: int = 0
@@ -85,6 +86,8 @@ def route_ref(logits: torch.Tensor, rule: Routing) -> tuple[torch.Tensor, torch.
     if rule.normalise:
         weights = weights / (row_sum(weights)[:, None] + (1e-20 if rule.score == "sigmoid" else 0))
     weights = weights * rule.scale
+    if rule.factors is not None:
+        weights = weights * rule.factors[experts]
     if rule.shared:
         always = torch.arange(rule.experts, rule.experts + rule.shared, device=logits.device)
         gate = sigmoid(logits[:, rule.experts :]) if rule.gated else logits.new_ones(len(logits), 1)

@@ -58,7 +58,7 @@ def route(logits: torch.Tensor, rule: Routing, rows: int) -> tuple[torch.Tensor,
     settings = pdl(logits)
     sizes = {"E": rule.experts, "K": rule.top_k, "SHARED": rule.shared, "ROWS": rows, "COLUMNS": columns}
     _route_kernel[(tiles,)](
-        logits, rule.bias, weights, experts, counts, *plan, tokens, logits.stride(0), rule.scale,
+        logits, rule.bias, rule.factors, weights, experts, counts, *plan, tokens, logits.stride(0), rule.scale,
         SIGMOID=rule.score == "sigmoid", BIASED=rule.bias is not None, NORMALISE=rule.normalise, GATED=rule.gated,
         GROUPS=rule.groups, TOP_GROUPS=rule.top_groups, BEST=rule.group_best, ALONE=tiles == 1, TILE=tile,
         PLACES=triton.next_power_of_2(rule.width), num_warps=min(8, tile), **sizes, **settings,
@@ -153,7 +153,7 @@ def _place(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _route_kernel(
-    logits, bias, weights, experts, counts, order, blocks, used, tokens, stride, scale,
+    logits, bias, factors, weights, experts, counts, order, blocks, used, tokens, stride, scale,
     E: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALISE: tl.constexpr, GATED: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr, ALONE: tl.constexpr, TILE: tl.constexpr,
@@ -197,6 +197,8 @@ def _route_kernel(
     if NORMALISE or not SIGMOID:
         values = values / total[:, None]
     values *= scale
+    if factors is not None:
+        values *= tl.load(factors + chosen, routed, other=1.0)
     if SHARED:
         gate = tl.full([TILE], 1.0, tl.float32)
         if GATED:

@@ -220,12 +220,21 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
 
     load_format = "dummy" if config.load_format == "dummy" else "auto"
     with of_draft(asked.draft):
-        draft = weights.open_checkpoint(asked.draft, load_format, seed=config.seed + 1, log=log, read=_read_config)
+        draft = weights.open_checkpoint(
+            asked.draft,
+            load_format,
+            seed=config.seed + 1,
+            log=log,
+            read=_read_config,
+            max_model_len=config.max_model_len,
+        )
         own = draft.tokenizer()
     difference = vocabulary_difference(target.tokenizer(), own)
     if difference:
         raise refuse("draft", asked.draft, f"its vocabulary is not the target's ({difference}); use one of its family")
     log(f"draft: {draft.name} ({draft.origin}); {draft.config.rope}")
+    if draft.config.length_note is not None:
+        log(f"draft: {draft.config.length_note}")
 
     def loaded(model: Decoder, loader: Loader) -> Decoder:
         return loader.model(draft, of_draft=True)

@@ -104,6 +104,7 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
         tokenizer=config.tokenizer,
         log=log,
         device=str(device),
+        max_model_len=config.max_model_len,
     )
     dtype = find_dtype(config.dtype, target.config.dtype, device)
     sizes = target.config
@@ -122,6 +123,8 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
         raise refuse("weights_of", f"{type_name(dtype)} on {device}", works)
     sharing = "" if shared is None else ", weights shared"
     log(f"model: {target.name} ({target.origin}), {type_name(dtype)} on {device}{sharing}; {target.config.rope}")
+    if target.config.length_note is not None:
+        log(target.config.length_note)
     _check_cache_scales(config, target.config)
     if config.deterministic and device.type == "cuda":
         _check_deterministic_on_cuda(config, device, target.config, dtype)
@@ -310,7 +313,7 @@ def _load(
     ranks: Communicator | None,
 ) -> EngineParts:
     """Load the models and allocate the caches."""
-    config, device, target, _, dtype, attention, draft, asked_corpus = prepared
+    config, device, target, sizes, dtype, attention, draft, asked_corpus = prepared
     num_queries = config.speculation.drafted + 1
     kv_slots = draft.kv_slots_per_step(num_queries)
     width = reach_of(plan.max_model_len, kv_slots) + 1
@@ -333,7 +336,7 @@ def _load(
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
         ranks=ranks,
     )
-    model = (loader.model(target) if shared is None else shared.with_positions(width)).with_aux(draft.aux)
+    model = (loader.model(target) if shared is None else shared.with_positions(width, sizes)).with_aux(draft.aux)
     fp8 = quantizes_activations(config.fp8_activations, dtype, device, target.config, draft.config)
     for line in quantization_lines(
         model, draft.config, loads=(shared is None, draft.weights is not None), quantizes=fp8

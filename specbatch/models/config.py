@@ -323,6 +323,16 @@ class ModelConfig:
         blocks of scales."""
         return self.quantization is not None and self.quantization.may_dequantize(shape)
 
+    def for_length(self, max_model_len: int | None) -> Self:
+        """This config for an engine with this `max_model_len`, where that decides on the rope: `max_position` is the
+        length without it."""
+        return self
+
+    @property
+    def length_note(self) -> str | None:
+        """How `max_model_len` decides on the rope, for the log; None: not at all."""
+        return None
+
     def stacked(self) -> Self:
         """This config for files with all experts of a layer in one tensor."""
         return self

@@ -106,10 +106,12 @@ class Decoder:
     def recurrent_layers(self) -> int:
         return len(self.layers) - self.attention_layers
 
-    def with_positions(self, count: int) -> Decoder:
-        """This model with rope tables for positions 0..count-1; all weights are shared."""
+    def with_positions(self, count: int, config: ModelConfig) -> Decoder:
+        """This model with rope tables for positions 0..count-1; all weights are shared. config: this model's, with the
+        rope for these positions."""
         view = self._view()
-        tables = layer_tables(self.config, count, self.dtype, self.device)
+        view.config = config
+        tables = layer_tables(config, count, self.dtype, self.device)
 
         def moved(layer: Layer, table: Tables) -> Layer:
             cos, sin = table

@@ -100,7 +100,7 @@ class NormedAttention(Attention):
 
 @dataclass(frozen=True)
 class NormedGeGlu:
-    """post(down(gelu(gate) * up)). gate and up are one matrix."""
+    """x + post(down(gelu(gate) * up)). gate and up are one matrix."""
 
     norm: Norm
     gate_up: Linear
@@ -108,7 +108,11 @@ class NormedGeGlu:
     post: Norm
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x + rms_norm(self.down(gelu_and_mul(self.gate_up(x, norm=self.norm))), *self.post)
+        return x + self.change(x)
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        """Without the residual stream."""
+        return rms_norm(self.down(gelu_and_mul(self.gate_up(x, norm=self.norm))), *self.post)
 
 
 def layer(read: Reader, index: int, tables: Tables) -> Layer:

@@ -1,9 +1,9 @@
-"""Gemma 4 (text, dense): Gemma 3's layers with wider heads in global layers, normalized values, and scaled layers.
+"""Gemma 4 (text): Gemma 3's layers with wider heads in global layers, normalized values, scaled layers, and experts.
 
 Local and global layers differ in the channels of a head and in the number of KV heads. Here all layers have the larger
 of both, `head_dim` and `num_kv_heads`: the narrower heads are padded with zeros, and KV heads are repeated. So one KV
-cache and one set of kernels serve all layers, and a page takes more memory than the model needs. Layout and defaults
-are those of `Gemma4TextConfig` of transformers.
+cache and one set of kernels serve all layers, and a page takes more memory than the model needs. Layers of the 26B-A4B
+have a mixture of experts beside the MLP. Layout and defaults are those of `Gemma4TextConfig` of transformers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from specbatch.errors import refuse
 from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.linear import Norm
+from specbatch.kernels.moe.experts import Experts
+from specbatch.kernels.moe.routing import Routing
 from specbatch.models.config import FULL, SLIDING, Ends, ModelConfig
 from specbatch.models.gemma3 import NormedAttention, NormedGeGlu
-from specbatch.models.layers import Layer, Reader, Tables
+from specbatch.models.layers import Layer, Mlp, Reader, Tables
 from specbatch.models.llama import final_norm  # noqa: F401 (`decoder` calls it)
+from specbatch.models.moe import Mixture, mixture_of, read_routed
 from specbatch.models.rope import Rope, read_rope
 
 _ROPES: dict[str, dict[str, Any]] = {  # of a config that states none
@@ -45,8 +48,8 @@ class Heads(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Config(ModelConfig):
     """local: which layers are; local_rope: theirs; local_heads, global_heads: see `Heads`; shares: whether the values
-    of global layers are their keys before norm and rope; cap: logits are cap * tanh(logits / cap); prefix: of the names
-    of layers."""
+    of global layers are their keys before norm and rope; cap: logits are cap * tanh(logits / cap); mixture: of all
+    layers, None in a dense model; prefix: of the names of layers."""
 
     module: ClassVar[str] = __name__
 
@@ -56,6 +59,7 @@ class Gemma4Config(ModelConfig):
     global_heads: Heads
     shares: bool
     cap: float | None
+    mixture: Mixture | None
     prefix: str
 
     @classmethod
@@ -107,6 +111,7 @@ class Gemma4Config(ModelConfig):
             global_heads=wide,
             shares=shares,
             cap=None if cap is None else positive_of(config, "final_logit_softcapping"),
+            mixture=mixture_of(config, normalise=True) if flag_of(config, "enable_moe_block") else None,
             prefix="model.",
         )
 
@@ -114,7 +119,13 @@ class Gemma4Config(ModelConfig):
         local, wide = (
             one._replace(kv=self.heads_per_rank(*one, ranks)[1]) for one in (self.local_heads, self.global_heads)
         )
-        return replace(super().divided(ranks), local_heads=local, global_heads=wide)
+        mixture = self.mixture and self.mixture.divided(ranks, self.input_step)
+        return replace(super().divided(ranks), local_heads=local, global_heads=wide, mixture=mixture)
+
+    def sections(self, name: str) -> tuple[int, ...]:
+        if self.mixture is None or not name.endswith("experts.gate_up_proj"):
+            return ()
+        return (self.mixture.inner,) * 2
 
     @property
     def names(self) -> Ends:
@@ -144,8 +155,12 @@ class Gemma4Config(ModelConfig):
         return super().mixing_bytes(dtype) + (2 * projected + values) * dtype.itemsize
 
     def mlp_bytes(self, dtype: torch.dtype) -> int:
-        # norm(x) and the output, gate, up, gelu(gate) and gelu(gate) * up
-        return (2 * self.hidden_size + 4 * self.intermediate_size) * dtype.itemsize
+        # norm(x) and the output, gate, up, and gelu(gate) * up
+        dense = (2 * self.hidden_size + 3 * self.intermediate_size) * dtype.itemsize
+        if self.mixture is None:
+            return dense
+        # The mixture's output waits for that of the MLP.
+        return max(dense + self.hidden_size * dtype.itemsize, self.mixture.token_bytes(self.hidden_size, dtype))
 
 
 _ENDS = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype")
@@ -159,9 +174,6 @@ def _refuse_others(config: dict[str, Any]) -> None:
     if count_of(config, "num_kv_shared_layers", 0, least=0):
         works = "layers that share keys and values are not supported; a model with 0 works, such as the 31B"
         raise refuse("num_kv_shared_layers", config["num_kv_shared_layers"], works)
-    if flag_of(config, "enable_moe_block"):
-        works = "mixtures of experts of Gemma 4 are not supported; a dense model works, such as the 31B"
-        raise refuse("enable_moe_block", True, works)
     if config.get("use_bidirectional_attention") not in (None, "vision"):
         works = "text is generated with causal attention; use null or 'vision'"
         raise refuse("use_bidirectional_attention", config["use_bidirectional_attention"], works)
@@ -247,11 +259,28 @@ def _repeated(x: torch.Tensor, kv: int) -> torch.Tensor:
 class ScaledMlp:
     """scale * (x + mlp(x)): the end of a layer."""
 
-    mlp: NormedGeGlu
+    mlp: Mlp
     scale: torch.Tensor
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.mlp(x) * self.scale
+
+
+@dataclass(frozen=True)
+class WithExperts:
+    """x + post(mlp(x) + post_experts(experts(x))). mlp: without residual; norm, router_norm: of the experts' and of the
+    router's input."""
+
+    mlp: NormedGeGlu
+    norm: Norm
+    router_norm: Norm
+    experts: Experts
+    post_experts: Norm
+    post: Norm
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = rms_norm(self.experts(x, norm=self.norm, router_norm=self.router_norm), *self.post_experts)
+        return x + rms_norm(mixed + self.mlp.change(x), *self.post)
 
 
 def layer(read: Reader, index: int, tables: Tables) -> Layer:
@@ -259,13 +288,36 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
     config = read.config
     assert isinstance(config, Gemma4Config)
     stem, hidden, inner = f"{config.prefix}layers.{index}", config.hidden_size, config.intermediate_size
-    mlp = NormedGeGlu(
+    post, mixture = f"{stem}.post_feedforward_layernorm", config.mixture
+    mlp: Mlp
+    mlp = dense = NormedGeGlu(
         norm=read.norm(f"{stem}.pre_feedforward_layernorm"),
         gate_up=read.linear({f"{stem}.mlp.{part}_proj": inner for part in ("gate", "up")}, hidden),
         down=read.linear({f"{stem}.mlp.down_proj": hidden}, inner),
-        post=read.norm(f"{stem}.post_feedforward_layernorm"),
+        post=read.norm(post if mixture is None else f"{post}_1"),
     )
+    if mixture is not None:
+        mlp = WithExperts(
+            mlp=dense,
+            norm=read.norm(f"{stem}.pre_feedforward_layernorm_2"),
+            router_norm=Norm(read(f"{stem}.router.scale", hidden) * hidden**-0.5, config.rms_norm_eps),
+            experts=_experts(read, stem, mixture),
+            post_experts=read.norm(f"{post}_2"),
+            post=read.norm(post),
+        )
     return Layer(_attention(read, stem, index, tables), (ScaledMlp(mlp, read(f"{stem}.layer_scalar", 1)),))
+
+
+def _experts(read: Reader, stem: str, mixture: Mixture) -> Experts:
+    count, hidden = mixture.experts, read.config.hidden_size
+    factors = read(f"{stem}.router.per_expert_scale", count, dtype=torch.float32)
+    return Experts(
+        Routing(count, mixture.top_k, factors=factors),
+        read(f"{stem}.router.proj.weight", count, hidden),
+        *read_routed(read, stem, replace(mixture, fused=True)),
+        "geglu",
+        ranks=read.ranks,
+    )
 
 
 def _attention(read: Reader, stem: str, index: int, tables: Tables) -> PaddedAttention:

@@ -148,9 +148,10 @@ def _int4_slices(up: Weight, down: Weight, inner: int, groups: int, activation: 
 def mixture_of(config: dict[str, Any], *, normalise: bool) -> Mixture:
     """Read the experts of a config.json."""
     experts = count_of(config, spelled(config, "num_experts", "num_local_experts"), most=MOST_EXPERTS)
-    chosen = count_of(config, "num_experts_per_tok")
+    key = spelled(config, "num_experts_per_tok", "top_k_experts")
+    chosen = count_of(config, key)
     if chosen > experts:
-        raise refuse("num_experts_per_tok", chosen, f"there are {experts} experts")
+        raise refuse(key, chosen, f"there are {experts} experts")
     shared = count_of(config, "shared_expert_intermediate_size", 0, least=0)
     return Mixture(experts, chosen, count_of(config, "moe_intermediate_size"), normalise, shared)
 

@@ -1,8 +1,9 @@
 """Phi-3, Phi-3.5 and Phi-4: Llama layers whose q, k and v, and whose gate and up, are one tensor each; LongRoPE.
 
 Names, layout and defaults are those of `Phi3Config` of transformers. LongRoPE (Ding et al., "LongRoPE", 2024) divides
-the frequencies by one list of factors in short texts and by another in long ones. Short texts only are supported: a
-text that grows past the limit would need other keys for the tokens that it has already.
+the frequencies by one list of factors in short texts and by another in long ones. A text that grows past the limit
+would need other keys for the tokens that it has already, so one list serves all texts of an engine, as in vLLM: the
+short one, or the long one if its `max_model_len` is beyond `original_max_position_embeddings`.
 """
 
 from __future__ import annotations
@@ -28,9 +29,14 @@ _ROPE_KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Phi3Config(ModelConfig):
-    """max_position: with LongRoPE that of short texts."""
+    """long_rope: LongRoPE's for long texts, None without it. original: the longest short text, beyond which
+    `max_model_len` selects it; longest: the longest text of all. rope, max_position: those in use."""
 
     module: ClassVar[str] = __name__
+
+    long_rope: Rope | None = None
+    original: int = 0
+    longest: int = 0
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Phi3Config:
@@ -42,8 +48,26 @@ class Phi3Config(ModelConfig):
                 "sliding_window": config.get("sliding_window"),
             }
         )
-        rope, limit = _rope(config, plain.head_dim, plain.max_position)
-        return cls(**vars(plain) | {"family": "phi3", "rope": rope, "max_position": limit})
+        longest = plain.max_position
+        rope, long_rope, original = _rope(config, plain.head_dim, longest)
+        own = {"family": "phi3", "rope": rope, "max_position": min(original, longest)}
+        return cls(**vars(plain) | own, long_rope=long_rope, original=original, longest=longest)
+
+    def for_length(self, max_model_len: int | None) -> Self:
+        if self.long_rope is None or max_model_len is None or max_model_len <= self.original:
+            return self
+        return replace(self, rope=self.long_rope, max_position=self.longest)
+
+    @property
+    def length_note(self) -> str | None:
+        if self.long_rope is None or self.longest <= self.original:
+            return None
+        if self.max_position > self.original:
+            return f"LongRoPE: the long factors for all texts, as max_model_len is beyond {self.original}"
+        return (
+            f"LongRoPE: the short factors, for texts of up to {self.original} tokens; with a max_model_len beyond, "
+            f"of up to {self.longest}, the long factors for all texts"
+        )
 
     def divided(self, ranks: int) -> Self:
         if self.num_kv_heads % ranks:
@@ -69,8 +93,8 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
     return Layer(mixer, (SwiGlu(norm, gate_up, read.linear({f"{mlp}.down_proj": hidden}, inner)),))
 
 
-def _rope(config: dict[str, Any], head_dim: int, max_position: int) -> tuple[Rope, int]:
-    """The rope, and the longest text that it is for."""
+def _rope(config: dict[str, Any], head_dim: int, max_position: int) -> tuple[Rope, Rope | None, int]:
+    """The rope, LongRoPE's for long texts (None without it), and the longest text for the first."""
     source = "rope_scaling" if table_of(config, "rope_scaling") else "rope_parameters"
     table = {key: value for key, value in table_of(config, source).items() if value is not None}
     kind = table.get("rope_type", table.get("type", "default"))
@@ -83,18 +107,15 @@ def _rope(config: dict[str, Any], head_dim: int, max_position: int) -> tuple[Rop
     turning = partial_rope.turning(config, head_dim)
     rope = Rope(theta=theta, rotary_dim=turning, source=source if found is table else "rope_theta")
     if kind == "default":
-        return rope, max_position
+        return rope, None, max_position
     key = "original_max_position_embeddings"
     original = count_of(config, key, count_of(table, key, 4096))
-    for name in ("short_factor", "long_factor"):
-        if len(positives_of(table, name) or ()) != turning // 2:
+    factors = {name: tuple(positives_of(table, name) or ()) for name in ("short_factor", "long_factor")}
+    for name, divisors in factors.items():
+        if len(divisors) != turning // 2:
             raise refuse(f"{source}.{name}", table.get(name), f"give {turning // 2} positive numbers")
     factor = positive_of(table, "factor", max_position / original, where=source)
     usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
-    scaled = replace(
-        rope,
-        kind="divisors",
-        divisors=tuple(positives_of(table, "short_factor") or ()),
-        attention_factor=positive_of(table, "attention_factor", usual, where=source),
-    )
-    return scaled, min(original, max_position)
+    attention = positive_of(table, "attention_factor", usual, where=source)
+    short, long = (replace(rope, kind="divisors", divisors=one, attention_factor=attention) for one in factors.values())
+    return short, long, original

@@ -9,7 +9,7 @@ import torch
 
 from specbatch.config_values import flag_of
 from specbatch.models import llama
-from specbatch.models.config import ModelConfig, without_windows
+from specbatch.models.config import ModelConfig
 from specbatch.models.layers import Layer, Reader, Tables
 from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers
 
@@ -25,8 +25,8 @@ class Qwen3MoeConfig(ModelConfig):
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Qwen3MoeConfig:
-        plain = ModelConfig.from_dict(config | {"architectures": None, "model_type": "qwen3"})
-        without_windows(plain, "the layers of a Qwen3 MoE")
+        windows = {"layer_types": None, "max_window_layers": 0}  # with use_sliding_window, of all layers
+        plain = ModelConfig.from_dict(config | {"architectures": None, "model_type": "qwen3"} | windows)
         mixture = mixture_of(config, normalise=flag_of(config, "norm_topk_prob"))
         return cls(**vars(plain), mixture=mixture, sparse=sparse_layers(config, plain.num_layers))
 
@@ -55,7 +55,8 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
         return llama.layer(read, index, tables)
     norm = read.norm(f"{stem}.post_attention_layernorm")
     experts = read_experts(read, f"{stem}.mlp", config.mixture)
-    attention = llama.attention(read, f"{stem}.input_layernorm", f"{stem}.self_attn", tables)
+    window = config.window(index)
+    attention = llama.attention(read, f"{stem}.input_layernorm", f"{stem}.self_attn", tables, window=window)
     return Layer(attention, (MoeMlp(norm, experts),))
 
 

@@ -97,7 +97,12 @@ def train_draft(
     """
     device = find_device(config.device)
     checkpoint = weights.open_checkpoint(
-        config.model, config.load_format, seed=config.seed, tokenizer=config.tokenizer, log=log
+        config.model,
+        config.load_format,
+        seed=config.seed,
+        tokenizer=config.tokenizer,
+        log=log,
+        max_model_len=recipe.max_len,
     )
     dtype = find_dtype(config.dtype, checkpoint.config.dtype, device)
     if dtype == torch.float16:

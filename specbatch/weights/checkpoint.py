@@ -56,6 +56,7 @@ def open_checkpoint(
     read: Read = ModelConfig.from_dict,
     device: str = "cpu",
     works: str | None = None,
+    max_model_len: int | None = None,
 ) -> Checkpoint:
     """Find a model and check its files.
 
@@ -63,9 +64,25 @@ def open_checkpoint(
     hub id `owner/name`, optionally with `@revision`. With load_format "dummy" it is a named shape, a config.json or a
     folder with one, and the weights are random from `seed`, generated on `device`. `tokenizer` replaces that of the
     model, see `open_tokenizer`. `log` receives lines about downloads and conversions. `read` turns a config.json into
-    the config; drafts have configs of their own, and `works` is the advice where there is no such draft. Raises
-    SpecbatchError, in one line, for whatever cannot be opened.
+    the config; drafts have configs of their own, and `works` is the advice where there is no such draft.
+    `max_model_len` is that of the engine, see `ModelConfig.for_length`. Raises SpecbatchError, in one line, for
+    whatever cannot be opened.
     """
+    found = _open(model, load_format, seed, tokenizer, log, read, device, works)
+    found.config = found.config.for_length(max_model_len)
+    return found
+
+
+def _open(
+    model: str,
+    load_format: str,
+    seed: int,
+    tokenizer: str | None,
+    log: Log | None,
+    read: Read,
+    device: str,
+    works: str | None,
+) -> Checkpoint:
     override = open_tokenizer(tokenizer, log) if tokenizer else None
     if load_format == "dummy":
         return _open_dummy(model, seed, override, read, device)

@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from specbatch.weights.gguf_header import GgufTensor
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_NAMES |= {"token_embd_norm": "model.embedding_norm"}  # the final norm of LFM2
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
@@ -47,6 +50,27 @@ _GEMMA3_NAMES = _LAYER_NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_PHI3_NAMES = _LAYER_NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_LFM2_NAMES = _LAYER_NAMES | {
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+_NAMES_OF = {"gemma3": _GEMMA3_NAMES, "phi3": _PHI3_NAMES, "lfm2": _LFM2_NAMES} | {
+    arch: _LAYER_NAMES | names for arch, names in gguf_mixtures.NAMES.items()
+}
+_WINDOWED = ("gemma3", "gpt-oss", "phi3")
+# LongRoPE in a file: name of the tensor -> key of a config.json.
+_FACTORS = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
+_DIVISORS, _ATTENTION_FACTOR = "rope_freqs.weight", ".rope.scaling.attn_factor"
 _ROPE_KEYS = {
     ".rope.dimension_count",
     ".rope.freq_base",
@@ -126,19 +150,31 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         raise file.refusal("tensor token_embd.weight is missing")
     heads, hidden = _same_in_all_layers(file, ".attention.head_count"), file.count(".embedding_length")
     head_dim = file.count(".attention.key_length", hidden // heads)
-    rotates_all = file.arch != "glm4moe"
+    rotates_all = file.arch not in ("glm4moe", "phi3")
     for key in (".attention.value_length", *[".rope.dimension_count"] * rotates_all):
         if file.metadata(key, head_dim) != head_dim:
             raise refuse(file.full(key), file.metadata(key), f"it must equal the head size, {head_dim}")
+    # Convolutions have 0.
+    kv = file.required(".attention.head_count_kv", list) if file.arch == "lfm2" else []
+    window = file.metadata(".attention.sliding_window")
+    if window and file.arch not in _WINDOWED:
+        works = f"of GGUF files those of {', '.join(_WINDOWED)} may have windows; use safetensors"
+        raise refuse(file.full(".attention.sliding_window"), window, works)
     if file.arch == "gemma3":
         own = _gemma3(file, hidden, heads, head_dim)
     elif is_mixture:
         own = gguf_mixtures.mixture_config(file)
-    else:
-        own = {"model_type": file.arch}
-        if window := file.metadata(".attention.sliding_window"):
-            works = "of GGUF files only those of Gemma 3 and gpt-oss may have windows; use safetensors"
-            raise refuse(file.full(".attention.sliding_window"), window, works)
+    elif file.arch == "lfm2":
+        own = {
+            "model_type": "lfm2",
+            "layer_types": ["full_attention" if count else "conv" for count in kv],
+            "norm_eps": _short(file.number(".attention.layer_norm_rms_epsilon")),
+            "conv_L_cache": file.count(".shortconv.l_cache"),
+            "block_auto_adjust_ff_dim": False,
+        }
+    else:  # without a window, files of Phi-4 state 0
+        own = {"model_type": file.arch, "sliding_window": window or None}
+    kv_heads = _same_in_all_layers(file, ".attention.head_count_kv", heads, others=(0,) if kv else ())
     inner = file.count(".expert_feed_forward_length") if is_mixture else None  # that of experts, without dense layers
     return {
         "architectures": [architecture],
@@ -147,7 +183,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         "intermediate_size": _same_in_all_layers(file, ".feed_forward_length", inner),
         "num_hidden_layers": file.required(".block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _same_in_all_layers(file, ".attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "max_position_embeddings": file.required(".context_length"),
         "rms_norm_eps": _short(file.number(".attention.layer_norm_rms_epsilon")),
@@ -175,7 +211,7 @@ def _gemma3(file: GgufFile, hidden: int, heads: int, head_dim: int) -> dict[str,
 
 def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
     for key in file.keys(".rope."):
-        if key not in _ROPE_KEYS:
+        if key not in _ROPE_KEYS and not (key == _ATTENTION_FACTOR and file.arch == "phi3"):
             raise refuse(file.full(key), file.metadata(key), "rope with this key is not supported")
     rope: dict[str, Any] = {"rope_type": "default"}
     if file.metadata(".rope.freq_base") is not None:
@@ -193,22 +229,32 @@ def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
                 rope[name] = _short(file.number(key))
     if file.arch == "gpt-oss":
         rope["truncate"] = False  # which no file states
-    if file.arch == "glm4moe":
+    if file.arch in ("glm4moe", "phi3"):
         rope["partial_rotary_factor"] = file.count(".rope.dimension_count", head_dim) / head_dim
-    if "rope_freqs.weight" in file.tensors:
+    if file.arch == "phi3" and file.tensors.keys() & _FACTORS:
+        for name, key in _FACTORS.items():
+            rope[key] = [_short(factor) for factor in _vector(file, name)]
+        rope |= {"rope_type": "longrope", "attention_factor": _short(file.number(_ATTENTION_FACTOR, 1.0))}
+        rope["original_max_position_embeddings"] = file.count(".rope.scaling.original_context_length")
+    elif _DIVISORS in file.tensors:
         if kind != "none":
-            raise refuse(file.full(".rope.scaling.type"), kind, "with rope_freqs.weight it must be none")
-        divisors = file.tensors["rope_freqs.weight"].data
-        if divisors.dtype != np.float32 or divisors.ndim != 1:
-            raise file.refusal("tensor rope_freqs.weight must be a vector of float32 numbers")
-        rope |= {"rope_type": "divisors", "divisors": divisors.tolist()}
+            raise refuse(file.full(".rope.scaling.type"), kind, f"with {_DIVISORS} it must be none")
+        rope |= {"rope_type": "divisors", "divisors": _vector(file, _DIVISORS)}
     return rope
 
 
-def _same_in_all_layers(file: GgufFile, key: str, default: int | None = None) -> int:
-    """The value of a key that may have a list with one value per layer."""
+def _vector(file: GgufFile, name: str) -> list[float]:
+    """The numbers of a tensor that is part of the rope parameters."""
+    found = file.tensors[name].data if name in file.tensors else np.empty(())
+    if found.dtype != np.float32 or found.ndim != 1:
+        raise file.refusal(f"tensor {name} must be a vector of float32 numbers")
+    return [float(number) for number in found]
+
+
+def _same_in_all_layers(file: GgufFile, key: str, default: int | None = None, *, others: tuple[int, ...] = ()) -> int:
+    """The value of a key that may have a list with one value per layer. others: values of layers that do not count."""
     value = file.required(key) if default is None else file.metadata(key, default)
-    layers = value if isinstance(value, list) else [value]
+    layers = [one for one in value if one not in others] if isinstance(value, list) else [value]
     if len(set(layers)) != 1:
         raise refuse(file.full(key), value, "layers that differ in size are not supported")
     return count_of({file.full(key): layers[0]}, file.full(key))
@@ -221,11 +267,13 @@ def _short(value: float) -> float:
 
 def rename(file: GgufFile) -> dict[str, GgufTensor]:
     """Tensors by their checkpoint names. Unknown tensors are refused."""
-    layer_names = _GEMMA3_NAMES if file.arch == "gemma3" else _LAYER_NAMES | gguf_mixtures.NAMES.get(file.arch, {})
+    layer_names, of_rope = _NAMES_OF.get(file.arch, _LAYER_NAMES), {_DIVISORS}
+    if file.arch == "phi3":
+        of_rope |= _FACTORS.keys()
     renamed = {}
     for name, tensor in file.tensors.items():
-        if name == "rope_freqs.weight":
-            continue  # part of the rope parameters
+        if name in of_rope:
+            continue
         if in_layer := re.fullmatch(r"blk\.(\d+)\.([\w.]+)", name):
             names, (layer, inner) = layer_names, in_layer.groups()
             prefix = f"model.layers.{layer}."

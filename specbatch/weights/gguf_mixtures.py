@@ -125,7 +125,9 @@ def join_experts(file: GgufFile, tensors: dict[str, GgufTensor]) -> dict[str, St
     for name, tensor in tensors.items():
         stem, is_expert, part = name.partition(".experts.")
         projection, _, kind = part.partition(".")
-        if not is_expert:
+        if name.endswith(".conv.conv.weight"):  # LFM2: files have no dimension of size 1
+            found[name] = Stored((tensor.shape[0], 1, *tensor.shape[1:]), (tensor,), _with_second)
+        elif not is_expert:
             found[name] = Stored(tensor.shape, (tensor,), dequantize_tensor)
         elif projection != "up_proj":  # it comes with the gate
             parts: tuple[GgufTensor, ...] = (tensor,)
@@ -149,6 +151,11 @@ def join_experts(file: GgufFile, tensors: dict[str, GgufTensor]) -> dict[str, St
             else:
                 found[target] = Stored((count, rows, tensor.shape[2]), parts, _stacked)
     return found
+
+
+def _with_second(tensor: GgufTensor) -> torch.Tensor:
+    """[n, k] -> [n, 1, k]."""
+    return dequantize_tensor(tensor)[:, None]
 
 
 def _stacked(*parts: GgufTensor) -> torch.Tensor:

@@ -35,7 +35,8 @@ O200K_SPLIT = (
     f"{_LEAD}{_UPPER}*{_LOWER}+{_END}|{_LEAD}{_UPPER}+{_LOWER}*{_END}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_RULES = {"qwen2": QWEN2_SPLIT, "llama-bpe": LLAMA3_SPLIT, "glm4": LLAMA3_SPLIT, "gpt-4o": O200K_SPLIT}
+_LIKE_LLAMA3 = ("llama-bpe", "lfm2")  # in all respects, as in llama.cpp
+_RULES = {"qwen2": QWEN2_SPLIT, "gpt-4o": O200K_SPLIT} | dict.fromkeys((*_LIKE_LLAMA3, "glm4", "dbrx"), LLAMA3_SPLIT)
 
 
 def write_tokenizer(path: Path, folder: Path) -> None:
@@ -64,7 +65,7 @@ def write_tokenizer(path: Path, folder: Path) -> None:
     ends += [tokens.index(mark) for mark in END_MARKS if mark in tokens and types[tokens.index(mark)] == CONTROL]
     pre = file.required("tokenizer.ggml.pre", str)
     described = {
-        "add_bos_token": flag_of({_ADD_BOS: file.metadata(_ADD_BOS)}, _ADD_BOS, pre == "llama-bpe"),
+        "add_bos_token": flag_of({_ADD_BOS: file.metadata(_ADD_BOS)}, _ADD_BOS, pre in _LIKE_LLAMA3),
         "bos_token": token("bos"),
         "eos_token": token("eos"),
         "pad_token": token("padding"),
@@ -97,7 +98,7 @@ def _backend(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
     vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
     merges = [tuple(merge.split(" ", 1)) for merge in _list(file, "merges", str)]
     try:  # Llama 3 looks up whole words before it merges.
-        backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
+        backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _LIKE_LLAMA3))
     except Exception as error:  # the library raises plain Exception, among others
         raise file.refusal(f"its tokenizer cannot be read ({error})") from None
     if pre == "qwen2":

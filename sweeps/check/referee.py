@@ -105,4 +105,5 @@ def _open(config: EngineConfig, device: torch.device) -> weights.Checkpoint:
         tokenizer=config.tokenizer,
         log=lambda line: None,
         device=str(device),
+        max_model_len=config.max_model_len,
     )

@@ -103,6 +103,8 @@ WINDOWED["gemma4"] = {
     "hidden_size_per_layer_input": 0,
     "final_logit_softcapping": 6.0,
 }
+_GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 16}
+WINDOWED["gemma4-moe"] = WINDOWED["gemma4"] | _GEMMA4_MOE
 GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"], "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 4,
     "intermediate_size": 32,
@@ -137,7 +139,7 @@ LATENT: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LONG: dict[str, Any] = {"type": "longrope", "short_factor": [1.0, 1.3, 1.7, 2.0], "long_factor": [4.0] * 4}
 PHI: dict[str, Any] = {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5, "rope_scaling": LONG}
-PHI["original_max_position_embeddings"] = 64
+PHI["original_max_position_embeddings"] = 16  # of 512: texts get longer
 TARGETS: dict[str, dict[str, Any]] = {"llama": {"architectures": ["LlamaForCausalLM"]}, "phi3": PHI}
 TARGETS |= {**WINDOWED, **HYBRIDS, **LATENT}
 
@@ -177,7 +179,7 @@ class Letters:
 
 # Scale of the embedding relative to the layers, so that about every other token is the one it predicts.
 STRENGTHS = {
-    "llama": 1.2, "mistral": 1.2, "ministral": 1.2, "gemma3": 0.45, "gemma4": 0.45, "gpt-oss": 1.6,
+    "llama": 1.2, "mistral": 1.2, "ministral": 1.2, "gemma3": 0.45, "gemma4": 0.45, "gemma4-moe": 0.45, "gpt-oss": 1.6,
     "qwen3-moe": 1.0, "qwen3-next": 2.6, "qwen3.5": 2.8, "qwen3.5-moe": 2.8, "nemotron-h": 1.2,
     "nemotron-h-moe": 1.9, "lfm2": 1.3, "lfm2-moe": 1.3, "glm4-moe": 1.8, "phi3": 1.2, "drafts": 2.0,
     "recurrent-drafts": 2.0, "deepseek-v2": 0.8, "deepseek-v3": 1.0,
@@ -193,7 +195,7 @@ class TargetCheckpoint:
 
     def __init__(self, name: str, mtp_layers: int | None = None) -> None:
         self.name = name
-        read = ModelConfig.from_dict(SIZES | (TARGETS | DRAFTS | QUANTIZED)[name])
+        read = ModelConfig.from_dict(SIZES | (TARGETS | DRAFTS | QUANTIZED)[name]).for_length(44)
         self.config = replace(read, mtp_layers=mtp_layers)
         self.tensors = random_weights(self.config.weight_shapes(), 0.05 if name in DRAFTS else 1.0)
         vocabulary, hidden = self.config.vocab_size, self.config.hidden_size

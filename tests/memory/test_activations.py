@@ -8,7 +8,7 @@ import pytest
 import torch
 from crossed import crossed
 from peak_memory import as_on_a_device, peak_of
-from targets import GPT_OSS, HYBRIDS, LATENT, MTP, SIZES, Targets
+from targets import GPT_OSS, HYBRIDS, LATENT, MTP, SIZES, WINDOWED, Targets
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.kernels.attention.prefill_backends import _Triton
@@ -26,6 +26,8 @@ LARGE = {"intermediate_size": 400, "hidden_size": 96, "moe_intermediate_size": 7
 LARGE |= {"num_experts": 16, "n_routed_experts": 16, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 100}
 FAMILIES: dict[str, dict[str, Any]] = {
     **HYBRIDS, **LATENT, "llama": {"architectures": ["LlamaForCausalLM"]}, "gpt-oss": GPT_OSS,
+    "gemma4": WINDOWED["gemma4"],
+    "gemma4-moe": WINDOWED["gemma4-moe"],
 }  # fmt: skip
 
 

@@ -36,6 +36,7 @@ READERS: dict[str, tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]] = {
     **{name: (ModelConfig.from_dict, SIZES | described) for name, described in (HYBRIDS | LATENT).items()},
     "gemma3": (ModelConfig.from_dict, SIZES | WINDOWED["gemma3"]),
     "gemma4": (ModelConfig.from_dict, SIZES | WINDOWED["gemma4"]),
+    "gemma4-moe": (ModelConfig.from_dict, SIZES | WINDOWED["gemma4-moe"]),
     "phi3": (ModelConfig.from_dict, SIZES | TARGETS["phi3"]),
     "gpt-oss": (ModelConfig.from_dict, SIZES | WINDOWED["gpt-oss"]),
     "llama": (ModelConfig.from_dict, SIZES | {"model_type": "llama", "rope_scaling": YARN}),
@@ -190,7 +191,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"sliding_window": 0, "use_sliding_window": True}, "sliding_window=0"),
     ("qwen3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding_window=None"),
     ("qwen3", {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, "layer_types='chunked_attention'"),
-    ("qwen3-moe", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0}, "sliding_window=9"),
     ("eagle", {"architectures": ["MistralForCausalLMEagle"], "sliding_window": 9}, "sliding_window=9.*draft head"),
     ("qwen3", {"layer_types": ["full_attention"]}, "layer_types='1 entries'"),
     (
@@ -212,7 +212,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt-oss", {"quantization_config": FP8}, "quantization_config=.FP8.: the experts of gpt-oss"),
     ("gemma4", {"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input=256: per-layer embeddings"),
     ("gemma4", {"num_kv_shared_layers": 2}, "num_kv_shared_layers=2: layers that share"),
-    ("gemma4", {"enable_moe_block": True}, "enable_moe_block=True: mixtures"),
+    ("gemma4-moe", {"top_k_experts": 6}, "top_k_experts=6: there are 5 experts"),
     ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'.*'vision'"),
     ("gemma4", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
     ("gemma4", {"num_global_key_value_heads": 3}, "num_global_key_value_heads=3: num_key_value_heads=2"),
@@ -289,6 +289,9 @@ def test_windows_of_layers() -> None:
     assert read("ministral", sliding_window=64, layer_types=some) == (None, 64, None, 64)
     assert read("qwen2", **used, max_window_layers=3) == (None, None, None, 64)
     assert read("qwen3", **used, layer_types=some) == (None, 64, None, 64)
+    moe = SIZES | TARGETS["qwen3-moe"] | {"sliding_window": 9, "layer_types": some, "max_window_layers": 3}
+    assert ModelConfig.from_dict(moe | {"use_sliding_window": True}).windows == (9,) * 4
+    assert ModelConfig.from_dict(moe).windows == ()
     for off in ({"sliding_window": None}, {"sliding_window": 8192}, {"max_position_embeddings": 512}):
         assert read("mistral", **off) == ()
 

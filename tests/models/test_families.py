@@ -121,6 +121,9 @@ FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
     "qwen3-moe": lambda: hf.Qwen3MoeForCausalLM(
         hf.Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=True, mlp_only_layers=[2])
     ),
+    "qwen3-moe-windows": lambda: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(**SIZES, **MOE, use_sliding_window=True, sliding_window=6, mlp_only_layers=[1])
+    ),
     "qwen3-moe-sparse": lambda: hf.Qwen3MoeForCausalLM(
         hf.Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=False, decoder_sparse_step=2)
     ),
@@ -149,6 +152,14 @@ FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
             **LATENT | THIRD | {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False},
             rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
         )
+    ),
+    "gemma4-moe": lambda: gemma4(
+        enable_moe_block=True,
+        num_experts=5,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
     ),
     "gemma4-towers": lambda: gemma4_towers(),
     "gpt-oss": lambda: gpt_oss(),

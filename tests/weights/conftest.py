@@ -135,6 +135,20 @@ _GGUF_NAMES = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "model.embedding_norm": "token_embd_norm",  # LFM2
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",  # Phi-3
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -170,8 +184,9 @@ def _write_gguf(
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    kinds = config.layer_types if arch == "lfm2" else ()
+    writer.add_head_count_kv([kv_heads * (kind == "full_attention") for kind in kinds] or kv_heads)
+    writer.add_layer_norm_rms_eps(config.norm_eps if arch == "lfm2" else config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if arch == "qwen3":
         writer.add_key_length(head_dim)
@@ -198,7 +213,7 @@ def _write_gguf(
     if config.tie_word_embeddings:
         del state["lm_head.weight"]
     for name, tensor in state.items():
-        values = tensor.float().numpy()
+        values = (tensor[:, 0] if ".conv.conv." in name else tensor).float().numpy()
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
             count = heads if ".q_proj." in name else kv_heads
             halves = values.reshape(count, 2, head_dim // 2, *values.shape[1:])

@@ -77,7 +77,7 @@ class Case:
                 gate, up = gate.clamp(max=7), up.clamp(-7, 7)
                 h = gate * torch.sigmoid(1.702 * gate) * (up + 1)
             else:
-                h = F.silu(gate) * up
+                h = (F.silu(gate) if self.activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up
         y = torch.einsum("te,tei,ehi->th", weight, h, self.down.double())
         return y if self.biases.down is None else y + weight @ self.biases.down.double()
 
@@ -109,10 +109,11 @@ RULES = {
 @pytest.mark.parametrize(
     ("name", "tokens", "activation"),
     first_quick(
-        4,
+        5,
         [
             ("uneven", 19, "swiglu"),
             ("one", 1, "relu2"),
+            ("plain", 9, "geglu"),
             ("shared", 21, "swiglu"),
             ("sigmoid", 7, "relu2"),
             ("plain", 1, "swiglu"),
@@ -172,7 +173,7 @@ def test_all_tokens_to_one_expert(tokens: int, device: torch.device) -> None:
     check(case.reference(), expected, torch.float32)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "relu2"])
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "geglu", "relu2"])
 def test_nan_propagates(activation: Activation, device: torch.device) -> None:
     """Of a token or of a weight; max(x, 0) would hide it."""
     case = Case(Routing(4, 2), 6, device, activation=activation)

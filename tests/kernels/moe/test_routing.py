@@ -22,12 +22,14 @@ RULES = {
     "sigmoid": Routing(9, 3, "sigmoid", scale=2.5, bias=torch.linspace(-1, 1, 9), shared=1),
     "groups": Routing(18, 4, "sigmoid", scale=0.5, bias=torch.linspace(1, -1, 18), groups=6, top_groups=2),
     "groups-of-softmax": Routing(12, 3, normalise=False, scale=3.0, groups=4, top_groups=2, shared=2),
+    "factors": Routing(12, 3, scale=1.5, factors=torch.linspace(0.5, 2, 12), shared=1),
     "sigmoid-plain": Routing(16, 2, "sigmoid", normalise=False, groups=2, top_groups=2),
 }
 
 
 def on(rule: Routing, device: torch.device) -> Routing:
-    return rule if rule.bias is None else replace(rule, bias=rule.bias.to(device))
+    bias, factors = (None if part is None else part.to(device) for part in (rule.bias, rule.factors))
+    return replace(rule, bias=bias, factors=factors)
 
 
 def by_hand(row: list[float], rule: Routing) -> list[tuple[int, float]]:
@@ -46,7 +48,8 @@ def by_hand(row: list[float], rule: Routing) -> list[tuple[int, float]]:
     total = sum(scores[e] for e in chosen) if rule.normalise else 1.0
     gate = 1 / (1 + math.exp(-row[rule.experts])) if rule.gated else 1.0
     always = [(rule.experts + j, gate) for j in range(rule.shared)]
-    return [(e, scores[e] / total * rule.scale) for e in chosen] + always
+    factors = [1.0] * rule.experts if rule.factors is None else rule.factors.tolist()
+    return [(e, scores[e] / total * rule.scale * factors[e]) for e in chosen] + always
 
 
 @pytest.mark.parametrize("name", RULES)
