@@ -105,7 +105,7 @@ class Speculation:
         "text in each line (.txt).",
         Rule(
             lambda corpus: isinstance(corpus, str) and all(name.strip() for name in corpus.split(",")),
-            "use run, or files with commas",
+            "use run, or files separated by commas",
         ),
     )
     corpus_tokens: int = setting(

@@ -85,7 +85,7 @@ VALUES: list[tuple[Callable[..., Any], str, list[Any], str]] = [
         "leave one out",
     ),
     (Speculation, "corpus", ["run"], "algorithm 'none' drafts nothing; use 'ngram'"),
-    (spec("ngram"), "corpus", ["", "run,", 5], "use run, or files with commas"),
+    (spec("ngram"), "corpus", ["", "run,", 5], "use run, or files separated by commas"),
     (spec("ngram", corpus="run"), "draft_topk", [2], "with a corpus chains are drafted; use 1"),
     (spec("ngram"), "corpus_tokens", [1023, 2**28 + 1], "use 1024 to 268435456"),
     (spec("ngram"), "corpus_min", [0, 17], "use 1 to 16"),

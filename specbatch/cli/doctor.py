@@ -94,7 +94,10 @@ def report(found: dict[str, Any]) -> str:
     tables = markdown_table(lines.items(), ["environment", "found"]), markdown_table(rows, ["feature", "runs", "why"])
     matrices, notes = _matrices(found)
     conflicts = "; ".join(f"{one} with {other}" for one, other in found["conflicts"])
-    notes.append("mtp needs a checkpoint with `mtp.*` tensors; all eagles, dflash, dflash2 and dspark a trained draft.")
+    notes.append(
+        "mtp needs a checkpoint with an MTP head (`mtp.*` tensors, or of DeepSeek-V3 and GLM-4.5 the layers after the "
+        "last); eagle, eagle3, peagle, dflash, dflash2 and dspark need a draft that was trained for the target."
+    )
     notes.append(f"Settings that run with a draft run together, except {conflicts}.")
     return "\n\n".join([*tables, *matrices, "\n".join(f"* {note}" for note in notes)])
 

@@ -25,7 +25,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
 from specbatch.runtime.loader import Loader
 from specbatch.runtime.prefill_forward import Forward
-from specbatch.tokenizer import vocabulary_difference
+from specbatch.tokenizer import ByteTokenizer, vocabulary_difference
 
 if TYPE_CHECKING:
     from specbatch.config import EngineConfig, Speculation
@@ -229,7 +229,9 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
             max_model_len=config.max_model_len,
         )
         own = draft.tokenizer()
-    difference = vocabulary_difference(target.tokenizer(), own)
+    # A draft of random weights has no tokenizer, and one that was given is the target's alone: only the sizes count.
+    theirs = ByteTokenizer(target.config.vocab_size) if isinstance(own, ByteTokenizer) else target.tokenizer()
+    difference = vocabulary_difference(theirs, own)
     if difference:
         raise refuse("draft", asked.draft, f"its vocabulary is not the target's ({difference}); use one of its family")
     log(f"draft: {draft.name} ({draft.origin}); {draft.config.rope}")

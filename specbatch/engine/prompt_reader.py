@@ -18,7 +18,7 @@ from specbatch.tokenizer import Tokenizer, refuse_longer
 
 Prompt = str | list[int] | EmbeddedPrompt
 Message = Mapping[str, Any]
-_MOST_AUTOMATA = 64  # compiled ones that are kept
+_MOST_AUTOMATA = 64  # compiled ones that are kept, and regular expressions that were refused
 
 
 class PromptReader:
@@ -33,7 +33,7 @@ class PromptReader:
         self._vocabulary = config.vocab_size
         self._hidden = config.hidden_size
         self._caps = caps
-        self._automata: dict[str, TokenAutomaton] = {}
+        self._automata: dict[str, TokenAutomaton | RegexError] = {}  # an error takes as long to find
         self._token_bytes: list[bytes | None] | None = None
         self._spellings: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
         self.end_tokens = frozenset(token for token in tokenizer.eos_ids if token < self._vocabulary)
@@ -120,21 +120,23 @@ class PromptReader:
         value = getattr(params, name)
         if not self.end_tokens:
             raise refuse(name, value, f"{self._tokenizer.name} has no end token, with which an answer could end")
-        try:
-            found = self._automata.pop(regex) if regex in self._automata else self._compiled(regex)
-        except RegexError as error:
-            raise refuse(name, value, str(error)) from None
+        found = self._automata.pop(regex) if regex in self._automata else self._compiled(regex)
         self._automata[regex] = found  # the last used come last
         while len(self._automata) > _MOST_AUTOMATA:
             del self._automata[next(iter(self._automata))]
+        if isinstance(found, RegexError):
+            raise refuse(name, value, str(found))
         return found
 
-    def _compiled(self, regex: str) -> TokenAutomaton:
+    def _compiled(self, regex: str) -> TokenAutomaton | RegexError:
         if self._token_bytes is None:
             self._token_bytes = self._tokenizer.token_bytes()
-        found = compile_tokens(compile_regex(regex), self._token_bytes, self.end_tokens, self._vocabulary)
+        try:
+            found = compile_tokens(compile_regex(regex), self._token_bytes, self.end_tokens, self._vocabulary)
+        except RegexError as error:
+            return RegexError(str(error))  # without the frames of the compiler
         if found.size > CELLS:
-            raise RegexError(f"its table takes {found.size >> 19} MiB; simplify it to at most {CELLS >> 19}")
+            return RegexError(f"its table takes {found.size >> 19} MiB; simplify it to at most {CELLS >> 19}")
         return found
 
     def _check_end_tokens(self, params: SamplingParams) -> None:

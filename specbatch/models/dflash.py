@@ -22,6 +22,7 @@ from specbatch.kernels.gemm.linear import Linear
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.layers import Attention, Reader
+from specbatch.plurals import counted
 
 ARCHITECTURE = "DFlashDraftModel"
 SECOND = "DFlash2DraftModel"
@@ -249,8 +250,8 @@ class DFlashConfig(ModelConfig):
         return [
             f"  features of layers {', '.join(map(str, self.target_layers))} (outputs, counted from 0); block of "
             f"{self.block_size}, mask token {self.mask_token}, {self.most_drafts} drafts{known}",
-            f"  {self.num_layers} layers{windows}, {order} in the block; {self.num_heads} heads of {self.head_dim}, "
-            f"{self.num_kv_heads} for keys; {self.rope}",
+            f"  {counted(self.num_layers, 'layer')}{windows}, {order} in the block; {self.num_heads} heads of "
+            f"{self.head_dim}, {self.num_kv_heads} for keys; {self.rope}",
         ]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
 from specbatch.atomic_file import write_atomic
-from specbatch.errors import refuse
+from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.run_record import REQUESTS
 from specbatch.records.store import RECORD, WORKS
 
@@ -58,7 +58,13 @@ def unpacked(setting: str, path: Path) -> Iterator[Path]:
         return
     with TemporaryDirectory(prefix="specbatch-records-") as folder:
         _unpack(setting, archive, Path(folder))
-        yield Path(folder) / path.relative_to(archive)
+        try:
+            yield Path(folder) / path.relative_to(archive)
+        except SpecbatchError as error:  # the temporary folder means nothing to a reader
+            named = str(error.value).replace(folder, str(archive))
+            if error.setting is None or error.works is None or named == str(error.value):
+                raise
+            raise refuse(error.setting, named, error.works.replace(folder, str(archive))) from error
 
 
 def _unpack(setting: str, archive: Path, folder: Path) -> None:

@@ -79,7 +79,7 @@ def interval(metric: Metric, before: Replicates, after: Replicates) -> Interval:
         return Interval(None, None, "needs two runs per side", one_repeat=one_repeat)
     samples = [sample(metric.per_request, point.records) for point in (before, after)]
     if samples[0] is None or samples[1] is None:
-        return Interval(None, None, "no rows", one_repeat=one_repeat)
+        return Interval(None, None, "no numbers of single requests", one_repeat=one_repeat)
     found = over_prompts(samples[0], samples[1], median=metric.is_median)
     return replace(found, interleaved=not metric.is_time, one_repeat=one_repeat)
 

@@ -264,7 +264,7 @@ class CheckReport:
                 smallest = test.smallest
                 ends = "" if smallest is None else f" Smallest detectable difference: {_number(smallest)}."
                 lines.append(
-                    f"* {name}: {_number(test.checked)} after {_number(test.baseline)} per token, over "
+                    f"* {name}: {_number(test.checked)} per token, and {_number(test.baseline)} of the baseline, over "
                     f"{counted(test.prompts, 'prompt')}. Up to {TOLERANCE:.0%} more is allowed; p = {test.p_value:.2g} "
                     f"for more than that.{ends}"
                 )

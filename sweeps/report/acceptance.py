@@ -92,5 +92,5 @@ def _interval(repeats: list[RunRecord]) -> Interval:
     """Of the accept length: that of its difference to zero."""
     found = sample(("emitted", "verify_steps"), repeats)
     if found is None:
-        return Interval(None, None, "no rows")
+        return Interval(None, None, "no numbers of single requests")
     return over_prompts(Sample(np.zeros_like(found.top), np.ones_like(found.bottom), found.indices), found)

@@ -25,7 +25,7 @@ from specbatch.atomic_file import write_atomic, writing
 from specbatch.core.sampling_params import sampling_text
 from specbatch.errors import refuse
 from specbatch.records.answers import QUESTIONS
-from specbatch.records.archive import unpacked
+from specbatch.records.archive import SUFFIX, unpacked
 from specbatch.records.low_acceptance import is_low
 from specbatch.records.markdown import acceptance_cells
 from specbatch.records.metrics import ACCEPTANCE, glossary
@@ -89,8 +89,11 @@ def write_report(folder: Path, output: Path | None = None) -> list[Path]:
     folder: of a sweep, or an archive of its records (`specbatch.records.archive`). Refused: one without records of a
     sweep, and an archive without `output`. Raises UnwritableError.
     """
-    if output is None and folder.is_file():
-        raise refuse("output", "", "an archive is only read: name a folder for the report")
+    if folder.is_file():
+        if not folder.name.endswith(SUFFIX):
+            raise refuse("folder", str(folder), f"is a file; name the folder of a sweep, or its records ({SUFFIX})")
+        if output is None:
+            raise refuse("output", "", "an archive is only read: name a folder for the report")
     evaluated = any(folder.glob(f"*/c*/r*/{QUESTIONS}"))
     target = output or (folder / "report" if evaluated else folder)
     with unpacked("folder", folder) as place:

@@ -10,12 +10,16 @@ import torch
 from crossed import crossed
 from uncached import run_texts
 
-from specbatch.drafters.draft_model import DraftModelChain, parse_skip
+from specbatch.config import EngineConfig, Speculation
+from specbatch.drafters.draft_model import DraftModelChain, parse_skip, plan
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
 from specbatch.kernels.sampling.rng import DRAFT, uniform_ref, verify_keys
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.models.decoder import Decoder
+from specbatch.tokenizer import ByteTokenizer
+from specbatch.weights.checkpoint import open_checkpoint
+from specbatch.weights.dummy import DummyCheckpoint
 
 VOCABULARY = 13
 LENGTHS = (2, 3, 5, 6, 13, 21)
@@ -160,3 +164,22 @@ def test_skipped_layers_are_inclusive_ranges() -> None:
 def test_skipped_layers_that_are_no_ranges_of_the_model_are_refused(ranges: str) -> None:
     with pytest.raises(SpecbatchError, match=r"^draft='self:skip=.*(FIRST-LAST|layers 0-3)"):
         parse_skip(f"self:skip={ranges}", 4)
+
+
+class Words(ByteTokenizer):
+    def vocabulary(self) -> list[str]:
+        return [f"word {index}" for index in range(self.vocab_size)]
+
+
+def test_random_weights_draft_for_a_target_with_a_tokenizer() -> None:
+    """--tokenizer is the target's alone, and a draft of random weights has none. Vocabularies must be of one size."""
+    config = open_checkpoint("toy", "dummy").config
+    target = DummyCheckpoint(config, name="toy", seed=0, tokenizer=Words(config.vocab_size))
+
+    def plan_of(draft: str) -> None:
+        speculation = Speculation("standalone", draft=draft)
+        plan(target, EngineConfig("toy", load_format="dummy", device="cpu", speculation=speculation), lambda line: None)
+
+    plan_of("toy")
+    with pytest.raises(SpecbatchError, match=r"draft='qwen3-8b': its vocabulary is not the target's \(bytes has"):
+        plan_of("qwen3-8b")

@@ -1,4 +1,4 @@
-"""Sizes of prompts that an engine can never run are refused."""
+"""Prompts that an engine can never run are refused."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
-from specbatch import SpecbatchError
-from specbatch.engine.prompt_reader import check_size
+from specbatch import SamplingParams, SpecbatchError
+from specbatch.engine import prompt_reader
+from specbatch.engine.prompt_reader import PromptReader, check_size
+from specbatch.tokenizer import ByteTokenizer
+from specbatch.weights.checkpoint import open_checkpoint
 
 
 def caps(pages: int = 50, slots: int = 1) -> dict[str, Any]:
@@ -33,3 +36,21 @@ def test_a_pool_too_small_for_a_request_is_refused() -> None:
     check_size(caps(pages=8, slots=3), 20, 6, 0)
     with pytest.raises(SpecbatchError, match="kv_pages=8: prompt 0 with its output needs 9"):
         check_size(caps(pages=8, slots=3), 20, 7, 0)
+
+
+def test_a_grammar_that_is_refused_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a job with an expression that takes seconds to compile every row is checked."""
+    compiled = []
+
+    def compile_regex(regex: str) -> Any:
+        compiled.append(regex)
+        return original(regex)
+
+    original = prompt_reader.compile_regex
+    monkeypatch.setattr(prompt_reader, "compile_regex", compile_regex)
+    reader = PromptReader(ByteTokenizer(257), open_checkpoint("toy", "dummy").config, caps())
+    for row in range(3):
+        for regex, reason in (("a{20000}", "more than 16000 states"), ("(a?){3000}", "too much work")):
+            with pytest.raises(SpecbatchError, match=reason):
+                reader.check([5], SamplingParams(regex=regex, max_new_tokens=5), row)
+    assert compiled == ["a{20000}", "(a?){3000}"]

@@ -76,6 +76,12 @@ def test_report_and_frames_read_an_archive(archive, tmp_path, monkeypatch) -> No
     assert run.points.path.tolist() == [f"{archive}/{name}/c4/r1" for name in ("baseline", "v1")]
     with pytest.raises(SpecbatchError, match=r"output='': an archive is only read: name a folder"):
         write_report(archive)
+    with pytest.raises(SpecbatchError, match=f"^folder='{archive}/baseline': holds no records of a sweep"):
+        write_report(archive / "baseline", tmp_path / "out")
+    answers = tmp_path / "answers.jsonl"
+    answers.touch()
+    with pytest.raises(SpecbatchError, match=r"folder='.*answers.jsonl': is a file; name the folder of a sweep"):
+        write_report(answers)
 
 
 def test_name_of_an_archive(tmp_path) -> None:

@@ -225,10 +225,11 @@ def test_output_of_generate(tmp_path):
     result = compare(tmp_path / "a.jsonl", tmp_path / "b.jsonl.record.json")
     accept, rate = row_of(result, "accept_length", ""), row_of(result, "accept_rate", "")
     assert (accept.before, accept.verdict, accept.over) == (2.0, UNDECIDED, "12 prompts, paired")
-    assert (rate.verdict, rate.over) == (NOT_JUDGED, "no rows")
+    assert (rate.verdict, rate.over) == (NOT_JUDGED, "no numbers of single requests")
     assert not any(note.startswith(("RESUMED", "ANSWERS")) for note in result.notes)
     (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]) + "\n")  # a row is missing
-    assert row_of(compare(tmp_path / "a.jsonl", tmp_path / "b.jsonl"), "accept_length", "").over == "no rows"
+    accept = row_of(compare(tmp_path / "a.jsonl", tmp_path / "b.jsonl"), "accept_length", "")
+    assert accept.over == "no numbers of single requests"
 
 
 def test_answers_are_compared_question_by_question(tmp_path):
