@@ -111,7 +111,7 @@ def test_eagle3_layers_are_numbered_as_published(targets: Targets) -> None:
 def test_prefix_cache_turns_off_without_memory_for_states(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
     """The log and the record report it."""
     plan = targets.engine("qwen3.5", prefix_cache=False).plan
-    few = 2 * (plan.weights + plan.workspace + plan.states + 40 * plan.page_bytes)
+    few = 2 * (plan.weights + plan.workspace + plan.states + plan.grammars + 40 * plan.page_bytes)
     monkeypatch.setattr("specbatch.engine.builder.available_memory", lambda device: few)
     lines: list[str] = []
     engine = targets.engine("qwen3.5", memory_fraction=0.5, log=lines.append)
