@@ -53,8 +53,12 @@ class RankGroup:
         ] = {}  # engine and number of a copy -> rank -> history
         self._changed = threading.Condition()
         self._ends = threading.RLock()  # held while the group ends, in whatever thread: another one begins after that
-        for rank, connection in enumerate(connections, start=1):
-            threading.Thread(target=self._watch, args=(rank, connection), daemon=True).start()
+        self._watchers = [
+            threading.Thread(target=self._watch, args=watched, daemon=True)
+            for watched in enumerate(connections, start=1)
+        ]
+        for watcher in self._watchers:
+            watcher.start()
         try:
             self._join(join)
         except BaseException:
@@ -190,6 +194,10 @@ class RankGroup:
                 hang_up(connection)
             if self._communicator is not None:
                 self._communicator.close()
+        # A thread that drops the last reference to a torch.distributed group while the interpreter ends aborts the
+        # process: the group's destructor takes the GIL again, which ends such a thread inside of C++.
+        for watcher in self._watchers:
+            watcher.join(EXIT_S)
 
     def _kill(self) -> None:
         for process in self._processes:

@@ -14,7 +14,8 @@ from targets import Targets
 from thread_ranks import thread_group
 
 from specbatch import Completion, Engine, SamplingParams, SpecbatchError
-from specbatch.engine import builder, rank_group, rank_link, token_check
+from specbatch.engine import builder, rank_group, rank_link, ranks, token_check
+from specbatch.engine.rank_group import RankGroup
 from specbatch.engine.step import DecodeStep
 
 SHORT, LONG = (SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 38))
@@ -50,6 +51,26 @@ def test_a_rank_that_cannot_be_built_is_named(targets: Targets, monkeypatch: pyt
         with pytest.raises(SpecbatchError, match="rank 1 failed: ZeroDivisionError: of a test; "):
             built(targets)
     assert len(built(targets).generate([[3, 4]], SHORT)[0].token_ids) == 6
+
+
+def test_a_closed_group_has_no_threads(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ends with the interpreter could be the last that holds the collectives, and abort the process."""
+    thread_group(monkeypatch)
+    built(targets)
+    [group] = ranks._groups.values()
+    others = set(threading.enumerate())
+
+    def slow(group: RankGroup, rank: int) -> str:
+        watchers.append(threading.current_thread())
+        time.sleep(0.2)
+        return ""
+
+    watchers = list[threading.Thread]()
+    monkeypatch.setattr(RankGroup, "_ending", slow)
+    group.close()
+    assert len(watchers) == 1
+    assert watchers[0] in others
+    assert not watchers[0].is_alive()
 
 
 def test_what_has_finished_before_a_rank_fails_is_kept(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
