@@ -15,6 +15,7 @@ import torch
 
 from specbatch.algorithms import ALGORITHMS
 from specbatch.core.async_copy import AsyncCopy
+from specbatch.engine.device_worker import DeferredInterrupts
 from specbatch.errors import refuse
 from specbatch.progress import Report
 from specbatch.training.data import Batch, Example, endless, groups
@@ -105,8 +106,8 @@ def train(
     """Update `head` in place. Ctrl-C ends the training early; it is recorded in the history and not raised, so that the
     head can be written.
 
-    saved: where the state is saved from time to time and after Ctrl-C, and continued from. A step that Ctrl-C
-    interrupts runs again.
+    saved: where the state is saved from time to time and after Ctrl-C, and continued from. Ctrl-C takes effect after
+    the step that is running.
     """
     on_gpu = target.device.type == "cuda"
     optimizer = torch.optim.AdamW(head.parameters(), recipe.lr, BETAS, weight_decay=WEIGHT_DECAY, fused=on_gpu)
@@ -142,18 +143,19 @@ def train(
         if is_due() and history.steps not in history.measured:
             evaluate()
         for group in batches:
-            with _precision(target):
-                scores = head.score(Batch.of(group, target.device), target, generator)
-            loss = AsyncCopy(scores.loss.detach(), stream=copying)
-            optimizer.zero_grad()
-            scores.loss.backward()
-            torch.nn.utils.clip_grad_norm_(head.parameters(), CLIP)
-            optimizer.step()
-            schedule.step()
-            history.steps += 1
-            if losses:  # one step late, so that the device does not wait for the host
-                _finite(losses[-1], history.steps - 2, recipe)
-            losses.append(loss)
+            with DeferredInterrupts():  # half of a step, such as its random numbers, would be saved with the state
+                with _precision(target):
+                    scores = head.score(Batch.of(group, target.device), target, generator)
+                loss = AsyncCopy(scores.loss.detach(), stream=copying)
+                optimizer.zero_grad()
+                scores.loss.backward()
+                torch.nn.utils.clip_grad_norm_(head.parameters(), CLIP)
+                optimizer.step()
+                schedule.step()
+                history.steps += 1
+                if losses:  # one step late, so that the device does not wait for the host
+                    _finite(losses[-1], history.steps - 2, recipe)
+                losses.append(loss)
             report(history.steps, recipe.steps)
             if is_due():
                 evaluate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
@@ -91,6 +92,28 @@ def test_interrupted_training_continues_as_if_it_had_not_been(train, answers_fil
     for path in folder.glob("*.safetensors"):
         expected = load_file(tmp_path / "whole" / path.name)
         assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(path).items())
+
+
+def test_ctrl_c_within_a_step_waits_for_its_end(train, answers_file, tmp_path, monkeypatch):
+    """Else the state would have the random numbers of a step that runs again."""
+    whole = train(tmp_path / "whole", "dflash", answers=answers_file, steps=6)
+    draw, steps = DFlashHead._draw, []
+
+    def interrupted(head: DFlashHead, batch: Any, generator: Any) -> Any:
+        found = draw(head, batch, generator)
+        if torch.is_grad_enabled():
+            steps.append(len(steps))
+            if len(steps) == 4:
+                signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(DFlashHead, "_draw", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="4 of 6 steps is in"):
+        train(tmp_path / "head", "dflash", answers=answers_file, steps=6)
+    found = train(tmp_path / "head", "dflash", answers=answers_file, steps=6)
+    assert found["history"]["losses"] == whole["history"]["losses"]
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "head")]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
 def test_state_of_another_training_is_refused(train, answers_file, tmp_path):
