@@ -134,6 +134,17 @@ def of_mean(values: list[float]) -> tuple[float | None, float | None]:
     return float(found.low), float(found.high)
 
 
+def of_ratios(values: list[float]) -> tuple[float | None, float | None, float | None]:
+    """The geometric mean of positive ratios of several runs, and the t interval of their logarithms; without ends for
+    one run."""
+    if not values:
+        return None, None, None
+    logs = [math.log(value) for value in values]
+    low, high = of_mean(logs)
+    ends = (None if end is None else math.exp(end) for end in (low, high))
+    return math.exp(sum(logs) / len(logs)), *ends
+
+
 def over_prompts(before: Sample, after: Sample, *, median: bool = False) -> Interval:
     """The bootstrap over prompts, of the ratio of sums or of the median of ratios."""
     from scipy import stats

@@ -584,8 +584,8 @@ RELATIVE: dict[str, Metric] = {
             "break_even",
             "break-even accept length",
             "",
-            "The accept length at which drafting is as fast as no speculation: drafting pays above it. The mean over "
-            "repeats, with its 95% interval.",
+            "The accept length at which drafting is as fast as no speculation: drafting pays above it. The geometric "
+            "mean over repeats, with its 95% interval.",
             "step time with drafts / step time of the baseline, both with the same number of requests",
             better="lower",
             decimals=3,

@@ -20,7 +20,7 @@ from specbatch.atomic_file import write_atomic
 from specbatch.config import Graphs
 from specbatch.core.sampling_params import sampling_text
 from specbatch.errors import refuse
-from specbatch.records.intervals import of_mean
+from specbatch.records.intervals import of_ratios
 from specbatch.records.markdown import acceptance_table, markdown_table
 from specbatch.records.metrics import METRICS, RELATIVE, Metric
 from specbatch.records.run_record import RunRecord
@@ -191,7 +191,7 @@ def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
         for record in known
     )
     groups = runs.groupby(_POINT, sort=False)
-    rows = groups[[*columns, "break_even"]].mean()
+    rows = groups[[*columns]].mean()
     for column, metric in columns.items():
         if metric.percentile is not None:
             rows[column] = [_or_nan(metric.over_repeats(points[point])) for point in rows.index]
@@ -201,8 +201,9 @@ def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
     rows.insert(0, "simulated_acceptance", groups.simulated_acceptance.first())
     rows.insert(0, "simulated_accept_length", groups.simulated_accept_length.first())
     rows[f"{first}_min"], rows[f"{first}_max"] = groups[first].min(), groups[first].max()
-    needed = [of_mean(list(values.dropna())) for _, values in groups.break_even]
-    rows["break_even_low"], rows["break_even_high"] = ([_or_nan(ends[end]) for ends in needed] for end in (0, 1))
+    needed = [of_ratios(list(values.dropna())) for _, values in groups.break_even]
+    for place, end in enumerate(("", "_low", "_high")):
+        rows[f"break_even{end}"] = [_or_nan(numbers[place]) for numbers in needed]
     gains, speedups = gains_of(records, view), speedups_of(records, view)
     by_steps = {point: gain.speedup for point, gain in gains.items() if gain and not gain.measures_step}
     for column, found in (("step_ratio", by_steps), ("ratio", speedups)):

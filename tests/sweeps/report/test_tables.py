@@ -140,7 +140,7 @@ def test_a_view_compares_full_batches():
     rows = table(records, view)
     v1 = rows[rows.configuration == "v1"].iloc[0]
     assert v1.ratio == pytest.approx(math.sqrt((8 / 0.006) * (8 / 0.02) / ((4 / 0.004) * (4 / 0.005))))
-    assert v1.break_even == pytest.approx((6 / 4 + 20 / 5) / 2)  # not by the steps of all sizes
+    assert v1.break_even == pytest.approx(math.sqrt(6 / 4 * 20 / 5))  # not by the steps of all sizes
     assert (v1.step_s_min, v1.step_s_max) == pytest.approx((0.006, 0.02))
     headings, body = shown(rows, view)
     assert headings[2:] == [
@@ -380,13 +380,15 @@ def test_break_even_is_paired_by_repeat_and_concurrency():
         timed("v1", 1, 8, 1.7, concurrency=1),
     ]
     rows = table(records).set_index(["concurrency", "configuration"])
-    assert rows.break_even[4, "v1"] == pytest.approx((2 + 1.5 + 1.1) / 3)  # not 160 / 130
-    assert rows.break_even_low[4, "v1"] == pytest.approx(1.533 - 4.303 * 0.451 / math.sqrt(3), rel=1e-2)
+    assert rows.break_even[4, "v1"] == pytest.approx((2 * 1.5 * 1.1) ** (1 / 3))  # not 160 / 130
+    logs = [math.log(ratio) for ratio in (2, 1.5, 1.1)]
+    low = sum(logs) / 3 - 4.303 * stdev(logs) / math.sqrt(3)
+    assert rows.break_even_low[4, "v1"] == pytest.approx(math.exp(low), rel=1e-3)
     assert rows.break_even[1, "v1"] == pytest.approx(8.0)
     assert math.isnan(rows.break_even_low[1, "v1"])
     assert rows.break_even.isna()[4, "baseline"]
     unpaired = [*records[:3], timed("v1", 2, 30, 1.7), timed("v1", 3, 300, 1.7)]
-    assert table(unpaired).break_even.dropna().item() == pytest.approx((1.5 + 3.0) / 2)
+    assert table(unpaired).break_even.dropna().item() == pytest.approx(math.sqrt(1.5 * 3.0))
 
 
 @pytest.mark.parametrize(
