@@ -71,6 +71,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         "specbatch.drafters.ngram",
         default_tokens=4,
         tree="merged",
+        settings=("ngram_max", "ngram_min"),
         loads_draft=False,
         samples_drafts=False,
         low_acceptance=(

@@ -219,8 +219,9 @@ class Speculation:
         return None if mean is None else geometric(mean, self.depth)
 
     def _check_heads(self) -> None:
-        for name in ("aux_layers", "draft_rope_theta"):
-            if getattr(self, name) is not None and name not in self.entry.settings:
+        for name in ("aux_layers", "draft_rope_theta", "ngram_min", "ngram_max"):
+            is_given = getattr(self, name) != type(self).__dataclass_fields__[name].default
+            if is_given and name not in self.entry.settings:
                 takers = algorithms_with(name)
                 works = f"algorithm {self.algorithm!r} has no such setting, only {', '.join(map(repr, takers))}"
                 raise refuse(name, getattr(self, name), works)

@@ -48,6 +48,7 @@ VALUES: list[tuple[Callable[..., Any], str, list[Any], str]] = [
     (Speculation, "draft", ["self:skip=1"], "'standalone'"),
     (spec("eagle"), "aux_layers", [(2,)], "only 'eagle3'"),
     (Speculation, "aux_layers", [(2,)], "only 'eagle3'"),
+    (spec("eagle"), "ngram_min", [3], "only 'ngram'"),
     (spec("eagle3"), "aux_layers", [(), "2,3"], "tuple of layers"),
     (spec("mtp"), "draft_rope_theta", [1e4], "only 'eagle', 'eagle3'"),
     (spec("eagle"), "draft_rope_theta", [0.0, True], "positive"),
