@@ -33,7 +33,8 @@ from specbatch.text_files import UnreadableError, parse_json
 _LONGEST = 1 << 20  # characters of an expression
 DEPTH = 2  # arrays and objects in a value without a schema
 RECURSION = 2  # how often a reference is followed within itself
-_MOST_WORK = 100_000  # references that are followed, and schemas that are compared
+_MOST_WORK = 100_000  # schemas that are followed or compared
+_VALUES = 512  # whose comparison takes about as long as that of two schemas
 _ANNOTATIONS = {
     "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description", "examples",
     "readOnly", "title", "writeOnly",
@@ -110,7 +111,7 @@ class _Schema:
         if name == "oneOf":
             schemas = [option(n, ())[0] for n in range(len(given))]
             for (n, one), (m, other) in itertools.combinations(enumerate(schemas), 2):
-                if not are_disjoint(one, other, lambda schema: self._follow(schema, place, ())[0]):
+                if not are_disjoint(one, other, lambda schema: self._follow(schema, place, ())[0], self._compare):
                     raise SchemaError(
                         f"{place}/oneOf: schemas {n} and {m} may accept the same value; let them differ in type, in "
                         "bounds or in the const of a property that both require, or use anyOf"
@@ -144,14 +145,13 @@ class _Schema:
     def _follow(self, schema: Any, place: str, refs: tuple[str, ...]) -> Place:
         """What a schema refers to, its place and the references that lead there; the schema itself if it is no
         reference."""
-        self._work += 1
-        if self._work > _MOST_WORK:
-            raise SchemaError("it refers and compares too much; nest less")
+        self._spend(1)
         while isinstance(schema, dict) and "$ref" in schema:
             ref = schema["$ref"]
             only(place, schema.keys() - _ANNOTATIONS, {"$ref"})
             if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
                 raise SchemaError(f"{place}/$ref must refer to a place in the schema, such as #/$defs/Name")
+            self._spend(len(refs))  # each of which is looked at
             if refs.count(ref) > RECURSION:
                 raise _TooDeep(
                     f"{place}/$ref is recursive ({ref}) without an end; let it be left out, or be something else"
@@ -163,6 +163,14 @@ class _Schema:
                     raise SchemaError(f"{place}/$ref refers to {ref}, which is not there")
                 schema = schema[key]
         return schema, place, refs
+
+    def _compare(self, values: int) -> None:
+        self._spend(values // _VALUES)
+
+    def _spend(self, work: int) -> None:
+        self._work += work
+        if self._work > _MOST_WORK:
+            raise SchemaError("it refers and compares too much; nest less, or use anyOf in place of oneOf")
 
     def _array(self, schema: Mapping[str, Any], place: str, refs: tuple[str, ...]) -> str:
         least, most = bounds(schema, "minItems", "maxItems", place)

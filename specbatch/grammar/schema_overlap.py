@@ -10,12 +10,13 @@ from specbatch.settings import is_number
 KINDS: dict[str, type] = {"string": str, "boolean": bool, "null": type(None), "array": list, "object": dict}
 _CHOICES = ("anyOf", "oneOf", "allOf")  # the last with one schema
 _DEEPEST = 12  # schemas in each other
-_MOST_PAIRS = 1 << 20  # of values that are compared
 
 
-def are_disjoint(one: Any, other: Any, resolve: Callable[[Any], Any], depth: int = _DEEPEST) -> bool:
-    """Whether no value is accepted by both; False where that is not shown. resolve: follows references, and raises an
-    error if there are too many."""
+def are_disjoint(
+    one: Any, other: Any, resolve: Callable[[Any], Any], spend: Callable[[int], None], depth: int = _DEEPEST
+) -> bool:
+    """Whether no value is accepted by both; False where that is not shown. resolve: follows references. spend: called
+    with a number of values before they are compared. Both raise an error if it is too much."""
     if not depth:
         return False
     one, other = resolve(one), resolve(other)
@@ -23,12 +24,12 @@ def are_disjoint(one: Any, other: Any, resolve: Callable[[Any], Any], depth: int
         return False
     for first, second in ((one, other), (other, one)):
         if (options := _options(first)) is not None:
-            return all(are_disjoint(option, second, resolve, depth - 1) for option in options)
+            return all(are_disjoint(option, second, resolve, spend, depth - 1) for option in options)
     for first, second in ((one, other), (other, one)):
         if (values := _values(first)) is not None:
-            pairs = len(values) * len(_values(second) or ())
-            return pairs <= _MOST_PAIRS and not any(_may_accept(second, value) for value in values)
-    return all(_differ(kind, one, other, resolve, depth) for kind in _kinds(one) & _kinds(other))
+            spend(len(values) * len(_values(second) or ()))
+            return not any(_may_accept(second, value) for value in values)
+    return all(_differ(kind, one, other, resolve, spend, depth) for kind in _kinds(one) & _kinds(other))
 
 
 def _options(schema: dict[str, Any]) -> list[Any] | None:
@@ -65,7 +66,14 @@ def _interval(schema: dict[str, Any]) -> tuple[float, float]:
     return low, min((value for name, value in given.items() if "aximum" in name), default=float("inf"))
 
 
-def _differ(kind: str, one: dict[str, Any], other: dict[str, Any], resolve: Callable[[Any], Any], depth: int) -> bool:
+def _differ(
+    kind: str,
+    one: dict[str, Any],
+    other: dict[str, Any],
+    resolve: Callable[[Any], Any],
+    spend: Callable[[int], None],
+    depth: int,
+) -> bool:
     """Whether no value of a type is accepted by both."""
     if kind == "number":
         (low, high), (least, most) = _interval(one), _interval(other)
@@ -80,4 +88,6 @@ def _differ(kind: str, one: dict[str, Any], other: dict[str, Any], resolve: Call
     if len(parts) < 2:
         return False
     first, second = parts
-    return any(are_disjoint(first[name], second[name], resolve, depth - 1) for name in first.keys() & second.keys())
+    return any(
+        are_disjoint(first[name], second[name], resolve, spend, depth - 1) for name in first.keys() & second.keys()
+    )

@@ -17,6 +17,7 @@ from specbatch.grammar.regex import ByteAutomaton, RegexError
 FREE = -1  # the state of a request that nothing constrains
 FORCED_CELLS = 2  # int16, at the end of each row: the bits of the token that is forced, or -1
 _MOST = 2**15 - 1  # states or classes that an int16 holds
+_MOST_CELLS = 1 << 27  # int16, of all functions: 256 MiB, and a few seconds
 _FEW = 64  # tokens that may follow where one is forced, at most
 
 
@@ -112,8 +113,10 @@ class _Functions:
         """The number of a function int16 [S]."""
         key = function.tobytes()
         if key not in self._indices:
+            if (len(self._known) + 1) * function.size > _MOST_CELLS:
+                raise RegexError("it takes too much work with this vocabulary: repeat less, or match less in between")
             self._indices[key] = len(self._known)
-            self._known.append(function)
+            self._known.append(np.frombuffer(key, dtype=np.int16))  # the same memory
         return self._indices[key]
 
     def stacked(self, indices: np.ndarray) -> np.ndarray:

@@ -83,15 +83,12 @@ def grid(kind: str, name: str, rows: int) -> list[Any]:
             if fits and not is_split and _fills(outputs // halves, n, rows, rows, splits):
                 tiles.append(skinny_gemm_configs.Tile(n, k, splits, warps, stages))
     elif kind == "INT4":
-        shapes = (
-            (64, 4),
-            (128, 8),
-        )  # with fewer warps, weights go through shared memory twice
+        shapes = [(64, 4), (128, 8)]  # with fewer warps, weights go through shared memory twice
         for block, (n, warps), splits, stages in itertools.product(BLOCKS[rows], shapes, SPLITS, range(3, 7)):
             if _fills(outputs, n, rows, block, splits):
                 tiles.append(int4_triton.Tile(block, n, splits, warps, stages))
     elif kind == "FP8":
-        shapes = (64, 4), (128, 4), (128, 8)
+        shapes = [(64, 4), (128, 4), (128, 8)]
         for block, (n, warps), k, splits, stages in itertools.product(
             BLOCKS[rows], shapes, (64, 128), SPLITS, range(3, 7)
         ):

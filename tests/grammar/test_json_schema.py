@@ -214,6 +214,14 @@ def deep(depth: int) -> dict[str, Any]:
         ({"oneOf": [{"type": "null"}, {"anyOf": [{"type": "array"}, {"enum": [1, None]}]}]}, "schemas 0 and 1 may"),
         ({"oneOf": [{"enum": list(range(9))}] * 500}, "schemas 0 and 1 may"),
         ({"oneOf": [{"const": n} for n in range(1000)]}, "it refers and compares too much"),
+        (
+            {"oneOf": [{"enum": list(range(first, first + 1000))} for first in range(0, 60_000, 1000)]},
+            "too much; nest less, or use anyOf in place of oneOf",
+        ),
+        (
+            {"$ref": "#/$defs/0", "$defs": {"900": True, **{f"{n}": {"$ref": f"#/$defs/{n + 1}"} for n in range(900)}}},
+            "it refers and compares too much",
+        ),
         ({"discriminator": {"propertyName": "a"}, "oneOf": [{}]}, "#/oneOf/0 must have the property 'a', which"),
         ({"discriminator": "a", "anyOf": [{}]}, "#/discriminator must have a propertyName"),
         ({"allOf": [{}, {}]}, "#/allOf is not supported"),
