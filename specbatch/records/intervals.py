@@ -140,9 +140,8 @@ def of_ratios(values: list[float]) -> tuple[float | None, float | None, float | 
     if not values:
         return None, None, None
     logs = [math.log(value) for value in values]
-    low, high = of_mean(logs)
-    ends = (None if end is None else math.exp(end) for end in (low, high))
-    return math.exp(sum(logs) / len(logs)), *ends
+    low, high = (None if end is None else math.exp(end) for end in of_mean(logs))
+    return math.exp(sum(logs) / len(logs)), low, high
 
 
 def over_prompts(before: Sample, after: Sample, *, median: bool = False) -> Interval:
