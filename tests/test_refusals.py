@@ -164,7 +164,7 @@ ENGINES: list[tuple[dict[str, Any], str, str]] = [
     ({"kv_pages": 2, "page_size": 1, "max_model_len": None}, "kv_pages=2", "at least 4"),
     ({"kv_pages": 20, "max_model_len": 79}, "max_model_len=79", "use at most that, or kv_pages=21"),
     ({"kv_pages": 10**9}, "kv_pages=1000000000", "use at most"),
-    ({"memory_fraction": 1e-9}, "memory_fraction=1e-09", "a higher memory_fraction"),
+    ({"memory_fraction": 1e-9}, "memory_fraction=1e-09", "or a memory_fraction of at least"),
     ({"device": "cuda:7777"}, "device='cuda:7777'", "count from 0" if torch.cuda.is_available() else "cpu or auto"),
     ({"graphs": Graphs(decode="whole")}, "decode_graph='whole'", "needs a CUDA device"),
     ({"graphs": Graphs(prefill="piecewise")}, "prefill_graph='piecewise'", "needs a CUDA device"),

@@ -177,9 +177,11 @@ def plan_memory(
             if weights + draft_weights > workspace
             else "a lower max_running or prefill_chunk"
         )
+        enough = config.memory_fraction * (budget - room + page_bytes) / max(budget, 1)
+        more = f", or a memory_fraction of at least {1.005 * enough:.3g}" if enough < 1 else ""
         raise SpecbatchError(
             f"memory_fraction={config.memory_fraction}: {size_text(budget)} of {size_text(free)} free may be used and "
-            f"{used} leave no KV page; use {less}, or a higher memory_fraction"
+            f"{used} leave no KV page; use {less}{more}"
         )
     if config.kv_pages is not None:
         pages = config.kv_pages

@@ -72,7 +72,7 @@ def disagreement(point: tuple[Any, ...], gain: Gain | None, ratio: float) -> Ite
         f"{name} at concurrency {concurrency}: its speedup by steps is {gain.speedup.ratio:.2f}, but that of the "
         f"whole run is {ratio:.2f}, which includes prefill, and the end of the run with fewer requests."
     )
-    yield Note(text, "NOT BY STEPS ALONE")
+    yield Note(text, "STEP SPEEDUP DIFFERS")
 
 
 def _where(record: RunRecord) -> str:

@@ -44,7 +44,7 @@ def test_other_speeds_make_the_same_table() -> None:
 def test_few_prompts_have_no_interval_and_warnings_about_times_are_left_out() -> None:
     (row,) = rows = acceptance_rows([swept("v1", 2)])
     assert (row["accept_length_low"], row["accept_length_high"]) == (None, None)
-    notes = [Note("loop", "CHECK OUTPUTS"), Note("slow", "NOT BY STEPS ALONE"), Note("plain")]
+    notes = [Note("loop", "CHECK OUTPUTS"), Note("slow", "STEP SPEEDUP DIFFERS"), Note("plain")]
     text = acceptance_markdown([swept("v1", 2)], rows, notes)
     assert f"| {row['accept_length']:.3f} |" in " ".join(text.split())
     assert "* CHECK OUTPUTS: loop" in text

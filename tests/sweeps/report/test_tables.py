@@ -453,7 +453,7 @@ def test_losses_name_their_points_and_likely_causes():
 def test_disagreement_of_step_times_and_throughput_is_noted(accept, speed, noted):
     records = [timed("baseline", 1, 10), timed("v1", 1, 15, accept)]
     records[1].metrics["output_throughput"] = speed
-    assert ("NOT BY STEPS ALONE: v1 at concurrency 4" in text_of(records)) == noted
+    assert ("STEP SPEEDUP DIFFERS: v1 at concurrency 4" in text_of(records)) == noted
 
 
 def test_acceptance_has_a_table_of_its_own():
