@@ -104,11 +104,11 @@ def wrong_block_scale(patch: pytest.MonkeyPatch, factor: float = 2.0, layer: int
     verify, call = DecodeStep.verify, Linear.__call__
     wrong: list[Any] = []
 
-    def verified(self: Any, step: Any, proposal: Any) -> Any:
+    def verified(self: Any, step: Any, proposal: Any, *arguments: Any) -> Any:
         if proposal.tokens.shape[1]:
             wrong.append(self.model.layers[layer].mlps[-1].down)
         try:
-            return verify(self, step, proposal)
+            return verify(self, step, proposal, *arguments)
         finally:
             wrong.clear()
 
