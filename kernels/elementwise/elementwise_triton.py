@@ -92,6 +92,12 @@ def _rms_norm(x, weight, y, rows, width, eps, TILE: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
+def gelu_slope(x):
+    """The s of which x * sigmoid(s) is GELU by tanh (`gelu_and_mul_ref`)."""
+    return (x + x * x * x * 0.044715) * 1.5957691216057308  # 2 sqrt(2 / pi)
+
+
+@triton.jit
 def _gated_kernel(gate_up, y, width, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     let_next_kernel_start(PDL)
     blocks = tl.cdiv(width, BLOCK)
@@ -104,7 +110,7 @@ def _gated_kernel(gate_up, y, width, GELU: tl.constexpr, BLOCK: tl.constexpr, PD
     up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
     slope = gate
     if GELU:
-        slope = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308  # 2 sqrt(2 / pi)
+        slope = gelu_slope(gate)
     tl.store(y + row * width + column, gate / (1 + tl.exp(-slope)) * up, mask=inside)
 
 

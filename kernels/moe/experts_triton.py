@@ -16,6 +16,7 @@ import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.elementwise.activations import GATE_LIMIT, GATE_SLOPE
+from specbatch.kernels.elementwise.elementwise_triton import gelu_slope
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8
 from specbatch.kernels.gemm.four_bits import CHUNK
 from specbatch.kernels.gemm.four_bits_mainloop_triton import gemm_mainloop_int4, gemm_mainloop_mxfp4
@@ -241,8 +242,7 @@ def _grouped_kernel(
             up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
             result = gate * tl.sigmoid(gate * _SLOPE) * (up + 1)
         elif GELU:
-            slope = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308  # 2 sqrt(2 / pi)
-            result = gate * tl.sigmoid(slope) * up
+            result = gate * tl.sigmoid(gelu_slope(gate)) * up
         else:
             result = gate * tl.sigmoid(gate) * up
         to = tile * TO + tl.arange(0, TO)

@@ -328,7 +328,7 @@ def _attention(read: Reader, stem: str, index: int, tables: Tables) -> PaddedAtt
     share = own.dim / dim  # the mean square of a padded head is this much of its own
 
     def norm(part: str, scale: float) -> torch.Tensor:
-        # In float32: in 16 bits the product would be rounded once more, differently in each channel.
+        # In FP32: in BF16 or FP16 the scaled weight would be rounded once more, differently in each channel.
         weight = read(f"{stem}.self_attn.{part}_norm.weight", own.dim, dtype=torch.float32)
         weight = weight * (scale * math.sqrt(share))
         padded, low = weight.new_zeros(2, dim // 2), own.dim // 2

@@ -35,7 +35,8 @@ SIZES = {
 }
 MEASURED_LAYERS, HEADS = 8, 2  # with weights of their own: more than the L2 holds
 QUANTIZED_COPIES = 4 * MEASURED_LAYERS  # of a weight, which is smaller than in BF16
-LAYER_BYTES = sum(2 * outputs * inputs for name, (outputs, inputs) in SIZES.items() if name != "head")
+OF_LAYER = tuple(name for name in SIZES if name != "head")
+LAYER_BYTES = sum(2 * outputs * inputs for outputs, inputs in map(SIZES.__getitem__, OF_LAYER))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -68,6 +69,22 @@ def _attention(qkv: torch.Tensor, pdl: bool) -> torch.Tensor:
     return y
 
 
+def model_gemm(
+    name: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm: torch.Tensor,
+    residual: torch.Tensor,
+    *,
+    pdl: bool = True,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """The GEMM with the norm, gating or residual that the model has there."""
+    gated, normed = name == "gate+up", name in ("qkv", "gate+up", "head")
+    weights_of_norm, added = norm if normed else None, residual if name in ("o", "down") else None
+    return skinny_gemm_triton._product(x, weight, None, weights_of_norm, 1e-6, added, gated=gated, tile=tile, pdl=pdl)
+
+
 class Weights:
     """Weights of eight layers and two heads, and rows to multiply."""
 
@@ -83,18 +100,9 @@ class Weights:
         self.rows = {width: torch.randn(128, width, device="cuda").bfloat16() for width in (HIDDEN, INNER)}
 
     def gemm(
-        self,
-        name: str,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        residual: torch.Tensor,
-        *,
-        pdl: bool = True,
-        tile: Tile | None = None,
+        self, name: str, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, *, pdl: bool = True
     ) -> torch.Tensor:
-        gated, normed = name == "gate+up", name in ("qkv", "gate+up", "head")
-        norm, added = self.norm if normed else None, residual if name in ("o", "down") else None
-        return skinny_gemm_triton._product(x, weight, None, norm, 1e-6, added, gated=gated, tile=tile, pdl=pdl)
+        return model_gemm(name, x, weight, self.norm, residual, pdl=pdl)
 
     def chain(
         self, rows: int, layers: int = MEASURED_LAYERS, *, pdl: bool = True, attention: bool = True, head: bool = False
@@ -150,9 +158,8 @@ def bytes_of(weight: Weight) -> int:
 
 
 def _quantized() -> Iterator[Case]:
-    for name, shape in SIZES.items():
-        if name == "head":
-            continue
+    for name in OF_LAYER:
+        shape = SIZES[name]
         for kind, multiply in (("INT4", int4_linear), ("FP8", fp8_linear)):
             weights = [quantized_weight(kind, shape) for _ in range(QUANTIZED_COPIES)]
             for rows in (1, 4, 16, 32, 64, 128, 256, 1024):

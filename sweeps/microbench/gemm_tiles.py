@@ -16,13 +16,20 @@ import typer
 
 from specbatch.errors import refuse
 from specbatch.kernels.elementwise.fp8_quantize import quantize_fp8
-from specbatch.kernels.gemm import fp8_linear_triton, int4_triton, skinny_gemm_configs, skinny_gemm_triton
+from specbatch.kernels.gemm import fp8_linear_triton, int4_triton, skinny_gemm_configs
 from specbatch.kernels.gemm.split_k_triton import MULTIPROCESSORS, WORKSPACE, workspace
-from specbatch.sweeps.microbench.gemm import MEASURED_LAYERS, QUANTIZED_COPIES, SIZES, quantized_weight
+from specbatch.sweeps.microbench.gemm import (
+    HIDDEN,
+    MEASURED_LAYERS,
+    OF_LAYER,
+    QUANTIZED_COPIES,
+    SIZES,
+    model_gemm,
+    quantized_weight,
+)
 from specbatch.sweeps.microbench.runner import Call, Row, Table
 from specbatch.sweeps.microbench.tile_search import compile_all, fastest
 
-GEMMS = tuple(name for name in SIZES if name != "head")
 ROWS, SPLITS = (16, 32, 64, 128), (1, 2, 3, 4, 6, 8, 12, 16)
 BLOCKS = {16: (16,), 32: (16, 32), 64: (32, 64), 128: (64, 128)}  # rows of a tile, by rows of x
 SHARED_BYTES = 227 * 1024  # of a multiprocessor of an H200
@@ -43,7 +50,7 @@ def tables(
     for kind, columns in KINDS.items():
         if weights not in ("", kind):
             continue
-        works = [(name, rows) for name in GEMMS for rows in ROWS]
+        works = [(name, rows) for name in OF_LAYER for rows in ROWS]
         jobs = {(kind, name, rows, tile) for name, rows in works for tile in grid(kind, name, rows)}
         compile_all(_launch, sorted(jobs, key=repr))
         yield Table((_row(kind, name, rows, columns) for name, rows in works), f"{kind} weights")
@@ -113,15 +120,13 @@ def _weight(kind: str, shape: tuple[int, int]) -> Any:
 
 
 def _multiply(kind: str, name: str, rows: int) -> Callable[[Any, Any], object]:
-    """The GEMM of rows with a weight and a tile; in BF16 with the norm, gating or residual that the model has there."""
-    outputs, inputs = SIZES[name]
+    """The GEMM of rows with a weight and a tile; in BF16 see `model_gemm`."""
+    _, inputs = SIZES[name]
     x = torch.randn(rows, inputs, device="cuda").bfloat16()
     if kind == "BF16":
-        gated, normed = name == "gate+up", name in ("qkv", "gate+up")
-        norm = torch.ones(inputs, device="cuda").bfloat16() if normed else None
-        residual = None if normed else torch.randn(rows, outputs, device="cuda").bfloat16()
-        product = skinny_gemm_triton._product
-        return lambda weight, tile: product(x, weight, None, norm, 1e-6, residual, gated=gated, tile=tile)
+        norm = torch.ones(inputs, device="cuda").bfloat16()
+        residual = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
+        return lambda weight, tile: model_gemm(name, x, weight, norm, residual, tile=tile)
     if kind == "INT4":
         return lambda weight, tile: int4_triton.int4_linear(x, weight, tile=tile)
     rows_of = quantize_fp8(x) if kind == "FP8 x FP8" else x

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from specbatch.kernels.gemm.split_k_triton import COUNTERS, WORKSPACE
-from specbatch.sweeps.microbench.gemm import SIZES
-from specbatch.sweeps.microbench.gemm_tiles import BLOCKS, GEMMS, KINDS, ROWS, grid, rule
+from specbatch.sweeps.microbench.gemm import OF_LAYER, SIZES
+from specbatch.sweeps.microbench.gemm_tiles import BLOCKS, KINDS, ROWS, grid, rule
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_split_tiles_fit_the_workspace_of_partial_sums(kind):
-    for name in GEMMS:
+    for name in OF_LAYER:
         for rows in ROWS:
             tiles = grid(kind, name, rows)
             assert {type(tile) for tile in tiles} == {type(rule(kind, name, rows))}
