@@ -7,9 +7,12 @@ set -uo pipefail
 train=$1 mt_bench=$2 humaneval=$3 out=$4 grids=$(dirname "$0")
 mkdir -p "$out"
 "$grids/train-heads.sh" "$train" "$out/heads" || exit
-sed "s#heads/#$out/heads/#" "$grids/qwen2.5-coder-1.5b.toml" > "$out/grid.toml"
+for name in qwen2.5-coder-1.5b qwen2.5-coder-1.5b-drafts; do
+    sed "s#heads/#$out/heads/#" "$grids/$name.toml" > "$out/$name.toml"
+done
 how=(--model "$out/heads/mtp" --dtype bfloat16 --max-model-len 2304 --memory-fraction 0.85)
-grid=("${how[@]}" --configs "$out/grid.toml")
+every=("${how[@]}" --configs "$out/qwen2.5-coder-1.5b.toml")  # all schedules
+drafts=("${how[@]}" --configs "$out/qwen2.5-coder-1.5b-drafts.toml")  # v2 only
 sampled=(--temperature 0.6 --top-p 0.95)
 failed=0
 run() { # NAME COMMAND...: `specbatch COMMAND`, unless it is finished
@@ -18,13 +21,15 @@ run() { # NAME COMMAND...: `specbatch COMMAND`, unless it is finished
     [ -e "$out/$name.done" ] && return
     if specbatch "$@" --out "$out/$name" > "$out/$name.md"; then touch "$out/$name.done"; else failed=1; fi
 }
-run gsm8k eval gsm8k "${grid[@]}" --concurrency 1,8,32,128 --prompts-per-concurrency 12
-run gsm8k-deterministic eval gsm8k "${grid[@]}" --concurrency 64 --limit 400 --deterministic
-run gsm8k-not-deterministic eval gsm8k "${grid[@]}" --concurrency 64 --limit 400
-run platinum eval gsm8k_platinum "${grid[@]}" --concurrency 128
-run gsm8k-0.6 eval gsm8k "${grid[@]}" --concurrency 8,32 --prompts-per-concurrency 12 "${sampled[@]}"
-run mt-bench sweep "${grid[@]}" --dataset "$mt_bench" --output-len 512 --concurrency 8,32 --prefix-cache
-run mt-bench-0.6 sweep "${grid[@]}" --dataset "$mt_bench" --output-len 512 --concurrency 8 --prefix-cache "${sampled[@]}"
-run humaneval sweep "${grid[@]}" --dataset "$humaneval" --output-len 256 --concurrency 8,32
-run reasoning eval reasoning_gym:chain_sum "${grid[@]}" --concurrency 32 --limit 200
+run gsm8k eval gsm8k "${every[@]}" --concurrency 1,8,32,128 --prompts-per-concurrency 6 --repeats 2
+run gsm8k-all eval gsm8k "${drafts[@]}" --concurrency 128 --prefix-cache
+run gsm8k-deterministic eval gsm8k "${drafts[@]}" --concurrency 64 --limit 400 --deterministic
+run gsm8k-not-deterministic eval gsm8k "${drafts[@]}" --concurrency 64 --limit 400
+run platinum eval gsm8k_platinum "${drafts[@]}" --concurrency 128 --prefix-cache
+run mt-bench sweep "${drafts[@]}" --dataset "$mt_bench" --output-len 512 --concurrency 8,32 --prefix-cache --repeats 2
+run humaneval sweep "${drafts[@]}" --dataset "$humaneval" --output-len 256 --concurrency 8,32 --repeats 2
+run gsm8k-0.6 eval gsm8k "${drafts[@]}" --concurrency 8,32 --prompts-per-concurrency 12 "${sampled[@]}"
+run mt-bench-0.6 sweep "${drafts[@]}" --dataset "$mt_bench" --output-len 512 --concurrency 8 --prefix-cache --repeats 2 \
+    "${sampled[@]}"
+run reasoning eval reasoning_gym:chain_sum "${drafts[@]}" --concurrency 32 --limit 200
 exit $failed

@@ -47,7 +47,7 @@ def test_table_without_its_columns_is_refused(tmp_path: Path) -> None:
         published_table(tmp_path / "table.csv", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["dspark-table1", "qwen2.5-coder-1.5b"])
+@pytest.mark.parametrize("name", ["dspark-table1", "qwen2.5-coder-1.5b", "qwen2.5-coder-1.5b-drafts"])
 def test_grids_of_the_documentation_have_options_of_an_engine(name: str) -> None:
     from specbatch.cli.configs import configured
     from specbatch.cli.options import EngineOptions
