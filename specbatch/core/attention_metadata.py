@@ -40,7 +40,8 @@ class AttentionContext(Protocol):
 
     def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
         """Split qkv [T, (heads + 2 kv_heads) * head_dim], rotate to `positions` [T], store keys and values, attend ->
-        [T, heads * head_dim]. layer: index among the attention layers."""
+        [T, heads * head_dim]. layer: index of its keys and values among those of all layers; with shared ones, qkv is
+        [T, heads * head_dim] and nothing is stored."""
         ...
 
     def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:
@@ -169,8 +170,9 @@ class _PrefillContext:
         if isinstance(heads, LatentLayout):
             keys, values, spans = cache.k[layer], cache.v[layer], self.metadata.spans
             return latent_prefill(qkv, heads, positions, kv_slots, keys, values, spans)
-        q, k, v = split_qkv_rope(qkv, heads, positions, kv_slots, cache.k[layer], cache.v[layer])
         k_cache, v_cache, spans = cache.k[layer], cache.v[layer], self.metadata.spans
+        q, *new = split_qkv_rope(qkv, heads, positions, kv_slots, k_cache, v_cache)
+        k, v = new if not heads.shared else (None, None)
         return cache.attention(q, k, v, k_cache, v_cache, spans, heads.window or 0, sinks=heads.sinks).flatten(1)
 
     def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:

@@ -59,7 +59,7 @@ def static_bytes(config: ModelConfig, dtype: torch.dtype, most: int, *, needs_al
     """Bytes of the static tensors through which the segments of a model with `aux` auxiliary layers are called."""
     projected, mixed = config.mixer_widths
     heads = projected + mixed + (config.num_heads + config.num_kv_heads) * config.head_dim  # q and k
-    features = (1 + needs_all_hidden + aux) * config.hidden_size
+    features = (1 + needs_all_hidden + aux) * config.hidden_size + config.layer_inputs
     return most * ((heads + features) * dtype.itemsize + 3 * torch.int64.itemsize)
 
 
@@ -107,6 +107,7 @@ class PiecewiseGraphs:
         self._k = static(config.num_kv_heads, config.head_dim)
         self._last = static(config.hidden_size) if needs_all_hidden else None
         self._aux = static(len(model.aux) * config.hidden_size) if model.aux else None
+        self._inputs = static(config.layer_inputs) if config.layer_inputs else None
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -149,7 +150,8 @@ class PiecewiseGraphs:
         aux = None if self._aux is None else self._aux[:count]
         if self._last is None:
             mixed = _rows(self._mixed, count, self._model.layers[-1].mixer.mixed)
-            return Features(self._model.finish(self._residual[:count], mixed, rows), aux)
+            inputs = None if self._inputs is None else self._inputs[:count]
+            return Features(self._model.finish(self._residual[:count], mixed, rows, inputs=inputs), aux)
         return Features(self._last[:count], aux)
 
     def _run(self, segments: list[Program], count: int, spans: RaggedBatch) -> None:
@@ -167,10 +169,12 @@ class PiecewiseGraphs:
             positions, slots, caches = self._positions[:count], self._slots[:count], (cache.k[place], cache.v[place])
             mixed = latent_prefill(projected, mixer.heads, positions, slots, *caches, spans)
         elif isinstance(mixer, Attention):
-            q, k = self._q[:count], self._k[:count]
-            v = projected.unflatten(1, (-1, q.shape[2]))[:, -k.shape[1] :]
-            out = out.view_as(q)
             k_cache, v_cache, heads = cache.k[place], cache.v[place], mixer.heads
+            q, k, v = self._q[:count], None, None
+            if not heads.shared:
+                k = self._k[:count]
+                v = projected.unflatten(1, (-1, q.shape[2]))[:, -k.shape[1] :]
+            out = out.view_as(q)
             mixed = cache.attention(q, k, v, k_cache, v_cache, spans, heads.window or 0, out, heads.sinks)
         else:
             assert cache.states is not None
@@ -184,7 +188,7 @@ class PiecewiseGraphs:
         tokens, positions, slots, q, k, last_input = (
             static[:bucket] for static in (self._tokens, self._positions, self._slots, self._q, self._k, self._residual)
         )
-        aux = None if self._aux is None else self._aux[:bucket]
+        aux, inputs = (None if static is None else static[:bucket] for static in (self._aux, self._inputs))
         residual: list[torch.Tensor] = []
 
         def input_of(index: int) -> torch.Tensor:
@@ -203,18 +207,21 @@ class PiecewiseGraphs:
 
         def enter() -> None:
             x, _ = model.enter(tokens, out=input_of(0))
+            model.layer_inputs(tokens, x, out=inputs)
             prepare(0, x)
 
         def segment(index: int) -> Program:
             def program() -> None:
-                x, _ = model.advance(index, residual[0], output_of(index), out=input_of(index + 1), aux=aux)
+                following = input_of(index + 1)
+                x, _ = model.advance(index, residual[0], output_of(index), out=following, aux=aux, inputs=inputs)
                 prepare(index + 1, x)
 
             return program
 
         def finish() -> None:
             assert self._last is not None
-            self._last[:bucket].copy_(model.finish(residual[0], output_of(len(layers) - 1), aux=aux))
+            mixed = output_of(len(layers) - 1)
+            self._last[:bucket].copy_(model.finish(residual[0], mixed, aux=aux, inputs=inputs))
             residual.clear()
 
         yield enter
