@@ -68,7 +68,7 @@ _MXFP4_BYTES = 17  # of a block: the scale, then values j and j + 16 in byte j
 
 def mixture_config(file: GgufFile) -> dict[str, Any]:
     """The settings of a mixture, as in a config.json."""
-    own = {
+    own: dict[str, Any] = {
         "num_experts_per_tok": file.count(".expert_used_count"),
         "moe_intermediate_size": file.count(".expert_feed_forward_length"),
     }

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from stand_ins import FakeRecorder, fake_graphs
+from targets import Targets
 
 from specbatch import EmbeddedPrompt, SpecbatchError
 from specbatch.config import Graphs, Speculation
@@ -274,10 +275,11 @@ def test_piecewise_prefill_equals_a_whole_pass(
 
 
 @pytest.mark.parametrize(("needs_all_hidden", "aux"), [(False, ()), (True, ()), (True, (2, 0))])
+@pytest.mark.parametrize("name", ["llama", "gemma4-e2b"])
 def test_static_bytes_are_those_of_the_buffers(
-    graph_engine: Callable[..., Any], needs_all_hidden: bool, aux: tuple[int, ...]
+    targets: Targets, name: str, needs_all_hidden: bool, aux: tuple[int, ...]
 ) -> None:
-    worker = graph_engine(graphs=Graphs())._worker
+    worker = targets.engine(name, "none")._worker
     model, cache = worker.decode_step.model.with_aux(aux), worker.decode_step.cache
     recorder: Any = FakeRecorder(torch.device("cpu"))
     piecewise = PiecewiseGraphs(model, cache, recorder, 48, worker.batch.page_table, needs_all_hidden=needs_all_hidden)
