@@ -223,7 +223,7 @@ def gemma4_towers() -> Any:
         "patch_size": 4,
         "position_embedding_size": 16,
     }
-    text = hf.Gemma4TextConfig(**DENSE_SIZES | GEMMA4)
+    text = hf.Gemma4TextConfig(**DENSE_SIZES | GEMMA4 | PER_LAYER, num_kv_shared_layers=1)
     return hf.Gemma4ForConditionalGeneration(hf.Gemma4Config(text_config=text, vision_config=vision))
 
 
