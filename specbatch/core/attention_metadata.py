@@ -158,6 +158,14 @@ class PrefillMetadata:
     def bind(self, cache: KVCache) -> AttentionContext:
         return _PrefillContext(self, cache)
 
+    def bind_rows(self, rows: torch.Tensor, cache: KVCache) -> AttentionContext | None:
+        """The context of the tokens `rows` int64 [n], each as a sequence of its own whose keys are in the cache, for
+        layers with shared keys; None for more tokens than chunks, of which several would read the same keys."""
+        if len(rows) > len(self.spans.counts):
+            return None
+        table, bound = self.spans.page_table, max(self.spans.ends)
+        return DecodeMetadata(table, self.slots[rows], self.positions[rows], 1, self.spans.page_size, bound).bind(cache)
+
 
 @dataclass(frozen=True)
 class _PrefillContext:

@@ -100,7 +100,8 @@ class Decoder:
 
     def _set_layers(self, layers: Iterable[Layer], numbers: Iterable[int]) -> None:
         """numbers: of the layers in the whole model; places: per layer, the index of its cache or state among those of
-        its kind; kv_layers: how many have a cache."""
+        its kind; kv_layers: how many have a cache; first_reader: the layers from this one on store nothing, because
+        they attend to the keys of earlier ones."""
         self.layers, self._numbers = tuple(layers), tuple(numbers)
         keys = {  # per attention layer, the number of the one whose keys it sees
             number: self.config.kv_layer(number)
@@ -110,6 +111,7 @@ class Decoder:
         caches = [number for number, source in keys.items() if number == source]
         states = [number for number in self._numbers if number not in keys]
         self.kv_layers, self.recurrent_layers = len(caches), len(states)
+        self.first_reader = 1 + max(index for index, number in enumerate(self._numbers) if number in {*caches, *states})
         self.places = tuple(
             caches.index(keys[number]) if number in keys else states.index(number) for number in self._numbers
         )
@@ -158,21 +160,24 @@ class Decoder:
         context: AttentionContext,
         rows: torch.Tensor | None = None,
         overrides: EmbeddingOverrides | None = None,
+        of_rows: AttentionContext | None = None,
     ) -> Features:
         """tokens and positions int64 [T]. rows int64 [n]: the tokens whose last hidden states are returned, in this
         order; None: all. Auxiliary features are always those of all tokens. overrides: embeddings given for some of the
-        tokens."""
+        tokens. of_rows: see `end`."""
         assert rows is None or not self.config.ends_in(self.aux), "auxiliary features are those of all tokens"
         x, projected = self.enter(tokens, overrides=overrides)
         inputs = self.layer_inputs(tokens, x, overrides=overrides)
         aux = x.new_empty(len(x), len(self.aux) * x.shape[1]) if self.aux else None
-        last = len(self.layers) - 1
+        last = self.first_reader - 1
         for index in range(last):
             # Not named: a name would keep the output while the next layer's is computed.
             x, projected = self.advance(
                 index, x, self.mix(index, context, projected, positions), aux=aux, inputs=inputs
             )
-        return Features(self.finish(x, self.mix(last, context, projected, positions), rows, aux, inputs), aux)
+        mixed = self.mix(last, context, projected, positions)
+        del projected
+        return Features(self.end(x, mixed, positions, context, rows, of_rows, aux, inputs), aux)
 
     def mix(
         self, index: int, context: AttentionContext, projected: torch.Tensor, positions: torch.Tensor
@@ -214,6 +219,29 @@ class Decoder:
         `layer_inputs`."""
         x = self._leave(index, x, mixed, aux, inputs)
         return x, self.layers[index + 1].mixer.project(x, out=out)
+
+    def end(
+        self,
+        x: torch.Tensor,
+        mixed: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
+        rows: torch.Tensor | None = None,
+        of_rows: AttentionContext | None = None,
+        aux: torch.Tensor | None = None,
+        inputs: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """From the attention or recurrence output of the last layer that stores keys or states to the hidden states
+        after the final norm. of_rows: a context of `rows` only, each a sequence of its own. The later layers, which
+        other tokens do not need, then compute nothing else; not with auxiliary features."""
+        if rows is not None and of_rows is not None and aux is None:
+            x, mixed, positions, context = x[rows], mixed[rows], positions[rows], of_rows
+            rows, inputs = None, None if inputs is None else inputs[rows]
+        for index in range(self.first_reader, len(self.layers) if len(x) else 0):
+            x, projected = self.advance(index - 1, x, mixed, aux=aux, inputs=inputs)
+            del mixed
+            mixed = self.mix(index, context, projected, positions)
+        return self.finish(x, mixed, rows, aux, inputs)
 
     def finish(
         self,

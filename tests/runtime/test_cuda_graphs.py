@@ -21,8 +21,9 @@ from specbatch.core.async_copy import StepTimer
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.core.request import SamplingParams
 from specbatch.engine.prefill import PrefillStep
+from specbatch.models.padded_attention import PaddedAttention
 from specbatch.runtime.cuda_graphs import RING, batch_buckets, token_buckets
-from specbatch.runtime.prefill_forward import PiecewiseGraphs, static_bytes
+from specbatch.runtime.prefill_forward import EagerForward, PiecewiseGraphs, static_bytes
 
 SPECULATIONS = {
     "none": Speculation(),
@@ -272,6 +273,48 @@ def test_piecewise_prefill_equals_a_whole_pass(
             torch.testing.assert_close(replayed.aux, whole.aux, rtol=0, atol=1e-5)
         if not needs_all_hidden:
             assert piecewise(tokens, metadata, rows[:0]).last.shape == (0, model.config.hidden_size)
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_layers_with_shared_keys_compute_the_last_tokens_only(
+    targets: Targets, monkeypatch: pytest.MonkeyPatch, is_recorded: bool
+) -> None:
+    """Of two chunks, one after a prefix. If more tokens are read than there are chunks, all are computed."""
+    worker = targets.engine("gemma4-e2b", "none")._worker
+    model, cache, table = worker.decode_step.model, worker.decode_step.cache, worker.batch.page_table
+    forward: Any = EagerForward(model, cache)
+    if is_recorded:
+        recorder: Any = FakeRecorder(torch.device("cpu"))
+        forward = PiecewiseGraphs(model, cache, recorder, 16, table, needs_all_hidden=False)
+        list(forward.capture())
+    table[1:3] = torch.arange(1, 1 + table[1:3].numel()).view(2, -1)
+    tokens = torch.arange(3, 28) % 37
+    for chunks in ([PromptChunk(1, 0, 9)], [PromptChunk(1, 9, 18), PromptChunk(2, 0, 7)]):
+        metadata = PrefillMetadata(table, chunks, 4)
+        part, tokens = tokens[: len(metadata.positions)], tokens[len(metadata.positions) :]
+        whole = model.forward(part, metadata.positions, metadata.bind(cache)).last
+        first = 16 if is_recorded else len(part)  # tokens of the layers with keys of their own, with padding
+        for rows, last in (
+            (metadata.last, [len(chunks)]),
+            (torch.tensor([8, 0, 3]), [len(part)]),
+            (metadata.last[:0], []),
+        ):
+            computed: list[int] = []
+            with monkeypatch.context() as patch:
+                patch.setattr(PaddedAttention, "project", _counted(computed))
+                found = forward(part, metadata, rows).last
+            torch.testing.assert_close(found, whole[rows], rtol=0, atol=1e-5)
+            assert computed == [first] * 2 + last * 2
+
+
+def _counted(computed: list[int]) -> Callable[..., torch.Tensor]:
+    project = PaddedAttention.project
+
+    def counted(mixer: PaddedAttention, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        computed.append(len(x))
+        return project(mixer, x, out)
+
+    return counted
 
 
 @pytest.mark.parametrize(("needs_all_hidden", "aux"), [(False, ()), (True, ()), (True, (2, 0))])
