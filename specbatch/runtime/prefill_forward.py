@@ -154,7 +154,8 @@ class PiecewiseGraphs:
         self.counters.replays += 1
         self.counters.padded += bucket - count
         aux = None if self._aux is None else self._aux[:count]
-        if self._last is not None:
+        if rows is None:
+            assert self._last is not None
             return Features(self._last[:count], aux)
         model, x = self._model, self._residual[:count]
         mixed = _rows(self._mixed, count, model.layers[done - 1].mixer.mixed)
