@@ -19,7 +19,8 @@ class QKVLayout:
     q_norm, k_norm: RMSNorm weights [dim] with `eps`, or both None; cos, sin: tables [positions, dim] of `rope_table`,
     in the model's type. window: a query sees that many keys, itself included; None is all. sinks: float32 [count], the
     logit of each query head's attention sink, which is in the softmax's denominator and has no value (Xiao et al.,
-    2023; gpt-oss); None is none.
+    2023; gpt-oss); None is none. shared: rows have query heads only. The keys and values are those of an earlier layer,
+    which has written them to the cache, also those of this pass; k_norm is not used.
     """
 
     count: int
@@ -32,6 +33,12 @@ class QKVLayout:
     sin: torch.Tensor
     window: int | None = None
     sinks: torch.Tensor | None = None
+    shared: bool = False
+
+    @property
+    def own_kv(self) -> int:
+        """Key heads in a row of qkv, and as many value heads."""
+        return 0 if self.shared else self.kv
 
 
 def split_qkv_rope_ref(
@@ -39,10 +46,10 @@ def split_qkv_rope_ref(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """qkv [T, (count + 2 kv) * dim] at `positions` int64 [T] -> q [T, count, dim], k and v [T, kv, dim].
 
-    q and k are normalised (where the model does) and rotated.
+    q and k are normalised (where the model does) and rotated. With shared keys, kv is 0 here.
     """
-    rows = qkv.view(-1, heads.count + 2 * heads.kv, heads.dim)
-    qk, v = rows[:, : heads.count + heads.kv], rows[:, heads.count + heads.kv :]
+    rows = qkv.view(-1, heads.count + 2 * heads.own_kv, heads.dim)
+    qk, v = rows[:, : heads.count + heads.own_kv], rows[:, heads.count + heads.own_kv :]
     if heads.q_norm is not None and heads.k_norm is not None:
         q, k = qk[:, : heads.count], qk[:, heads.count :]
         qk = torch.cat([rms_norm_ref(q, heads.q_norm, heads.eps), rms_norm_ref(k, heads.k_norm, heads.eps)], 1)
@@ -59,11 +66,14 @@ def split_qkv_rope_write_ref(
     v_cache: torch.Tensor,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`split_qkv_rope_ref`; k and v are also written to flat `slots` int64 [T] of one layer's cache.
+    """`split_qkv_rope_ref`; k and v, if they are not shared, are also written to flat `slots` int64 [T] of one layer's
+    cache.
 
-    q and k are written to the memory of `out`, if given; v is a view of qkv.
+    q and k are written to the memory of `out`, if given; v is a view of qkv. With shared keys, only q is.
     """
     q, k, v = split_qkv_rope_ref(qkv, heads, positions)
+    if heads.shared:
+        return (q if out is None else out[0].copy_(q)), k, v
     write_kv_ref(k, v, k_cache, v_cache, slots)
     return (q, k, v) if out is None else (out[0].copy_(q), out[1].copy_(k), v)
 

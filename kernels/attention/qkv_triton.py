@@ -23,17 +23,17 @@ def split_qkv_rope(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`split_qkv_rope_write_ref`. K and V are cast to the type of the caches (FP8 too); the keys that it returns have
     the type of qkv, for attention that does not read the cache."""
-    q, k_new = out or (qkv.new_empty(len(qkv), n, heads.dim) for n in (heads.count, heads.kv))
-    rows, dim = qkv.shape[0], heads.dim
+    q, k_new = out or (qkv.new_empty(len(qkv), n, heads.dim) for n in (heads.count, heads.own_kv))
+    rows, dim, kv = qkv.shape[0], heads.dim, heads.own_kv
     half = triton.next_power_of_2(dim // 2)
     tile = max(1, _PROGRAM // (2 * half))
-    lines = rows * (heads.count + 2 * heads.kv)
+    lines = rows * (heads.count + 2 * kv)
     _split_qkv_rope[(triton.cdiv(lines, tile),)](
         qkv, heads.q_norm, heads.k_norm, heads.cos, heads.sin, positions, slots, q, k_cache, v_cache, k_new,
-        lines, heads.eps, COUNT=heads.count, KV=heads.kv, DIM=dim, NORM=heads.q_norm is not None,
+        lines, heads.eps, COUNT=heads.count, KV=kv, DIM=dim, NORM=heads.q_norm is not None,
         TILE=tile, HALF=half, num_warps=4 if tile * 2 * half <= 4096 else 8, **pdl(qkv),
     )  # fmt: skip
-    return q, k_new, qkv.view(len(qkv), -1, heads.dim)[:, -heads.kv :]
+    return q, k_new[:, :kv], qkv.view(len(qkv), -1, dim)[:, heads.count + kv :]
 
 
 @triton.jit(do_not_specialize=["lines"])

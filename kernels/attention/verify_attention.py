@@ -115,14 +115,14 @@ class DecodeAttentionRef:
     ) -> torch.Tensor:
         """qkv [T, (count + 2 kv) * dim] for T = B * num_queries, in the model's type, at `positions` int64 [T]; one
         layer's caches [pages, page_size, kv, dim], in the model's type or float8_e4m3fn (a plain cast) -> [T, count *
-        dim]. A tree is causal whatever the mask says."""
+        dim]. With shared keys, qkv is [T, count * dim]. A tree is causal whatever the mask says."""
         q, k, v = split_qkv_rope_ref(qkv, heads, positions)
-        if k_cache.dtype == qkv.dtype:
+        if not heads.shared and k_cache.dtype == qkv.dtype:
             write_kv_ref(k, v, k_cache, v_cache, self._slots)
-        else:  # torch copies no rows of FP8
+        elif not heads.shared:  # torch copies no rows of FP8
             k, v, keys, values = (x.to(k_cache.dtype).view(torch.uint8) for x in (k, v, k_cache, v_cache))
             write_kv_ref(k, v, keys, values, self._slots)
-            k_cache, v_cache = k_cache.to(qkv.dtype), v_cache.to(qkv.dtype)
+        k_cache, v_cache = k_cache.to(qkv.dtype), v_cache.to(qkv.dtype)
         rows = q.unflatten(0, (-1, self._count))
         out = paged_attention_ref(rows, k_cache, v_cache, self._table, self._bias(mask), heads.sinks)
         return out.flatten(0, 1).flatten(1)

@@ -4,10 +4,10 @@ It reads the output of the qkv GEMM and writes the input of the output projectio
 
 q/k RMSNorm, RoPE, the paged write of the new K and V, and attention over the old keys split among programs
 (flash-decoding: Dao et al., 2023), with the query heads of a KV head packed into one tile. The last split of each tile
-takes the new keys from the qkv output and never reads them back from the cache, so no program waits for another. The
-last program to arrive at a tile's counter adds the partial sums in the order of the splits. The first old keys are
-loaded before the previous kernel has ended, and the new ones are attended to while they arrive. Decoding is a verify of
-one row.
+takes the new keys from the qkv output and never reads them back from the cache, so no program waits for another; with
+shared keys it does read them from the cache, where the kernel of an earlier layer has written them. The last program to
+arrive at a tile's counter adds the partial sums in the order of the splits. The first old keys are loaded before the
+previous kernel has ended, and the new ones are attended to while they arrive. Decoding is a verify of one row.
 """
 
 from __future__ import annotations
@@ -95,15 +95,23 @@ def _attend(q_one, q_two, k_one, k_two, v_one, v_two, seen, one, two, peak, weig
 
 @triton.jit
 def _fresh(
-    qkv, cos, sin, positions, sequence, length, head, first, stop, n,
-    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    qkv, k_cache, v_cache, pages, capacity, cos, sin, positions, sequence, length, head, first, stop, n,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
-    """New keys from `first` on, not yet rotated: halves of K and of V, cosines and sines; 0 from `stop` on."""
+    """New keys from `first` on, not yet rotated unless SHARED: halves of K and of V, cosines and sines; 0 from `stop`
+    on."""
     new = first + tl.arange(0, _NEW)
     there = new < stop
-    source = (sequence * n + new) * (KV * (GROUP + 2) * DIM) + (KV * GROUP + head) * DIM
-    one, two = _halves(qkv, source, there, DIM, HALF)
-    v_one, v_two = _halves(qkv, source + KV * DIM, there, DIM, HALF)
+    if SHARED:
+        stored = there & (length + new < capacity)
+        source = kv_slot(pages, length + new, PAGE, stored) * (KV * DIM) + head * DIM
+        one, two = _halves(k_cache, source, stored, DIM, HALF)
+        v_one, v_two = _halves(v_cache, source, stored, DIM, HALF)
+    else:
+        source = (sequence * n + new) * (KV * (GROUP + 2) * DIM) + (KV * GROUP + head) * DIM
+        one, two = _halves(qkv, source, there, DIM, HALF)
+        v_one, v_two = _halves(qkv, source + KV * DIM, there, DIM, HALF)
     position = length + new
     if positions is not None:
         position = tl.load(positions + sequence * n + new, there, 0).to(tl.int32)
@@ -117,9 +125,10 @@ def _verify_attention(
     partials, arrivals, n, first_node, capacity, width, window, eps, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr,
-    NEW: tl.constexpr, CAUSAL: tl.constexpr, GROWN: tl.constexpr, PDL: tl.constexpr,
+    NEW: tl.constexpr, CAUSAL: tl.constexpr, GROWN: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     PADDED: tl.constexpr = 2 * HALF
+    WIDTH: tl.constexpr = KV * (GROUP if SHARED else GROUP + 2) * DIM  # of a row of qkv
     head = tl.program_id(0) % KV
     tile = tl.program_id(0) // KV
     split, splits = tl.program_id(1), tl.num_programs(1)
@@ -168,12 +177,13 @@ def _verify_attention(
         # The pipeline asks for the first keys ahead of the loop, hence before the wait for the kernel in front.
         if start == begin:
             wait_for_previous_kernel(PDL)
-            query = token * (KV * (GROUP + 2) * DIM) + (head * GROUP + row % GROUP) * DIM
+            query = token * WIDTH + (head * GROUP + row % GROUP) * DIM
             q_one, q_two = _halves(qkv, query, live, DIM, HALF)
             q_cos, q_sin = _turn(cos, sin, position, live, DIM, HALF)
             fresh = _fresh(
-                qkv, cos, sin, positions, sequence, length, head, 0, tl.where(last, n, 0), n, KV, GROUP, DIM, HALF
-            )
+                qkv, k_cache, v_cache, pages, capacity, cos, sin, positions, sequence, length, head, 0,
+                tl.where(last, n, 0), n, KV, GROUP, DIM, HALF, PAGE, SHARED,
+            )  # fmt: skip
             q_one, q_two = _rotate(q_one, q_two, q_cos, q_sin, q_norm, eps, DIM, HALF)
             if last:
                 new_weights = tl.zeros([BLOCK_M, _NEW], tl.float32)
@@ -185,22 +195,24 @@ def _verify_attention(
                     if chunk + 1 < NEW:
                         first = (chunk + 1) * _NEW
                         fresh = _fresh(
-                            qkv, cos, sin, positions, sequence, length, head, first, n, n, KV, GROUP, DIM, HALF
-                        )
+                            qkv, k_cache, v_cache, pages, capacity, cos, sin, positions, sequence, length, head, first,
+                            n, n, KV, GROUP, DIM, HALF, PAGE, SHARED,
+                        )  # fmt: skip
                     # a, b: halves of the new keys; c, d: of the new values
-                    a, b = _rotate(a, b, new_cos, new_sin, k_norm, eps, DIM, HALF)
-                    a, b = a.to(k_cache.dtype.element_ty), b.to(k_cache.dtype.element_ty)
-                    c, d = c.to(v_cache.dtype.element_ty), d.to(v_cache.dtype.element_ty)
                     new = chunk * _NEW + tl.arange(0, _NEW)
-                    if tile == 0:
-                        stored = (new < n) & (length + new < capacity)
-                        slot = kv_slot(pages, length + new, PAGE, stored)
-                        free = slot[:, None] * (KV * DIM) + head * DIM + half
-                        fits = stored[:, None] & inside
-                        tl.store(k_cache + free, a, fits)
-                        tl.store(k_cache + free + DIM // 2, b, fits)
-                        tl.store(v_cache + free, c, fits)
-                        tl.store(v_cache + free + DIM // 2, d, fits)
+                    if not SHARED:
+                        a, b = _rotate(a, b, new_cos, new_sin, k_norm, eps, DIM, HALF)
+                        a, b = a.to(k_cache.dtype.element_ty), b.to(k_cache.dtype.element_ty)
+                        c, d = c.to(v_cache.dtype.element_ty), d.to(v_cache.dtype.element_ty)
+                        if tile == 0:
+                            stored = (new < n) & (length + new < capacity)
+                            slot = kv_slot(pages, length + new, PAGE, stored)
+                            free = slot[:, None] * (KV * DIM) + head * DIM + half
+                            fits = stored[:, None] & inside
+                            tl.store(k_cache + free, a, fits)
+                            tl.store(k_cache + free + DIM // 2, b, fits)
+                            tl.store(v_cache + free, c, fits)
+                            tl.store(v_cache + free + DIM // 2, d, fits)
                     visible = live[:, None] & (new < n)[None, :]
                     if ancestors is not None:
                         visible &= ((word[:, None] >> (first_node + new)[None, :]) & 1) == 1
@@ -328,7 +340,7 @@ def verify_attention(
         n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * _LOG2E.value,
         KV=heads.kv, GROUP=group, DIM=heads.dim, HALF=half, PAGE=page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=triton.cdiv(n, _NEW.value),
-        CAUSAL=causal, GROWN=first > 0, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
-        **pdl(qkv),
+        CAUSAL=causal, GROWN=first > 0, SHARED=heads.shared, num_warps=tile.warps, num_stages=tile.stages,
+        maxnreg=tile.registers, **pdl(qkv),
     )  # fmt: skip
     return out

@@ -40,7 +40,8 @@ class AttentionContext(Protocol):
 
     def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
         """Split qkv [T, (heads + 2 kv_heads) * head_dim], rotate to `positions` [T], store keys and values, attend ->
-        [T, heads * head_dim]. layer: index among the attention layers."""
+        [T, heads * head_dim]. layer: index of its keys and values among those of all layers; with shared ones, qkv is
+        [T, heads * head_dim] and nothing is stored."""
         ...
 
     def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:
@@ -157,6 +158,14 @@ class PrefillMetadata:
     def bind(self, cache: KVCache) -> AttentionContext:
         return _PrefillContext(self, cache)
 
+    def bind_rows(self, rows: torch.Tensor, cache: KVCache) -> AttentionContext | None:
+        """The context of the tokens `rows` int64 [n], each as a sequence of its own whose keys are in the cache, for
+        layers with shared keys; None for more tokens than chunks, of which several would read the same keys."""
+        if len(rows) > len(self.spans.counts):
+            return None
+        table, bound = self.spans.page_table, max(self.spans.ends)
+        return DecodeMetadata(table, self.slots[rows], self.positions[rows], 1, self.spans.page_size, bound).bind(cache)
+
 
 @dataclass(frozen=True)
 class _PrefillContext:
@@ -169,8 +178,9 @@ class _PrefillContext:
         if isinstance(heads, LatentLayout):
             keys, values, spans = cache.k[layer], cache.v[layer], self.metadata.spans
             return latent_prefill(qkv, heads, positions, kv_slots, keys, values, spans)
-        q, k, v = split_qkv_rope(qkv, heads, positions, kv_slots, cache.k[layer], cache.v[layer])
         k_cache, v_cache, spans = cache.k[layer], cache.v[layer], self.metadata.spans
+        q, *new = split_qkv_rope(qkv, heads, positions, kv_slots, k_cache, v_cache)
+        k, v = new if not heads.shared else (None, None)
         return cache.attention(q, k, v, k_cache, v_cache, spans, heads.window or 0, sinks=heads.sinks).flatten(1)
 
     def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:

@@ -211,7 +211,11 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     assert asked.draft is not None
     if asked.draft == "self" or asked.draft.startswith("self:"):
         skipped = parse_skip(asked.draft, target.config.num_layers)
-        kept = [has_kv for layer, has_kv in enumerate(target.config.has_kv) if layer not in skipped]
+        kept = [layer for layer in range(target.config.num_layers) if layer not in skipped]
+        for layer in kept:
+            if (source := target.config.kv_layer(layer)) in skipped:
+                works = f"layer {layer} attends to the keys and values of layer {source}; keep that one"
+                raise refuse("draft", asked.draft, works)
 
         def view(model: Decoder, loader: Loader) -> Decoder:
             return model.without(skipped)
@@ -241,22 +245,23 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     def loaded(model: Decoder, loader: Loader) -> Decoder:
         return loader.model(draft, of_draft=True)
 
-    return _plan(config, target.config, draft.config, draft.config.has_kv, loaded, draft.config)
+    return _plan(config, target.config, draft.config, range(draft.config.num_layers), loaded, draft.config)
 
 
 def _plan(
     config: EngineConfig,
     target: ModelConfig,
     draft: ModelConfig,
-    has_kv: Sequence[bool],
+    layers: Sequence[int],
     model_of: Callable[[Decoder, Loader], Decoder],
     own: ModelConfig | None = None,
 ) -> DraftPlan:
-    """The plan of a draft model whose layers have a KV cache or a state, as `has_kv` says. model_of: makes it from the
-    target; own: the model whose weights are loaded for it."""
+    """The plan of a draft model that consists of these `layers` of a model with the config `draft`. model_of: makes it
+    from the target; own: the model whose weights are loaded for it."""
     asked = config.speculation
-    shape, vocabulary, attention = asked.shape, target.vocab_size, sum(has_kv)
-    if recurrent := len(has_kv) - attention:
+    shape, vocabulary = asked.shape, target.vocab_size
+    attention = sum(layer in layers for layer in draft.kv_layers)
+    if recurrent := sum(not draft.has_kv[layer] for layer in layers):
         _check_recurrent(asked, recurrent)
     most = shape.tokens + 1
 

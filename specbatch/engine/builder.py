@@ -250,7 +250,7 @@ def memory_plan(
         weights=0 if is_shared and share.index == 0 else weight_bytes(model, dtype, device),
         draft_weights=(weight_bytes(draft.weights, dtype, device) if draft.weights else 0)
         + draft.parameters * dtype.itemsize,
-        page_bytes=bytes_per_page(model, model.attention_layers, config.page_size, kv_dtype)
+        page_bytes=bytes_per_page(model, len(model.kv_layers), config.page_size, kv_dtype)
         + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
         state_bytes=_state_bytes(prepared, config.speculation.drafted + 1),
         cached_state_bytes=_state_bytes(prepared, 0),
@@ -302,7 +302,7 @@ def _state_bytes(prepared: Prepared, rows: int) -> int:
     """Recurrent states of one slot with a verify of `rows` tokens, the target's and the draft's; with 0, of a cached
     prefix."""
     model, draft, types = prepared.model, prepared.draft, state_types(prepared.dtype, prepared.config.state_dtype)
-    own = state_bytes(model.state_shapes, model.num_layers - model.attention_layers, rows, types)
+    own = state_bytes(model.state_shapes, model.recurrent_layers, rows, types)
     return own + state_bytes(draft.config.state_shapes, draft.state_layers, rows, types)
 
 

@@ -28,6 +28,7 @@ FAMILIES: Final = {
     "Mistral": "mistral-7b-v0.1",
     "Gemma 3": "gemma-3-270m",
     "Gemma 4": "gemma-4-31b",
+    "Gemma 4 E2B, E4B": "gemma-4-e2b",
     "Gemma 4 MoE": "gemma-4-26b-a4b",
     "gpt-oss": "gpt-oss-20b",
     "Qwen2": "qwen2.5-1.5b",

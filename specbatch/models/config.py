@@ -253,13 +253,32 @@ class ModelConfig:
 
     @property
     def has_kv(self) -> tuple[bool, ...]:
-        """Whether each layer has a KV cache; the others have a recurrent state."""
+        """Whether each layer has attention; the others have a recurrent state."""
         return (True,) * self.num_layers
 
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose keys and values this one attends to: itself, or an earlier one."""
+        return layer
+
     @property
-    def attention_layers(self) -> int:
-        """Number of layers with a KV cache."""
-        return sum(self.has_kv)
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers with keys and values of their own, which have a KV cache."""
+        return tuple(layer for layer, has_kv in enumerate(self.has_kv) if has_kv and self.kv_layer(layer) == layer)
+
+    @property
+    def recurrent_layers(self) -> int:
+        """Number of layers with a recurrent state."""
+        return self.has_kv.count(False)
+
+    @property
+    def layer_inputs(self) -> int:
+        """Numbers per token that all layers together get beside the residual stream (`models.per_layer_embedding`)."""
+        return 0
+
+    @property
+    def lookups(self) -> frozenset[str]:
+        """Weights of which a token reads one row."""
+        return frozenset({self.names.embedding})
 
     @property
     def mixer_widths(self) -> tuple[int, int]:
@@ -304,7 +323,7 @@ class ModelConfig:
     @property
     def unquantized_ends(self) -> frozenset[str]:
         """Modules of this model that no checkpoint quantizes."""
-        return frozenset(name.removesuffix(".weight") for name in self.names)
+        return frozenset(name.removesuffix(".weight") for name in {*self.names, *self.lookups})
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the weights that the family's `module` reads; matrices are [out, in]."""

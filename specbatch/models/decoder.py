@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,14 @@ from specbatch.models.layers import Attention, Layer, Reader, ShapeRecorder, Tab
 from specbatch.models.partition import scores
 from specbatch.models.rope import Rope
 from specbatch.progress import Report
+
+
+class LayerInputs(Protocol):
+    def __call__(
+        self, tokens: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None, overrides: EmbeddingOverrides | None
+    ) -> torch.Tensor:
+        """See `Decoder.layer_inputs`."""
+        ...
 
 
 class Features(NamedTuple):
@@ -44,6 +52,8 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     tables = layer_tables(config, 1, torch.float32, torch.device("cpu"))
     for index in range(config.num_layers):
         family.layer(read, index, tables[index])
+    if config.layer_inputs:
+        family.layer_inputs(read)
     family.final_norm(read, names.norm)
     if not config.tie_embeddings:
         read.output_matrix(names.head, config.vocab_size)
@@ -81,30 +91,30 @@ class Decoder:
             for layer in pool.map(lambda index: family.layer(fetch, index, tables[index]), range(config.num_layers)):
                 layers.append(layer)
                 report(len(layers), config.num_layers)
-        self.layers = tuple(layers)
+        self._set_layers(layers, range(config.num_layers))
+        self._layer_inputs: LayerInputs | None = family.layer_inputs(fetch) if config.layer_inputs else None
         self.norm: Norm = family.final_norm(fetch, names.norm)
         tied = self.embedding if config.tie_embeddings else None
         self.head: Linear = fetch.output_matrix(names.head, config.vocab_size, tied) if ends is None else ends.head
         self.dequantized: frozenset[str] = frozenset(fetch.dequantized)
 
-    @property
-    def layers(self) -> tuple[Layer, ...]:
-        return self._layers
-
-    @layers.setter
-    def layers(self, layers: tuple[Layer, ...]) -> None:
-        """places: per layer, its index among the layers of its kind, which is the index of its cache or state."""
-        attends = [isinstance(layer.mixer, Attention) for layer in layers]
-        self._layers = layers
-        self.places = tuple(attends[:index].count(kind) for index, kind in enumerate(attends))
-
-    @property
-    def attention_layers(self) -> int:
-        return sum(isinstance(layer.mixer, Attention) for layer in self.layers)
-
-    @property
-    def recurrent_layers(self) -> int:
-        return len(self.layers) - self.attention_layers
+    def _set_layers(self, layers: Iterable[Layer], numbers: Iterable[int]) -> None:
+        """numbers: of the layers in the whole model; places: per layer, the index of its cache or state among those of
+        its kind; kv_layers: how many have a cache; first_reader: the layers from this one on store nothing, because
+        they attend to the keys of earlier ones."""
+        self.layers, self._numbers = tuple(layers), tuple(numbers)
+        keys = {  # per attention layer, the number of the one whose keys it sees
+            number: self.config.kv_layer(number)
+            for number, layer in zip(self._numbers, self.layers, strict=True)
+            if isinstance(layer.mixer, Attention)
+        }
+        caches = [number for number, source in keys.items() if number == source]
+        states = [number for number in self._numbers if number not in keys]
+        self.kv_layers, self.recurrent_layers = len(caches), len(states)
+        self.first_reader = 1 + max(index for index, number in enumerate(self._numbers) if number in {*caches, *states})
+        self.places = tuple(
+            caches.index(keys[number]) if number in keys else states.index(number) for number in self._numbers
+        )
 
     def with_positions(self, count: int, config: ModelConfig) -> Decoder:
         """This model with rope tables for positions 0..count-1; all weights are shared. config: this model's, with the
@@ -120,15 +130,16 @@ class Decoder:
                 return layer
             return replace(layer, mixer=replace(mixer, heads=replace(mixer.heads, cos=cos, sin=sin)))
 
-        view.layers = tuple(moved(*pair) for pair in zip(self.layers, tables, strict=True))
+        view._set_layers((moved(*pair) for pair in zip(self.layers, tables, strict=True)), self._numbers)
         return view
 
     def without(self, skipped: Iterable[int]) -> Decoder:
         """This model without some layers; all weights are shared: a draft model that needs memory only for its KV
-        cache."""
+        cache. Layers whose keys and values others share must stay."""
         gone = set(skipped)
         view = self._view()
-        view.layers = tuple(layer for index, layer in enumerate(self.layers) if index not in gone)
+        kept = [index for index in range(len(self.layers)) if index not in gone]
+        view._set_layers([self.layers[index] for index in kept], [self._numbers[index] for index in kept])
         return view
 
     def with_aux(self, layers: tuple[int, ...]) -> Decoder:
@@ -149,17 +160,24 @@ class Decoder:
         context: AttentionContext,
         rows: torch.Tensor | None = None,
         overrides: EmbeddingOverrides | None = None,
+        of_rows: AttentionContext | None = None,
     ) -> Features:
         """tokens and positions int64 [T]. rows int64 [n]: the tokens whose last hidden states are returned, in this
         order; None: all. Auxiliary features are always those of all tokens. overrides: embeddings given for some of the
-        tokens."""
+        tokens. of_rows: see `end`."""
         assert rows is None or not self.config.ends_in(self.aux), "auxiliary features are those of all tokens"
         x, projected = self.enter(tokens, overrides=overrides)
+        inputs = self.layer_inputs(tokens, x, overrides=overrides)
         aux = x.new_empty(len(x), len(self.aux) * x.shape[1]) if self.aux else None
-        last = len(self.layers) - 1
+        last = self.first_reader - 1
         for index in range(last):
-            x, projected = self.advance(index, x, self.mix(index, context, projected, positions), aux=aux)
-        return Features(self.finish(x, self.mix(last, context, projected, positions), rows, aux), aux)
+            # Not named: a name would keep the output while the next layer's is computed.
+            x, projected = self.advance(
+                index, x, self.mix(index, context, projected, positions), aux=aux, inputs=inputs
+            )
+        mixed = self.mix(last, context, projected, positions)
+        del projected
+        return Features(self.end(x, mixed, positions, context, rows, of_rows, aux, inputs), aux)
 
     def mix(
         self, index: int, context: AttentionContext, projected: torch.Tensor, positions: torch.Tensor
@@ -176,6 +194,17 @@ class Decoder:
         x = embed(tokens, self.embedding, overrides, self.config.embedding_scale)
         return x, self.layers[0].mixer.project(x, out=out)
 
+    def layer_inputs(
+        self,
+        tokens: torch.Tensor,
+        x: torch.Tensor,
+        out: torch.Tensor | None = None,
+        overrides: EmbeddingOverrides | None = None,
+    ) -> torch.Tensor | None:
+        """tokens [T] and the residual stream that they enter with -> [T, `ModelConfig.layer_inputs`] (in `out`, if
+        given); None in models without such inputs."""
+        return None if self._layer_inputs is None else self._layer_inputs(tokens, x, out, overrides)
+
     def advance(
         self,
         index: int,
@@ -183,11 +212,36 @@ class Decoder:
         mixed: torch.Tensor,
         out: torch.Tensor | None = None,
         aux: torch.Tensor | None = None,
+        inputs: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """From the attention or recurrence output of layer `index` to the residual stream after the layer and the next
-        layer's projected input (in `out`, if given). Auxiliary features are written to `aux`."""
-        x = self._leave(index, x, mixed, aux)
+        layer's projected input (in `out`, if given). Auxiliary features are written to `aux`. inputs: those of
+        `layer_inputs`."""
+        x = self._leave(index, x, mixed, aux, inputs)
         return x, self.layers[index + 1].mixer.project(x, out=out)
+
+    def end(
+        self,
+        x: torch.Tensor,
+        mixed: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
+        rows: torch.Tensor | None = None,
+        of_rows: AttentionContext | None = None,
+        aux: torch.Tensor | None = None,
+        inputs: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """From the attention or recurrence output of the last layer that stores keys or states to the hidden states
+        after the final norm. of_rows: a context of `rows` only, each a sequence of its own. The later layers, which
+        other tokens do not need, then compute nothing else; not with auxiliary features."""
+        if rows is not None and of_rows is not None and aux is None:
+            x, mixed, positions, context = x[rows], mixed[rows], positions[rows], of_rows
+            rows, inputs = None, None if inputs is None else inputs[rows]
+        for index in range(self.first_reader, len(self.layers) if len(x) else 0):
+            x, projected = self.advance(index - 1, x, mixed, aux=aux, inputs=inputs)
+            del mixed
+            mixed = self.mix(index, context, projected, positions)
+        return self.finish(x, mixed, rows, aux, inputs)
 
     def finish(
         self,
@@ -195,22 +249,30 @@ class Decoder:
         mixed: torch.Tensor,
         rows: torch.Tensor | None = None,
         aux: torch.Tensor | None = None,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """From the attention or recurrence output of the last layer to the hidden states after the final norm, of
         `rows` only if given."""
         if rows is not None:
-            x, mixed = x[rows], mixed[rows]
+            x, mixed, inputs = x[rows], mixed[rows], None if inputs is None else inputs[rows]
         if not len(x):
             return x
-        return rms_norm(self._leave(len(self.layers) - 1, x, mixed, aux), *self.norm)
+        return rms_norm(self._leave(len(self.layers) - 1, x, mixed, aux, inputs), *self.norm)
 
-    def _leave(self, index: int, x: torch.Tensor, mixed: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
+    def _leave(
+        self,
+        index: int,
+        x: torch.Tensor,
+        mixed: torch.Tensor,
+        aux: torch.Tensor | None,
+        inputs: torch.Tensor | None,
+    ) -> torch.Tensor:
         """The residual stream after layer `index`."""
         layer = self.layers[index]
         if aux is None:
-            return layer.leave(x, mixed)
+            return layer.leave(x, mixed, inputs)
         published = self.config.published(index)  # the last of these streams
-        for place, x in enumerate(layer.streams(x, mixed), len(published) - len(layer.mlps) - 1):  # noqa: B020
+        for place, x in enumerate(layer.streams(x, mixed, inputs), len(published) - len(layer.mlps) - 1):  # noqa: B020
             if place >= 0 and published[place] in self.aux:
                 aux.unflatten(1, (-1, x.shape[1]))[:, self.aux.index(published[place])].copy_(x)
         return x
@@ -249,12 +311,12 @@ def rope_tables(
 
 
 def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Peak bytes of activations per token in a forward pass with kernels: the residual stream, a layer's projected
-    input and its attention output, temporary tensors of the layer or the next GEMM, and an entry in each of six index
-    tables."""
+    """Peak bytes of activations per token in a forward pass with kernels: the residual stream and what layers get
+    beside it, a layer's projected input and its attention output, temporary tensors of the layer or the next GEMM, and
+    an entry in each of six index tables."""
     projected, mixed = config.mixer_widths
-    held = (config.hidden_size + projected + mixed) * dtype.itemsize
-    following = (config.hidden_size + projected) * dtype.itemsize
+    held = (config.hidden_size + config.layer_inputs + projected + mixed) * dtype.itemsize
+    following = (max(config.hidden_size + projected, config.layer_inputs)) * dtype.itemsize
     mlp = config.mlp_bytes(dtype)
     if config.ranks > 1:
         mlp = max(mlp + bool(config.chosen) * config.hidden_size * dtype.itemsize, _summing_bytes(config, dtype))

@@ -12,6 +12,7 @@ from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope_ref
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.decoder import Decoder
+from specbatch.models.layers import Attention
 
 
 class UncachedContext:
@@ -20,6 +21,10 @@ class UncachedContext:
 
     def __init__(self, model: Decoder, rows: int, length: int) -> None:
         self._rows = rows
+        # Keys and values that later layers share, by place.
+        mixers = zip(model.places, (layer.mixer for layer in model.layers), strict=True)
+        shared = {place for place, mixer in mixers if isinstance(mixer, Attention) and mixer.heads.shared}
+        self._shared: dict[int, tuple[torch.Tensor, ...]] = dict.fromkeys(shared, ())
         device, slots = model.device, list(range(1, rows + 1))
         table = torch.zeros(rows + 1, 1, dtype=torch.int64, device=device)
         self._spans = RaggedBatch([0] * rows, [length] * rows, slots, table, length)
@@ -35,6 +40,10 @@ class UncachedContext:
         else:
             parts = split_qkv_rope_ref(qkv, heads, positions)
         q, k, v = (part.unflatten(0, (self._rows, -1)).transpose(1, 2) for part in parts)
+        if heads.shared:
+            k, v = self._shared[layer]
+        elif layer in self._shared:
+            self._shared[layer] = k, v
         mask, length = None, q.shape[2]
         if heads.window is not None or heads.sinks is not None:
             mask = (

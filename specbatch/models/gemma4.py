@@ -1,16 +1,19 @@
-"""Gemma 4 (text): Gemma 3's layers with wider heads in global layers, normalized values, scaled layers, and experts.
+"""Gemma 4 (text): Gemma 3's layers with wider heads in global layers, normalized values, scaled layers; experts
+(26B-A4B); per-layer embeddings and shared keys and values (E2B, E4B).
 
 Local and global layers differ in the channels of a head and in the number of KV heads. Here all layers have the larger
 of both, `head_dim` and `num_kv_heads`: the narrower heads are padded with zeros, and KV heads are repeated. So one KV
 cache and one set of kernels serve all layers, and a page takes more memory than the model needs. Layers of the 26B-A4B
-have a mixture of experts beside the MLP. Layout and defaults are those of `Gemma4TextConfig` of transformers.
+have a mixture of experts beside the MLP. The last layers of E2B and E4B have queries only: they attend to the keys and
+values of the last layer of their kind before them. Layout and defaults are those of `Gemma4TextConfig` of transformers.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -22,10 +25,12 @@ from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.moe.experts import Experts
 from specbatch.kernels.moe.routing import Routing
 from specbatch.models.config import FULL, SLIDING, Ends, ModelConfig
-from specbatch.models.gemma3 import NormedAttention, NormedGeGlu
+from specbatch.models.gemma3 import NormedGeGlu
 from specbatch.models.layers import Layer, Mlp, Reader, Tables
 from specbatch.models.llama import final_norm  # noqa: F401 (`decoder` calls it)
 from specbatch.models.moe import Mixture, mixture_of, read_routed
+from specbatch.models.padded_attention import Heads, PaddedAttention
+from specbatch.models.per_layer_embedding import LayerInputs, PerLayerSizes, gated, read_layer_inputs, table_name
 from specbatch.models.rope import Rope, read_rope
 
 _ROPES: dict[str, dict[str, Any]] = {  # of a config that states none
@@ -38,18 +43,13 @@ _SPARE = tuple(f"model.{part}_{kind}." for part, kind in (("vision", "tower"), (
 _SPARE += ("model.embed_vision.", "model.embed_audio.")
 
 
-class Heads(NamedTuple):
-    """The heads of a kind of layer: channels of each, and how many have keys and values."""
-
-    dim: int
-    kv: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Config(ModelConfig):
     """local: which layers are; local_rope: theirs; local_heads, global_heads: see `Heads`; shares: whether the values
     of global layers are their keys before norm and rope; cap: logits are cap * tanh(logits / cap); mixture: of all
-    layers, None in a dense model; prefix: of the names of layers."""
+    layers, None in a dense model; sources: per layer, the one whose keys and values it attends to; double_wide: whether
+    the MLPs of layers that attend to another's are twice as wide; per_layer: embeddings, None in a model without them;
+    prefix: of the names of layers."""
 
     module: ClassVar[str] = __name__
 
@@ -60,6 +60,9 @@ class Gemma4Config(ModelConfig):
     shares: bool
     cap: float | None
     mixture: Mixture | None
+    sources: tuple[int, ...]
+    double_wide: bool
+    per_layer: PerLayerSizes | None
     prefix: str
 
     @classmethod
@@ -112,6 +115,9 @@ class Gemma4Config(ModelConfig):
             shares=shares,
             cap=None if cap is None else positive_of(config, "final_logit_softcapping"),
             mixture=mixture_of(config, normalise=True) if flag_of(config, "enable_moe_block") else None,
+            sources=_sources(config, kinds),
+            double_wide=flag_of(config, "use_double_wide_mlp"),
+            per_layer=_per_layer(config, plain.vocab_size),
             prefix="model.",
         )
 
@@ -131,11 +137,39 @@ class Gemma4Config(ModelConfig):
     def names(self) -> Ends:
         return Ends(f"{self.prefix}embed_tokens.weight", f"{self.prefix}norm")
 
+    @property
+    def lookups(self) -> frozenset[str]:
+        return super().lookups | (frozenset() if self.per_layer is None else {table_name(self.prefix)})
+
+    @property
+    def layer_inputs(self) -> int:
+        return 0 if self.per_layer is None else self.num_layers * self.per_layer.width
+
+    def kv_layer(self, layer: int) -> int:
+        return self.sources[layer]
+
     def is_spare(self, name: str) -> bool:
-        return name.startswith(_SPARE)
+        """Layers without keys and values of their own may have the weights of some."""
+        found = re.match(rf"{re.escape(self.prefix)}layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.", name)
+        is_shared = found is not None and any(
+            int(found[1]) == layer != source for layer, source in enumerate(self.sources)
+        )
+        return is_shared or name.startswith(_SPARE)
 
     def rope_of(self, layer: int) -> Rope:
         return self.local_rope if self.local[layer] else self.rope
+
+    def inner_of(self, layer: int) -> int:
+        """Width of the MLP."""
+        return self.intermediate_size * (2 if self.double_wide and self.sources[layer] != layer else 1)
+
+    @property
+    def _widest(self) -> int:
+        return max(map(self.inner_of, range(self.num_layers)))
+
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        return *super().input_widths, self._widest
 
     def heads_of(self, layer: int) -> Heads:
         return self.local_heads if self.local[layer] else self.global_heads
@@ -149,14 +183,16 @@ class Gemma4Config(ModelConfig):
         return self.cap
 
     def mixing_bytes(self, dtype: torch.dtype) -> int:
-        # The next layer's projection before it is padded, its keys repeated, and its values normalized.
+        # The stream of before, and the next layer's projection, padded too, with values normalized and keys repeated.
         projected, _ = self.mixer_widths
-        values = 2 * self.num_kv_heads * self.head_dim
-        return super().mixing_bytes(dtype) + (2 * projected + values) * dtype.itemsize
+        entering = self.hidden_size + 2 * projected + 2 * self.num_kv_heads * self.head_dim
+        return max(super().mixing_bytes(dtype), entering * dtype.itemsize)
 
     def mlp_bytes(self, dtype: torch.dtype) -> int:
         # norm(x) and the output, gate, up, and gelu(gate) * up
-        dense = (2 * self.hidden_size + 3 * self.intermediate_size) * dtype.itemsize
+        dense = (2 * self.hidden_size + 3 * self._widest) * dtype.itemsize
+        if self.per_layer is not None:  # the stream before, the gate and twice it with the input, the output and norm
+            dense = max(dense, (4 * self.hidden_size + 3 * self.per_layer.width) * dtype.itemsize)
         if self.mixture is None:
             return dense
         # The mixture's output waits for that of the MLP.
@@ -168,18 +204,34 @@ _ENDS = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype")
 
 def _refuse_others(config: dict[str, Any]) -> None:
     """Refuse what a config of Gemma 4 can state and these layers do not have."""
-    if width := count_of(config, "hidden_size_per_layer_input", 256, least=0):
-        works = "per-layer embeddings (Gemma 4 E2B, E4B) are not supported; a model with 0 works, such as the 31B"
-        raise refuse("hidden_size_per_layer_input", width, works)
-    if count_of(config, "num_kv_shared_layers", 0, least=0):
-        works = "layers that share keys and values are not supported; a model with 0 works, such as the 31B"
-        raise refuse("num_kv_shared_layers", config["num_kv_shared_layers"], works)
     if config.get("use_bidirectional_attention") not in (None, "vision"):
         works = "text is generated with causal attention; use null or 'vision'"
         raise refuse("use_bidirectional_attention", config["use_bidirectional_attention"], works)
     key = spelled(config, "hidden_activation", "hidden_act")
     if config.get(key) not in (None, "gelu_pytorch_tanh"):
         raise refuse(key, config[key], "the MLPs of Gemma 4 here use 'gelu_pytorch_tanh'")
+
+
+def _sources(config: dict[str, Any], kinds: list[str]) -> tuple[int, ...]:
+    """The last num_kv_shared_layers have the keys and values of the last layer of their kind before them."""
+    shared = count_of(config, "num_kv_shared_layers", 0, least=0)
+    own = max(0, len(kinds) - shared)
+    last = {kind: layer for layer, kind in enumerate(kinds[:own])}
+    for kind in kinds[own:]:
+        if kind not in last:
+            raise refuse(
+                "num_kv_shared_layers", shared, f"no layer before those has {kind!r} to share; use a smaller one"
+            )
+    return *range(own), *(last[kind] for kind in kinds[own:])
+
+
+def _per_layer(config: dict[str, Any], vocabulary: int) -> PerLayerSizes | None:
+    width = count_of(config, "hidden_size_per_layer_input", 256, least=0)
+    rows = count_of(config, "vocab_size_per_layer_input", 262144)
+    if width and rows < vocabulary:
+        raise refuse("vocab_size_per_layer_input", rows, f"each of the vocab_size={vocabulary} tokens needs a row")
+    padding = count_of(config, "pad_token_id", 0, least=0, most=rows - 1)
+    return PerLayerSizes(width, rows, padding) if width else None
 
 
 def _global_heads(config: dict[str, Any], own: Heads, kinds: list[str]) -> Heads:
@@ -216,45 +268,6 @@ def _global_rope(ropes: dict[str, Any], dim: int, max_position: int) -> Rope:
     return Rope(theta=theta, rotary_dim=dim, kind="divisors", source="rope_parameters", divisors=divisors)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PaddedAttention(NormedAttention):
-    """Attention whose heads of `own` sizes are padded and repeated to those of `heads`. qkv: without values, they are
-    the keys before their norm. value_norm: of values, with weights of one."""
-
-    own: Heads
-    value_norm: Norm
-
-    @property
-    def width(self) -> int:
-        return (self.heads.count + 2 * self.heads.kv) * self.heads.dim
-
-    def project(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        heads, (dim, kv) = self.heads, self.own
-        rows = self.qkv(x, norm=self.norm).view(len(x), -1, dim)
-        q, k, v = rows[:, : heads.count], rows[:, heads.count : heads.count + kv], rows[:, -kv:]
-        v = rms_norm(v.reshape(-1, dim).contiguous(), *self.value_norm).view(len(x), kv, dim)
-        out = x.new_empty(len(x), self.width) if out is None else out
-        if dim < heads.dim:
-            out.zero_()
-        padded = out.view(len(x), -1, heads.dim)
-        both, low = heads.count + heads.kv, dim // 2
-        high = slice(heads.dim // 2, heads.dim // 2 + low)  # kernels rotate channel i with i + heads.dim / 2
-        for part, first, last in ((q, 0, heads.count), (_repeated(k, heads.kv), heads.count, both)):
-            padded[:, first:last, :low] = part[..., :low]
-            padded[:, first:last, high] = part[..., low:]
-        padded[:, both:, :dim] = _repeated(v, heads.kv)
-        return out
-
-    def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        own = mixed.view(len(x), self.heads.count, self.heads.dim)[..., : self.own.dim]
-        return super().leave(x, own.flatten(1).contiguous())
-
-
-def _repeated(x: torch.Tensor, kv: int) -> torch.Tensor:
-    """[T, n, dim] -> [T, kv, dim]: neighbouring heads are equal."""
-    return x.repeat_interleave(kv // x.shape[1], 1) if x.shape[1] < kv else x
-
-
 @dataclass(frozen=True)
 class ScaledMlp:
     """scale * (x + mlp(x)): the end of a layer."""
@@ -287,7 +300,7 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
     """Layer `index`; tables: cos and sin of its rope."""
     config = read.config
     assert isinstance(config, Gemma4Config)
-    stem, hidden, inner = f"{config.prefix}layers.{index}", config.hidden_size, config.intermediate_size
+    stem, hidden, inner = f"{config.prefix}layers.{index}", config.hidden_size, config.inner_of(index)
     post, mixture = f"{stem}.post_feedforward_layernorm", config.mixture
     mlp: Mlp
     mlp = dense = NormedGeGlu(
@@ -305,7 +318,17 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
             post_experts=read.norm(f"{post}_2"),
             post=read.norm(post),
         )
-    return Layer(_attention(read, stem, index, tables), (ScaledMlp(mlp, read(f"{stem}.layer_scalar", 1)),))
+    attention, scale = _attention(read, stem, index, tables), read(f"{stem}.layer_scalar", 1)
+    if config.per_layer is None:
+        return Layer(attention, (ScaledMlp(mlp, scale),))
+    return gated(read, stem, index, config.per_layer, Layer(attention, (mlp,)), scale)
+
+
+def layer_inputs(read: Reader) -> LayerInputs:
+    config = read.config
+    assert isinstance(config, Gemma4Config)
+    assert config.per_layer is not None
+    return read_layer_inputs(read, config.prefix, config.per_layer)
 
 
 def _experts(read: Reader, stem: str, mixture: Mixture) -> Experts:
@@ -324,7 +347,10 @@ def _attention(read: Reader, stem: str, index: int, tables: Tables) -> PaddedAtt
     config = read.config
     assert isinstance(config, Gemma4Config)
     own, dim, hidden = config.heads_of(index), config.head_dim, config.hidden_size
-    rows = {"q": config.num_heads, "k": own.kv} | ({"v": own.kv} if config.local[index] or not config.shares else {})
+    is_shared = config.kv_layer(index) != index
+    rows = {"q": config.num_heads}
+    if not is_shared:
+        rows |= {"k": own.kv} | ({"v": own.kv} if config.local[index] or not config.shares else {})
     share = own.dim / dim  # the mean square of a padded head is this much of its own
 
     def norm(part: str, scale: float) -> torch.Tensor:
@@ -335,6 +361,7 @@ def _attention(read: Reader, stem: str, index: int, tables: Tables) -> PaddedAtt
         padded[:, :low] = weight.view(2, low)
         return padded.flatten()
 
+    q_norm = norm("q", math.sqrt(dim))  # attention multiplies scores by dim ** -0.5, and Gemma 4 by nothing
     return PaddedAttention(
         norm=read.norm(f"{stem}.input_layernorm"),
         qkv=read.linear(
@@ -344,11 +371,12 @@ def _attention(read: Reader, stem: str, index: int, tables: Tables) -> PaddedAtt
             config.num_heads,
             config.num_kv_heads,
             dim,
-            norm("q", math.sqrt(dim)),  # attention multiplies scores by dim ** -0.5, and Gemma 4 by nothing
-            norm("k", 1.0),
+            q_norm,
+            q_norm if is_shared else norm("k", 1.0),
             config.rms_norm_eps * share,
             *tables,
             config.window(index),
+            shared=is_shared,
         ),
         out=read.linear({f"{stem}.self_attn.o_proj": hidden}, config.num_heads * own.dim, config.o_bias),
         post=read.norm(f"{stem}.post_attention_layernorm"),

@@ -125,13 +125,16 @@ class Layer:
     mixer: Mixer
     mlps: tuple[Mlp, ...]
 
-    def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        """From the attention or recurrence output to the residual stream after the layer."""
-        [x] = deque(self.streams(x, mixed), maxlen=1)
+    def leave(self, x: torch.Tensor, mixed: torch.Tensor, inputs: torch.Tensor | None = None) -> torch.Tensor:
+        """From the attention or recurrence output to the residual stream after the layer. inputs: see `streams`."""
+        [x] = deque(self.streams(x, mixed, inputs), maxlen=1)
         return x
 
-    def streams(self, x: torch.Tensor, mixed: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The residual stream after the mixer, then after each MLP; each may overwrite the one before."""
+    def streams(
+        self, x: torch.Tensor, mixed: torch.Tensor, inputs: torch.Tensor | None = None
+    ) -> Iterator[torch.Tensor]:
+        """The residual stream after the mixer, then after each MLP; each may overwrite the one before. inputs
+        [T, ModelConfig.layer_inputs]: what layers get beside it, in models that have such inputs."""
         yield (x := self.mixer.leave(x, mixed))
         for mlp in self.mlps:
             yield (x := mlp(x))

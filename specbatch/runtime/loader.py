@@ -187,7 +187,7 @@ class Loader:
         )
 
     def _forward(self, model: Decoder, role: str, needs_all_hidden: bool) -> tuple[Forward, KVCache]:
-        cache = self.cache(model.config, model.attention_layers, role, self._states(model))
+        cache = self.cache(model.config, model.kv_layers, role, self._states(model))
         forward: Forward = EagerForward(model, cache)
         if self.recorder is not None:
             forward = PiecewiseGraphs(

@@ -51,22 +51,21 @@ class EagerForward:
     def __call__(self, tokens: torch.Tensor, metadata: PrefillMetadata, rows: torch.Tensor | None = None) -> Features:
         self.counters.fall_back("off")
         self._cache.begin(metadata.spans.table[2, :-1])
-        overrides = metadata.embedding_overrides(self._model.embedding)
-        return self._model.forward(tokens, metadata.positions, metadata.bind(self._cache), rows, overrides)
+        return _run_eagerly(self._model, self._cache, tokens, metadata, rows)
 
 
 def static_bytes(config: ModelConfig, dtype: torch.dtype, most: int, *, needs_all_hidden: bool, aux: int = 0) -> int:
     """Bytes of the static tensors through which the segments of a model with `aux` auxiliary layers are called."""
     projected, mixed = config.mixer_widths
     heads = projected + mixed + (config.num_heads + config.num_kv_heads) * config.head_dim  # q and k
-    features = (1 + needs_all_hidden + aux) * config.hidden_size
+    features = (1 + needs_all_hidden + aux) * config.hidden_size + config.layer_inputs
     return most * ((heads + features) * dtype.itemsize + 3 * torch.int64.itemsize)
 
 
 class PiecewiseGraphs:
     """Records a model in segments: from the output of one attention or recurrent operation to the input of the next,
-    whose keys and values are then in the cache. After the last operation few rows are needed as a rule; they run
-    eagerly."""
+    whose keys and values are then in the cache. After the last operation that stores something few rows are needed as a
+    rule; they run eagerly."""
 
     def __init__(
         self,
@@ -87,6 +86,9 @@ class PiecewiseGraphs:
         self._cache = cache
         self._recorder = recorder
         self._needs_all_hidden = needs_all_hidden
+        # Layers of a pass in segments: those after the ones that store keys compute few rows, eagerly. A short pass
+        # takes less time in one graph with all layers.
+        self._in_segments = len(mixers) if needs_all_hidden or model.aux else model.first_reader
         self._buckets = token_buckets(most)
         self._segments: dict[int, list[Program]] = {}
         self._wholes: dict[int, Program] = {}
@@ -107,17 +109,21 @@ class PiecewiseGraphs:
         self._k = static(config.num_kv_heads, config.head_dim)
         self._last = static(config.hidden_size) if needs_all_hidden else None
         self._aux = static(len(model.aux) * config.hidden_size) if model.aux else None
+        self._inputs = static(config.layer_inputs) if config.layer_inputs else None
 
     def __len__(self) -> int:
         return len(self._buckets)
 
     def capture(self) -> Iterator[None]:
         for bucket in reversed(self._buckets):
-            for segment in self._programs(bucket):
+            for segment in self._programs(bucket, self._in_segments):
                 self._recorder.warm(segment)
-            self._segments[bucket] = [self._recorder.record(segment) for segment in self._programs(bucket)]
+            programs = self._programs(bucket, self._in_segments)
+            self._segments[bucket] = [self._recorder.record(segment) for segment in programs]
             if bucket in self._spans:
-                whole = partial(self._run, list(self._programs(bucket)), bucket, self._spans[bucket])
+                layers = len(self._model.layers)
+                programs = self._programs(bucket, layers)
+                whole = partial(self._run, list(programs), layers, bucket, self._spans[bucket])
                 self._recorder.warm(whole)
                 self._wholes[bucket] = self._recorder.record(whole)
             yield
@@ -127,10 +133,9 @@ class PiecewiseGraphs:
         assert (rows is None) == self._needs_all_hidden, "the recording fixes which rows are needed"
         count, spans = len(tokens), metadata.spans
         self._cache.begin(spans.table[2, :-1])
-        overrides = metadata.embedding_overrides(self._model.embedding)
-        if overrides is not None:  # the recorded segments look up every token
-            self.counters.fall_back("embeddings")
-            return self._model.forward(tokens, metadata.positions, metadata.bind(self._cache), rows, overrides)
+        if metadata.embedding_overrides(self._model.embedding) is not None:
+            self.counters.fall_back("embeddings")  # the recorded segments look up every token
+            return _run_eagerly(self._model, self._cache, tokens, metadata, rows)
         bucket = bucket_of(self._buckets, count)
         for static, here in (
             (self._tokens, tokens),
@@ -142,20 +147,28 @@ class PiecewiseGraphs:
         if bucket in self._wholes and spans.fresh and len(spans.counts) <= SHORT_SPANS:
             self._spans[bucket].load(spans)
             self._wholes[bucket]()
+            done = len(self._model.layers)
         else:
-            self._run(self._segments[bucket], count, spans)
+            done = self._in_segments
+            self._run(self._segments[bucket], done, count, spans)
         self.counters.replays += 1
         self.counters.padded += bucket - count
         aux = None if self._aux is None else self._aux[:count]
-        if self._last is None:
-            mixed = _rows(self._mixed, count, self._model.layers[-1].mixer.mixed)
-            return Features(self._model.finish(self._residual[:count], mixed, rows), aux)
-        return Features(self._last[:count], aux)
+        if rows is None:
+            assert self._last is not None
+            return Features(self._last[:count], aux)
+        model, x = self._model, self._residual[:count]
+        mixed = _rows(self._mixed, count, model.layers[done - 1].mixer.mixed)
+        inputs = None if self._inputs is None else self._inputs[:count]
+        if done == len(model.layers):
+            return Features(model.finish(x, mixed, rows, inputs=inputs), aux)
+        context, of_rows = metadata.bind(self._cache), metadata.bind_rows(rows, self._cache)
+        return Features(model.end(x, mixed, metadata.positions, context, rows, of_rows, inputs=inputs), aux)
 
-    def _run(self, segments: list[Program], count: int, spans: RaggedBatch) -> None:
-        """Run the segments, and between them the operations over the first `count` rows."""
+    def _run(self, segments: list[Program], layers: int, count: int, spans: RaggedBatch) -> None:
+        """Run the segments, and between them the operations of so many layers over the first `count` rows."""
         segments[0]()
-        for index in range(len(self._model.layers)):
+        for index in range(layers):
             self._operation(index, count, spans)
             if index + 1 < len(segments):
                 segments[index + 1]()
@@ -167,10 +180,12 @@ class PiecewiseGraphs:
             positions, slots, caches = self._positions[:count], self._slots[:count], (cache.k[place], cache.v[place])
             mixed = latent_prefill(projected, mixer.heads, positions, slots, *caches, spans)
         elif isinstance(mixer, Attention):
-            q, k = self._q[:count], self._k[:count]
-            v = projected.unflatten(1, (-1, q.shape[2]))[:, -k.shape[1] :]
-            out = out.view_as(q)
             k_cache, v_cache, heads = cache.k[place], cache.v[place], mixer.heads
+            q, k, v = self._q[:count], None, None
+            if not heads.shared:
+                k = self._k[:count]
+                v = projected.unflatten(1, (-1, q.shape[2]))[:, -k.shape[1] :]
+            out = out.view_as(q)
             mixed = cache.attention(q, k, v, k_cache, v_cache, spans, heads.window or 0, out, heads.sinks)
         else:
             assert cache.states is not None
@@ -178,13 +193,14 @@ class PiecewiseGraphs:
         if mixed is not out:
             out.copy_(mixed)
 
-    def _programs(self, bucket: int) -> Iterator[Program]:
-        """The segments in order. The residual stream passes from one to the next in memory of the graphs' pool."""
-        model, layers = self._model, self._model.layers
+    def _programs(self, bucket: int, count: int) -> Iterator[Program]:
+        """The segments of `count` layers, in order. The residual stream passes from one to the next in memory of the
+        graphs' pool."""
+        model, layers = self._model, self._model.layers[:count]
         tokens, positions, slots, q, k, last_input = (
             static[:bucket] for static in (self._tokens, self._positions, self._slots, self._q, self._k, self._residual)
         )
-        aux = None if self._aux is None else self._aux[:bucket]
+        aux, inputs = (None if static is None else static[:bucket] for static in (self._aux, self._inputs))
         residual: list[torch.Tensor] = []
 
         def input_of(index: int) -> torch.Tensor:
@@ -203,24 +219,35 @@ class PiecewiseGraphs:
 
         def enter() -> None:
             x, _ = model.enter(tokens, out=input_of(0))
+            model.layer_inputs(tokens, x, out=inputs)
             prepare(0, x)
 
         def segment(index: int) -> Program:
             def program() -> None:
-                x, _ = model.advance(index, residual[0], output_of(index), out=input_of(index + 1), aux=aux)
+                following = input_of(index + 1)
+                x, _ = model.advance(index, residual[0], output_of(index), out=following, aux=aux, inputs=inputs)
                 prepare(index + 1, x)
 
             return program
 
         def finish() -> None:
             assert self._last is not None
-            self._last[:bucket].copy_(model.finish(residual[0], output_of(len(layers) - 1), aux=aux))
+            mixed = output_of(len(layers) - 1)
+            self._last[:bucket].copy_(model.finish(residual[0], mixed, aux=aux, inputs=inputs))
             residual.clear()
 
         yield enter
         yield from (segment(index) for index in range(len(layers) - 1))
         if self._needs_all_hidden:
             yield finish
+
+
+def _run_eagerly(
+    model: Decoder, cache: KVCache, tokens: torch.Tensor, metadata: PrefillMetadata, rows: torch.Tensor | None
+) -> Features:
+    overrides, has_readers = metadata.embedding_overrides(model.embedding), model.first_reader < len(model.layers)
+    of_rows = None if rows is None or not has_readers else metadata.bind_rows(rows, cache)
+    return model.forward(tokens, metadata.positions, metadata.bind(cache), rows, overrides, of_rows)
 
 
 def _rows(static: torch.Tensor, count: int, width: int) -> torch.Tensor:

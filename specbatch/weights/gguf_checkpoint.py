@@ -92,7 +92,7 @@ def _write(folder: Path, tensors: dict[str, Stored], config: dict[str, Any]) -> 
     from safetensors.torch import save_file
 
     permuted, is_gemma = {}, config["model_type"] == "gemma3_text"
-    if config["model_type"] == "llama":  # only these files store q and k for interleaved rope
+    if config["model_type"] in ("llama", "mistral", "ministral"):  # only these store q and k for interleaved rope
         permuted = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
     def converted(name: str) -> torch.Tensor:

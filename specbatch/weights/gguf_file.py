@@ -28,6 +28,7 @@ _ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "lfm2moe": "Lfm2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
@@ -64,10 +65,11 @@ _LFM2_NAMES = _LAYER_NAMES | {
     "ffn_up": "feed_forward.w3",
     "ffn_down": "feed_forward.w2",
 }
-_NAMES_OF = {"gemma3": _GEMMA3_NAMES, "phi3": _PHI3_NAMES, "lfm2": _LFM2_NAMES} | {
-    arch: _LAYER_NAMES | names for arch, names in gguf_mixtures.NAMES.items()
+_NAMES_OF = {"gemma3": _GEMMA3_NAMES, "phi3": _PHI3_NAMES, "lfm2": _LFM2_NAMES}
+_NAMES_OF |= {
+    arch: (_LFM2_NAMES if arch == "lfm2moe" else _LAYER_NAMES) | names for arch, names in gguf_mixtures.NAMES.items()
 }
-_WINDOWED = ("gemma3", "gpt-oss", "phi3")
+_WINDOWED = ("llama", "gemma3", "gpt-oss", "phi3")
 # LongRoPE in a file: name of the tensor -> key of a config.json.
 _FACTORS = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
 _DIVISORS, _ATTENTION_FACTOR = "rope_freqs.weight", ".rope.scaling.attn_factor"
@@ -155,7 +157,8 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         if file.metadata(key, head_dim) != head_dim:
             raise refuse(file.full(key), file.metadata(key), f"it must equal the head size, {head_dim}")
     # Convolutions have 0.
-    kv = file.required(".attention.head_count_kv", list) if file.arch == "lfm2" else []
+    has_convolutions = file.arch in ("lfm2", "lfm2moe")
+    kv = file.required(".attention.head_count_kv", list) if has_convolutions else []
     window = file.metadata(".attention.sliding_window")
     if window and file.arch not in _WINDOWED:
         works = f"of GGUF files those of {', '.join(_WINDOWED)} may have windows; use safetensors"
@@ -164,16 +167,17 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         own = _gemma3(file, hidden, heads, head_dim)
     elif is_mixture:
         own = gguf_mixtures.mixture_config(file)
-    elif file.arch == "lfm2":
-        own = {
-            "model_type": "lfm2",
+    elif file.arch == "llama" and window:
+        own = _mistral(file)
+    else:  # without a window, files of Phi-4 state 0
+        own = {"model_type": file.arch, "sliding_window": window or None}
+    if has_convolutions:
+        own |= {
             "layer_types": ["full_attention" if count else "conv" for count in kv],
             "norm_eps": _short(file.number(".attention.layer_norm_rms_epsilon")),
             "conv_L_cache": file.count(".shortconv.l_cache"),
             "block_auto_adjust_ff_dim": False,
         }
-    else:  # without a window, files of Phi-4 state 0
-        own = {"model_type": file.arch, "sliding_window": window or None}
     kv_heads = _same_in_all_layers(file, ".attention.head_count_kv", heads, others=(0,) if kv else ())
     inner = file.count(".expert_feed_forward_length") if is_mixture else None  # that of experts, without dense layers
     return {
@@ -194,6 +198,19 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         "bos_token_id": file.metadata("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata("tokenizer.ggml.eos_token_id"),
     } | own
+
+
+def _mistral(file: GgufFile) -> dict[str, Any]:
+    """Settings of a file of "llama" with windows, in all layers or in those for which its pattern has true."""
+    own = {"sliding_window": file.count(".attention.sliding_window")}
+    pattern = file.metadata(".attention.sliding_window_pattern")
+    if pattern is None:
+        return own | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    if not isinstance(pattern, list) or not all(isinstance(slides, bool) for slides in pattern):
+        works = "it must have true or false for each layer"
+        raise refuse(file.full(".attention.sliding_window_pattern"), pattern, works)
+    kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    return own | {"model_type": "ministral", "architectures": ["MinistralForCausalLM"], "layer_types": kinds}
 
 
 def _gemma3(file: GgufFile, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:

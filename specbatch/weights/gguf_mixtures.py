@@ -54,6 +54,13 @@ NAMES = {
         "nextn.shared_head_head": "shared_head.head",
         "nextn.shared_head_norm": "shared_head.norm",
     },
+    "lfm2moe": {
+        "ffn_gate_inp": "feed_forward.gate",
+        "ffn_gate_exps": "feed_forward.experts.gate_proj",
+        "ffn_up_exps": "feed_forward.experts.up_proj",
+        "ffn_down_exps": "feed_forward.experts.down_proj",
+        "exp_probs_b.bias": "feed_forward.expert_bias",
+    },
 }
 _SIGMOID = 2  # of expert_gating_func
 _MXFP4_BYTES = 17  # of a block: the scale, then values j and j + 16 in byte j
@@ -61,7 +68,7 @@ _MXFP4_BYTES = 17  # of a block: the scale, then values j and j + 16 in byte j
 
 def mixture_config(file: GgufFile) -> dict[str, Any]:
     """The settings of a mixture, as in a config.json."""
-    own = {
+    own: dict[str, Any] = {
         "num_experts_per_tok": file.count(".expert_used_count"),
         "moe_intermediate_size": file.count(".expert_feed_forward_length"),
     }
@@ -72,9 +79,15 @@ def mixture_config(file: GgufFile) -> dict[str, Any]:
         window = {"sliding_window": file.count(".attention.sliding_window")}
         quantized = {"quantization_config": {"quant_method": mxfp4.METHOD}} if has_mxfp4(file) else {}
         return own | window | quantized | {"model_type": "gpt_oss", "num_local_experts": experts}
-    scores = file.full(".expert_gating_func")
     if file.metadata(".expert_gating_func", _SIGMOID) != _SIGMOID:
-        raise refuse(scores, file.metadata(".expert_gating_func"), f"the scores of GLM-4.5 are sigmoids; {_SIGMOID}")
+        works = f"the scores of {file.arch} files are sigmoids; {_SIGMOID}"
+        raise refuse(file.full(".expert_gating_func"), file.metadata(".expert_gating_func"), works)
+    dense = file.count(".leading_dense_block_count", 0, least=0)
+    own |= {"norm_topk_prob": _normalises(file), "routed_scaling_factor": file.number(".expert_weights_scale", 1.0)}
+    if file.arch == "lfm2moe":
+        biased = f"blk.{dense}.exp_probs_b.bias" in file.tensors
+        own |= {"num_experts": experts, "num_dense_layers": dense, "use_expert_bias": biased}
+        return own | {"model_type": "lfm2_moe"}
     extra = file.count(".nextn_predict_layers", 0, least=0)
     return own | {
         "model_type": "glm4_moe",
@@ -82,9 +95,7 @@ def mixture_config(file: GgufFile) -> dict[str, Any]:
         "num_nextn_predict_layers": extra,
         "n_routed_experts": experts,
         "n_shared_experts": file.count(".expert_shared_count", 0, least=0),
-        "first_k_dense_replace": file.count(".leading_dense_block_count", 0, least=0),
-        "norm_topk_prob": _normalises(file),
-        "routed_scaling_factor": file.number(".expert_weights_scale", 1.0),
+        "first_k_dense_replace": dense,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
     }
 

@@ -69,6 +69,15 @@ _GEMMA4 = {
     "eos_token_id": 1,
     "torch_dtype": "bfloat16",
 }
+_GEMMA4_PER_LAYER = {
+    **_GEMMA4,
+    "num_attention_heads": 8,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "max_position_embeddings": 131072,
+    "sliding_window": 512,
+}
 
 _GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
@@ -323,6 +332,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts": 128,
         "top_k_experts": 8,
         "moe_intermediate_size": 704,
+    },
+    "gemma-4-e2b": {
+        **_GEMMA4_PER_LAYER,
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 35,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+    },
+    "gemma-4-e4b": {
+        **_GEMMA4_PER_LAYER,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": 18,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 7,
     },
     "gemma-3-1b": {**_GEMMA3, "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26},
     "phi-4": {

@@ -38,12 +38,12 @@ def verify_rows(caps: Mapping[str, Any], concurrency: int) -> int:
 
 
 def used_bytes(model: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Bytes of weights that a step of so many tokens reads: all except an embedding table that is not also the head (a
+    """Bytes of weights that a step of so many tokens reads: all except embedding tables that are not also the head (a
     row per token), and of a mixture the shared weights and the experts that are hit (`hit_experts`)."""
     share = 1.0 if model.chosen is None else hit_experts(*model.chosen, tokens) / model.chosen[0]
     kept, total = kept_quantized(model, device), 0.0
     for name, shape in model.weight_shapes().items():
-        if name == model.names.embedding and not model.tie_embeddings:
+        if name in model.lookups and not (name == model.names.embedding and model.tie_embeddings):
             continue
         size = kept.get(name, math.prod(shape) * dtype.itemsize)
         total += size * share if _ROUTED in name else size
@@ -58,7 +58,7 @@ def hit_experts(experts: int, top_k: int, tokens: int) -> float:
 def moved_states(model: ModelConfig, rows: int, types: dict[str, torch.dtype]) -> int:
     """Bytes that the states of one sequence take a step with a verify of `rows` rows: each is read once and written
     once, and so are the inputs of every row (`kernels.recurrent`)."""
-    return 2 * state_bytes(model.state_shapes, model.num_layers - model.attention_layers, rows, types)
+    return 2 * state_bytes(model.state_shapes, model.recurrent_layers, rows, types)
 
 
 def without_gemms(model: ModelConfig) -> str | None:
@@ -67,4 +67,6 @@ def without_gemms(model: ModelConfig) -> str | None:
         return "which experts' matrices a step multiplies by depends on its tokens"
     if model.state_shapes:
         return "recurrent layers have GEMMs of other shapes"
+    if model.layer_inputs or len(model.kv_layers) < model.num_layers:
+        return "layers have GEMMs of several shapes"
     return "torch's linear does not multiply quantized weights" if model.quantization is not None else None

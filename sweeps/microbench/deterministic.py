@@ -37,7 +37,7 @@ class Target:
         pages = REACH // PAGE
         self.table = (1 + torch.randperm(MOST * pages, device=device)).view(MOST, pages)
         attention = prefill_backend("triton", device, dtype, found.config.head_dim)
-        self.kv = KVCache(found.config, self.model.attention_layers, MOST * pages, PAGE, dtype, device, attention)
+        self.kv = KVCache(found.config, self.model.kv_layers, MOST * pages, PAGE, dtype, device, attention)
         self.kv.keys.normal_()
         self.kv.values.normal_()
 

@@ -58,7 +58,7 @@ class Sizes:
 
 
 def sizes_of(model: ModelConfig, rows: int, activation: torch.dtype = torch.bfloat16, state: str = "fp32") -> Sizes:
-    layers, types = model.num_layers - model.attention_layers, state_types(activation, state)
+    layers, types = model.recurrent_layers, state_types(activation, state)
     alone = state_bytes(model.state_shapes, layers, 0, types)
     return Sizes(rows, alone, state_bytes(model.state_shapes, layers, rows, types) - alone)
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from crossed import crossed
+from targets import Targets
 from uncached import run_texts
 
+from specbatch import SamplingParams
 from specbatch.config import EngineConfig, Speculation
 from specbatch.drafters.draft_model import DraftModelChain, parse_skip, plan
 from specbatch.errors import SpecbatchError
@@ -164,6 +166,17 @@ def test_skipped_layers_are_inclusive_ranges() -> None:
 def test_skipped_layers_that_are_no_ranges_of_the_model_are_refused(ranges: str) -> None:
     with pytest.raises(SpecbatchError, match=r"^draft='self:skip=.*(FIRST-LAST|layers 0-3)"):
         parse_skip(f"self:skip={ranges}", 4)
+
+
+def test_layers_whose_keys_others_read_are_not_skipped(targets: Targets) -> None:
+    """Layers 2 and 3 of 4 have the keys and values of 0 and 1."""
+    with pytest.raises(SpecbatchError, match=r"^draft='self:skip=1': layer 3 attends .* of layer 1; keep that one"):
+        targets.engine("gemma4-e2b", "model", more={"draft": "self:skip=1"})
+    prompts, params = targets.prompts("gemma4-e2b"), SamplingParams(max_new_tokens=6, ignore_eos=True)
+    for skipped in ("2", "0,2"):
+        engine = targets.engine("gemma4-e2b", "model", more={"draft": f"self:skip={skipped}"})
+        assert [done.token_ids for done in engine.generate(prompts, params)] == targets.greedy("gemma4-e2b", 6)
+        assert len(engine._worker.decode_step.drafter._cache.k) == (2 if skipped == "2" else 1)
 
 
 class Words(ByteTokenizer):

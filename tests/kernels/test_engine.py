@@ -171,7 +171,18 @@ def test_deterministic_mode(toy: Any, kernel_engine: tuple[Callable[..., Any], s
     "name",
     slow_but(
         ["llama"],
-        ["llama", "qwen3-moe", "qwen3-next", "nemotron-h-moe", "lfm2", "gemma3", "gemma4", "gemma4-moe", *LATENT],
+        [
+            "llama",
+            "qwen3-moe",
+            "qwen3-next",
+            "nemotron-h-moe",
+            "lfm2",
+            "gemma3",
+            "gemma4",
+            "gemma4-moe",
+            "gemma4-e2b",
+            *LATENT,
+        ],
     ),
 )
 def test_logits_in_deterministic_mode_do_not_depend_on_company(
@@ -197,6 +208,7 @@ HYBRIDS = {
     ("qwen3-next", "mtp"): CONV | {"delta_prefill", "delta_verify", "fused_moe", "pending_inputs"},
     ("nemotron-h", "ngram-tree"): CONV | {"ssd_prefill", "ssd_verify", "commit_tree"},
     ("gpt-oss", "ngram-tree"): {"fused_moe", "verify_attention", "commit_tree"},
+    ("gemma4-e2b", "ngram-tree"): {"split_qkv_rope", "verify_attention", "gelu_and_mul", "move_accepted_kv"},
     ("deepseek-v3", "mtp"): {"fused_moe", "latent_prefill", "latent_verify", "write_latent", "pending_inputs"},
     ("qwen3.5", "mtp-layers"): CONV | {"delta_verify", "verify_attention", "pending_inputs"},
     ("deepseek-v2", "ngram-tree"): {"latent_verify", "move_accepted_kv", "commit_tree"},

@@ -88,7 +88,7 @@ class Company:
         layers = max(self._model.recurrent_layers, 1)
         states = RecurrentStates(config.state_shapes, layers, len(texts) + 1, MOST_ROWS, types, self._device)
         attention = prefill_backend("auto", self._device, self._dtype, config.head_dim)
-        count = self._model.attention_layers
+        count = self._model.kv_layers
         self._kv = KVCache(config, count, pages * len(texts), PAGE, self._kv_dtype, self._device, attention, states)
         return self._kv
 

@@ -91,18 +91,21 @@ def attention(
     return compiled(spans._span_attention, kinds, fixed, **options)
 
 
-def sinks(*, is_tree: bool) -> dict[str, Any]:
-    """Verify attention of gpt-oss."""
-    tile = Tile(16, 32, 4, 3, 128)
+def verify(*, is_tree: bool, is_shared: bool = False, cache: str = "bf16") -> dict[str, Any]:
+    """Verify attention of gpt-oss; with shared keys that of Gemma 4 E2B."""
+    tile = Tile(16, 16, 4, 3, 255) if is_shared else Tile(16, 32, 4, 3, 128)
     kinds = dict.fromkeys(("qkv", "out", "k_cache", "v_cache", "cos", "sin"), "*bf16")
     kinds |= dict.fromkeys(("page_table", "rows", "lengths", "positions", "ancestors"), "*i64")
-    kinds |= dict.fromkeys(("sinks", "partials"), "*fp32") | dict.fromkeys(("eps", "scale"), "fp32")
+    kinds |= dict.fromkeys(("k_cache", "v_cache"), f"*{cache}")
+    kinds |= dict.fromkeys(("sinks", "partials", "q_norm", "k_norm"), "*fp32") | dict.fromkeys(("eps", "scale"), "fp32")
     kinds |= dict.fromkeys(("n", "first_node", "capacity", "width", "window"), "i32") | {"arrivals": "*i32"}
     fixed: dict[str, Any] = {
-        "q_norm": None, "k_norm": None, "KV": 8, "GROUP": 8, "DIM": 64, "HALF": 32, "PAGE": 16,
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "FEW": 16, "PARTS": 4, "NEW": 1, "CAUSAL": True,
-        "GROWN": False, "PDL": True,
+        "KV": 8, "GROUP": 8, "DIM": 64, "HALF": 32, "PAGE": 16, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "FEW": 16, "PARTS": 4, "NEW": 1, "CAUSAL": True, "GROWN": False, "SHARED": is_shared, "PDL": True,
     }  # fmt: skip
+    fixed |= (
+        {"KV": 1, "DIM": 512, "HALF": 256, "NEW": 2, "sinks": None} if is_shared else {"q_norm": None, "k_norm": None}
+    )
     fixed |= {} if is_tree else {"positions": None, "ancestors": None}
     return compiled(verifies._verify_attention, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
@@ -276,8 +279,11 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
         "verify, window and sinks",
         attention(64, 64, is_prompt=False, is_spread=True, has_window=True, has_sinks=True),
     )
-    yield "sinks", sinks(is_tree=False)
-    yield "sinks of a tree", sinks(is_tree=True)
+    yield "sinks", verify(is_tree=False)
+    yield "sinks of a tree", verify(is_tree=True)
+    yield "shared keys", verify(is_tree=False, is_shared=True)
+    yield "shared keys in FP8", verify(is_tree=False, is_shared=True, cache="fp8e4nv")
+    yield "shared keys of a tree", verify(is_tree=True, is_shared=True)
     for source in ("slots", "pages", "rows"):
         yield f"sinks of a prompt, {source}", prompt(source, 64, prompts.Tiling(64, 64, 4, 3), has_sinks=True)
         tile = prompts.tiling(torch.bfloat16, 512, source)

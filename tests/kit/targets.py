@@ -105,6 +105,13 @@ WINDOWED["gemma4"] = {
 }
 _GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 16}
 WINDOWED["gemma4-moe"] = WINDOWED["gemma4"] | _GEMMA4_MOE
+WINDOWED["gemma4-e2b"] = WINDOWED["gemma4"] | {
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 40,
+}
 GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"], "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 4,
     "intermediate_size": 32,
@@ -179,7 +186,8 @@ class Letters:
 
 # Scale of the embedding relative to the layers, so that about every other token is the one it predicts.
 STRENGTHS = {
-    "llama": 1.2, "mistral": 1.2, "ministral": 1.2, "gemma3": 0.45, "gemma4": 0.45, "gemma4-moe": 0.45, "gpt-oss": 1.6,
+    "llama": 1.2, "mistral": 1.2, "ministral": 1.2, "gemma3": 0.45, "gemma4": 0.45, "gemma4-moe": 0.45,
+    "gemma4-e2b": 0.45, "gpt-oss": 1.6,
     "qwen3-moe": 1.0, "qwen3-next": 2.6, "qwen3.5": 2.8, "qwen3.5-moe": 2.8, "nemotron-h": 1.2,
     "nemotron-h-moe": 1.9, "lfm2": 1.3, "lfm2-moe": 1.3, "glm4-moe": 1.8, "phi3": 1.2, "drafts": 2.0,
     "recurrent-drafts": 2.0, "deepseek-v2": 0.8, "deepseek-v3": 1.0,
@@ -296,7 +304,7 @@ class Targets:
         attention = prefill_backend("torch", cpu, torch.float64, config.head_dim)
         table = torch.arange(len(texts) + 1)[:, None]
         states = RecurrentStates(config.state_shapes, max(model.recurrent_layers, 1), len(table), 1, types, cpu)
-        kv = KVCache(config, model.attention_layers, len(texts), 64, torch.float64, cpu, attention, states)
+        kv = KVCache(config, model.kv_layers, len(texts), 64, torch.float64, cpu, attention, states)
         metadata = PrefillMetadata(table, [PromptChunk(row + 1, 0, len(text)) for row, text in enumerate(texts)], 64)
         tokens = torch.tensor([token for text in texts for token in text])
         hidden = model.forward(tokens, metadata.positions, metadata.bind(kv)).last

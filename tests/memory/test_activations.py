@@ -28,6 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **HYBRIDS, **LATENT, "llama": {"architectures": ["LlamaForCausalLM"]}, "gpt-oss": GPT_OSS,
     "gemma4": WINDOWED["gemma4"],
     "gemma4-moe": WINDOWED["gemma4-moe"],
+    "gemma4-e2b": WINDOWED["gemma4-e2b"],
 }  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def test_prefill_activations_match_the_plan(
     how: dict[str, Any] = {"dtype": dtype, "device": CPU, "max_positions": TOKENS, "ranks": divided}
     model = Decoder(config, lambda name: torch.zeros(shapes[name]), **how)
     states = RecurrentStates(config.state_shapes, max(model.recurrent_layers, 1), 2, 1, state_types(dtype, "fp32"), CPU)
-    cache = KVCache(config, model.attention_layers, TOKENS // 4 + 2, 4, dtype, CPU, _Triton(), states)
+    cache = KVCache(config, model.kv_layers, TOKENS // 4 + 2, 4, dtype, CPU, _Triton(), states)
     metadata = PrefillMetadata(torch.zeros(2, TOKENS // 4, dtype=torch.int64), [PromptChunk(1, 0, TOKENS)], 4)
     tokens = torch.zeros(TOKENS, dtype=torch.int64)
     taken = peak_of(lambda: model.forward(tokens, metadata.positions, metadata.bind(cache), metadata.last))

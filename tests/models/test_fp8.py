@@ -151,7 +151,7 @@ def logits(model: Decoder, count: int = 23) -> torch.Tensor:
         types = state_types(torch.float32, "fp32")
         states = RecurrentStates(config.state_shapes, model.recurrent_layers, 2, 1, types, device)
     backend = prefill_backend("torch", device, torch.float32, config.head_dim)
-    cache = KVCache(config, model.attention_layers, 8, 4, torch.float32, device, backend, states)
+    cache = KVCache(config, model.kv_layers, 8, 4, torch.float32, device, backend, states)
     metadata = PrefillMetadata(torch.arange(16, device=device).view(2, 8) % 9, [PromptChunk(1, 0, count)], 4)
     tokens = torch.randint(0, config.vocab_size, (count,), generator=torch.Generator().manual_seed(4))
     tokens = tokens.to(device)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from stand_ins import FakeRecorder, fake_graphs
+from targets import Targets
 
 from specbatch import EmbeddedPrompt, SpecbatchError
 from specbatch.config import Graphs, Speculation
@@ -20,8 +21,9 @@ from specbatch.core.async_copy import StepTimer
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.core.request import SamplingParams
 from specbatch.engine.prefill import PrefillStep
+from specbatch.models.padded_attention import PaddedAttention
 from specbatch.runtime.cuda_graphs import RING, batch_buckets, token_buckets
-from specbatch.runtime.prefill_forward import PiecewiseGraphs, static_bytes
+from specbatch.runtime.prefill_forward import EagerForward, PiecewiseGraphs, static_bytes
 
 SPECULATIONS = {
     "none": Speculation(),
@@ -273,11 +275,54 @@ def test_piecewise_prefill_equals_a_whole_pass(
             assert piecewise(tokens, metadata, rows[:0]).last.shape == (0, model.config.hidden_size)
 
 
-@pytest.mark.parametrize(("needs_all_hidden", "aux"), [(False, ()), (True, ()), (True, (2, 0))])
-def test_static_bytes_are_those_of_the_buffers(
-    graph_engine: Callable[..., Any], needs_all_hidden: bool, aux: tuple[int, ...]
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_layers_with_shared_keys_compute_the_last_tokens_only(
+    targets: Targets, monkeypatch: pytest.MonkeyPatch, is_recorded: bool
 ) -> None:
-    worker = graph_engine(graphs=Graphs())._worker
+    """Of two chunks, one after a prefix. If more tokens are read than there are chunks, all are computed."""
+    worker = targets.engine("gemma4-e2b", "none")._worker
+    model, cache, table = worker.decode_step.model, worker.decode_step.cache, worker.batch.page_table
+    forward: Any = EagerForward(model, cache)
+    if is_recorded:
+        recorder: Any = FakeRecorder(torch.device("cpu"))
+        forward = PiecewiseGraphs(model, cache, recorder, 16, table, needs_all_hidden=False)
+        list(forward.capture())
+    table[1:3] = torch.arange(1, 1 + table[1:3].numel()).view(2, -1)
+    tokens = torch.arange(3, 28) % 37
+    for chunks in ([PromptChunk(1, 0, 9)], [PromptChunk(1, 9, 18), PromptChunk(2, 0, 7)]):
+        metadata = PrefillMetadata(table, chunks, 4)
+        part, tokens = tokens[: len(metadata.positions)], tokens[len(metadata.positions) :]
+        whole = model.forward(part, metadata.positions, metadata.bind(cache)).last
+        first = 16 if is_recorded else len(part)  # tokens of the layers with keys of their own, with padding
+        for rows, last in (
+            (metadata.last, [len(chunks)]),
+            (torch.tensor([8, 0, 3]), [len(part)]),
+            (metadata.last[:0], []),
+        ):
+            computed: list[int] = []
+            with monkeypatch.context() as patch:
+                patch.setattr(PaddedAttention, "project", _counted(computed))
+                found = forward(part, metadata, rows).last
+            torch.testing.assert_close(found, whole[rows], rtol=0, atol=1e-5)
+            assert computed == [first] * 2 + last * 2
+
+
+def _counted(computed: list[int]) -> Callable[..., torch.Tensor]:
+    project = PaddedAttention.project
+
+    def counted(mixer: PaddedAttention, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        computed.append(len(x))
+        return project(mixer, x, out)
+
+    return counted
+
+
+@pytest.mark.parametrize(("needs_all_hidden", "aux"), [(False, ()), (True, ()), (True, (2, 0))])
+@pytest.mark.parametrize("name", ["llama", "gemma4-e2b"])
+def test_static_bytes_are_those_of_the_buffers(
+    targets: Targets, name: str, needs_all_hidden: bool, aux: tuple[int, ...]
+) -> None:
+    worker = targets.engine(name, "none")._worker
     model, cache = worker.decode_step.model.with_aux(aux), worker.decode_step.cache
     recorder: Any = FakeRecorder(torch.device("cpu"))
     piecewise = PiecewiseGraphs(model, cache, recorder, 48, worker.batch.page_table, needs_all_hidden=needs_all_hidden)

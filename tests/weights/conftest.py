@@ -175,7 +175,7 @@ def _write_gguf(
 ) -> Path:
     """Write a model like llama.cpp's converter: matrices in `quantized`, vectors in float32."""
     config = model.config
-    arch = config.model_type
+    arch = "llama" if config.model_type in ("mistral", "ministral") else config.model_type
     writer = GGUFWriter(path, arch)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads

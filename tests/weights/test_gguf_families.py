@@ -1,4 +1,5 @@
-"""Phi-3 to Phi-4 (fused projections, windows, LongRoPE) and LFM2 (convolutions) in GGUF files."""
+"""Phi-3 to Phi-4 (fused projections, windows, LongRoPE), Mistral and Ministral (windows) and LFM2 (convolutions) in
+GGUF files."""
 
 from __future__ import annotations
 
@@ -79,6 +80,24 @@ def test_window_of_all_layers(write_gguf: Make) -> None:
     path = write_gguf(model, metadata={"phi3.attention.sliding_window": 7})
     assert open_checkpoint(str(path)).config.windows == (7, 7)
     check(path, model, 40)
+
+
+@pytest.mark.parametrize("pattern", [None, [True, False]])
+def test_windows_of_mistral(write_gguf: Make, pattern: list[bool] | None) -> None:
+    """Its files have the architecture of Llama, and its order of the rows of q and k."""
+    if pattern is None:
+        model, keys = random(hf.MistralForCausalLM(hf.MistralConfig(**SIZES, sliding_window=7))), {}
+    else:
+        kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+        config = hf.MinistralConfig(**SIZES, head_dim=16, sliding_window=7, layer_types=kinds)
+        model = random(hf.MinistralForCausalLM(config))
+        keys = {"llama.attention.sliding_window_pattern": pattern}
+    path = write_gguf(model, metadata={"llama.attention.sliding_window": 7} | keys)
+    assert open_checkpoint(str(path)).config.windows == (7, 7 if pattern is None else None)
+    check(path, model, 40)
+    wrong = {"llama.attention.sliding_window": 7, "llama.attention.sliding_window_pattern": 2}
+    with pytest.raises(SpecbatchError, match="sliding_window_pattern=2: it must have true or false for each layer"):
+        open_checkpoint(str(write_gguf(model, name="wrong", metadata=wrong)))
 
 
 def test_convolutions(write_gguf: Make) -> None:

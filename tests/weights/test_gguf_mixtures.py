@@ -31,11 +31,18 @@ GLM = {
     "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.7, "n_group": 1, "topk_group": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
 }  # fmt: skip
+LFM = {
+    "num_experts": 5, "moe_intermediate_size": 32, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"],
+    "conv_L_cache": 3, "norm_eps": 1e-5, "routed_scaling_factor": 1.7,
+}  # fmt: skip
 OSS = {"num_local_experts": 5, "sliding_window": 6, "rope_parameters": YARN | {"truncate": False}}
 MODELS: dict[str, Callable[[], Any]] = {
     "qwen3moe": lambda: hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SIZES, **QWEN)),
     "gpt-oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SIZES, **OSS)),
     "glm4moe": lambda: hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**SIZES, **GLM)),
+    "lfm2moe": lambda: hf.Lfm2MoeForCausalLM(
+        hf.Lfm2MoeConfig(**{key: SIZES[key] for key in SIZES if key not in ("rms_norm_eps", "head_dim")}, **LFM)
+    ),
 }
 # Of llama.cpp's converters, for the tensors that are no experts.
 NAMES = {
@@ -46,9 +53,14 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp", "eh_proj": "nextn.eh_proj", "enorm": "nextn.enorm",
-    "hnorm": "nextn.hnorm", "shared_head.norm": "nextn.shared_head_norm",
+    "hnorm": "nextn.hnorm", "shared_head.norm": "nextn.shared_head_norm", "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm", "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm", "conv.in_proj": "shortconv.in_proj", "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj", "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down", "feed_forward.gate": "ffn_gate_inp", "feed_forward.expert_bias": "exp_probs_b.bias",
 }  # fmt: skip
 ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+ENDS["model.embedding_norm"] = "token_embd_norm"
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +102,8 @@ def stored(arch: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
                     found[f"{block}.ffn_{gate}_exps.{kind}"] = half
         elif part in NAMES:
             found[f"{block}.{NAMES[part]}"] = tensor
+        elif part == "conv.conv.weight":
+            found[f"{block}.shortconv.conv.weight"] = tensor[:, 0]
         elif part == "post_attention_layernorm.weight":
             found[f"{block}.{'ffn_norm' if arch == 'qwen3moe' else 'post_attention_norm'}.weight"] = tensor
         else:
@@ -119,6 +133,9 @@ def write(
     elif arch == "glm4moe":
         keys |= {"expert_shared_count": 2, "leading_dense_block_count": 1, "expert_gating_func": 2}
         keys |= {"expert_weights_scale": 1.7, "expert_weights_norm": True, "rope.dimension_count": 8}
+    elif arch == "lfm2moe":
+        keys |= {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3, "leading_dense_block_count": 1}
+        keys |= {"expert_gating_func": 2, "expert_weights_scale": 1.7}
     writer = GGUFWriter(path, arch)
     for key, value in (keys | changes).items():
         if isinstance(value, bool):
@@ -213,5 +230,6 @@ def test_refusals(tmp_path: Path) -> None:
     assert "ffn_gate_exps.weight has no ffn_up_exps of its shape" in refusal(without="blk.1.ffn_up_exps.weight")
     assert "experts.down_proj is missing" in refusal(without="blk.1.ffn_down_exps.weight")
     assert "experts.gate_up_proj is [5, 64, 64]; its config requires [6, 64, 64]" in refusal(expert_count=6)
-    assert "expert_gating_func=1" in refusal("glm4moe", expert_gating_func=1)
+    for arch in ("glm4moe", "lfm2moe"):
+        assert f"{arch}.expert_gating_func=1: the scores" in refusal(arch, expert_gating_func=1)
     assert "expert_used_count" in refusal(expert_used_count=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,47 @@ def test_fp8_cache(device: torch.device, dtype: torch.dtype, sizes: dict[str, in
         case.qkv = case.qkv.to(torch.float8_e4m3fn).to(dtype)
         case.heads.cos.fill_(1), case.heads.sin.fill_(0)
     case.check(2)
+
+
+@pytest.mark.parametrize("dtype", slow_but([torch.float32], DTYPES))
+@pytest.mark.parametrize(
+    ("splits", "mask", "sizes"),
+    first_quick(
+        2,
+        [
+            (3, Mask(), {"norm": True}),
+            (2, Mask(window=4), {"cache": torch.float8_e4m3fn, "norm": False}),
+            (1, Mask(), {"count": 8, "kv": 1, "dim": 256}),
+        ],
+    ),
+)
+def test_shared_keys(device: torch.device, dtype: torch.dtype, splits: int, mask: Mask, sizes: dict[str, Any]) -> None:
+    """Queries alone, after a layer that has written the keys of the pass: the outputs are those of that layer."""
+    case = Case(device, dtype, [0, 90, 3], 18, **sizes)
+    positions = (case.lengths[:, None] + torch.arange(case.n, device=device)).flatten()
+    attend = partial(verify_attention, case.queries(case.lengths), splits=splits)
+    whole = attend(case.qkv, case.heads, positions, *case.caches, mask)
+    heads, before = replace(case.heads, shared=True), [cache.clone() for cache in case.caches]
+    queries = case.qkv[:, : heads.count * heads.dim].contiguous()
+    assert torch.equal(attend(queries, heads, positions, *case.caches, mask), whole)
+    for cache, old in zip(case.caches, before, strict=True):
+        assert torch.equal(cache.view(torch.uint8), old.view(torch.uint8))
+    case.qkv, case.heads = queries, heads
+    case.caches = [cache.to(dtype).nan_to_num(0).to(cache.dtype) for cache in case.caches]
+    case.new &= False
+    case.check(splits, mask)
+
+
+def test_keys_shared_by_a_tree(device: torch.device) -> None:
+    first, n = 6, 9
+    case = Case(device, torch.float32, [first + 90, first, first + 5], n)
+    words, depths = (item[:, first:].contiguous() for item in tree(3, first + n, device))
+    positions = (case.lengths[:, None] - first + depths).flatten()
+    attend = partial(verify_attention, case.queries(case.lengths - first, ancestors=words, first_node=first), splits=2)
+    whole = attend(case.qkv, case.heads, positions, *case.caches, Mask(window=12))
+    queries = case.qkv[:, : case.heads.count * case.heads.dim].contiguous()
+    shared = attend(queries, replace(case.heads, shared=True), positions, *case.caches, Mask(window=12))
+    assert torch.equal(shared, whole)
 
 
 def test_padding_rows(device: torch.device) -> None:

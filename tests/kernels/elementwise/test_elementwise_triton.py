@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -82,6 +84,11 @@ def test_split_qkv_rope(
     assert torch.equal(caches[1].flatten(0, 1)[slots], v)
     for ours, theirs in zip(caches[:2], caches[2:], strict=True):  # nothing but the slots is written
         assert torch.equal(ours.isnan(), theirs.isnan())
+    queries, unused = qkv[:, : count * dim].contiguous(), [torch.full_like(cache, torch.nan) for cache in caches[:2]]
+    q_alone, *none = split_qkv_rope(queries, replace(heads, shared=True), positions, slots, *unused)
+    assert torch.equal(q_alone, q_new)
+    assert [tuple(part.shape) for part in none] == [(rows, 0, dim)] * 2
+    assert all(cache.isnan().all() for cache in unused)
 
 
 def test_split_qkv_rope_with_fp8_cache(device: torch.device) -> None:
