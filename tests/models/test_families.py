@@ -490,7 +490,7 @@ def test_given_embeddings_have_the_per_layer_row_of_the_padding_token(tmp_path: 
     given = EmbeddingOverrides(places, values)
     found = ours.forward(tokens, torch.arange(9), UncachedContext(ours, 1, 9), overrides=given).last
     embeddings = theirs.model.embed_tokens(tokens).index_copy(0, places, values)
-    of_tokens = theirs.model.get_per_layer_inputs(tokens.index_fill(0, places, 5)[None])
+    of_tokens = theirs.model.get_per_layer_inputs(tokens.index_fill(0, places, 5)[None], None)
     with torch.no_grad():
         wanted = theirs.model(inputs_embeds=embeddings[None], per_layer_inputs=of_tokens).last_hidden_state[0]
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

@@ -55,6 +55,7 @@ def published(head: Any, stem: str, depth: int = 0) -> dict[str, torch.Tensor]:
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
+@pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="MtpModel of this transformers has no forward_layer")
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("name", TARGETS)
 def test_head_computes_what_transformers_does(name: str, layers: int, tmp_path: Path) -> None:
