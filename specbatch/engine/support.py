@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from specbatch.config import EngineConfig, Graphs, Speculation
-from specbatch.engine.builder import prepare
+from specbatch.engine.prepare import prepare
 from specbatch.engine.ranks import EngineRanks
 from specbatch.errors import SpecbatchError
 from specbatch.memory.planner import EXCLUSIVE

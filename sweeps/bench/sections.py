@@ -27,7 +27,7 @@ from specbatch.sweeps.run.runner import SweepOptions
 from specbatch.sweeps.run.workloads import Workload
 
 if TYPE_CHECKING:
-    from specbatch.engine.builder import Prepared
+    from specbatch.engine.prepare import Prepared
 
 MACHINE = "machine"
 VERIFY_ROWS = 16
@@ -169,7 +169,7 @@ def plan_bench(base: EngineConfig, options: BenchOptions, log: Log | None = None
     `log` gets a line about sections that are left out. Refused: nothing is left, engines that cannot run, and lengths
     that the user gave and that the model cannot hold.
     """
-    from specbatch.engine.builder import prepare
+    from specbatch.engine.prepare import prepare
     from specbatch.runtime.device import find_device
 
     if MACHINE in options.sections and "sections" in options.given and find_device(base.device).type != "cuda":

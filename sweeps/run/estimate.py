@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from tabulate import tabulate
 
-from specbatch.engine.builder import memory_plan, prepare
+from specbatch.engine.memory_plan import memory_plan
+from specbatch.engine.prepare import prepare
 from specbatch.memory.planner import MemoryPlan, MemoryShare, size_text
 from specbatch.plurals import counted
 from specbatch.records.sweep_plan import points

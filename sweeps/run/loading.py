@@ -164,7 +164,7 @@ def of_lengths(config: EngineConfig, workload: Workload | None) -> Iterator[None
 
 def check(configs: Configs, options: SweepOptions) -> None:
     """Refuse engines that cannot run, with nothing loaded."""
-    from specbatch.engine.builder import prepare
+    from specbatch.engine.prepare import prepare
 
     for config in engines_of(fitted(configs, options)).values():
         prepare(config, lambda line: None)

@@ -181,7 +181,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
     module = types.ModuleType("specbatch.engine.engine")
     module.Engine = StubEngine  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "specbatch.engine.engine", module)
-    monkeypatch.setattr("specbatch.engine.builder.prepare", lambda config, say: None)
+    monkeypatch.setattr("specbatch.engine.prepare.prepare", lambda config, say: None)
     monkeypatch.chdir(tmp_path)
     return StubEngine
 

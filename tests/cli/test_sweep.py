@@ -282,7 +282,7 @@ def test_no_model_runs_if_one_is_refused(sweep, tmp_path, monkeypatch):
         if config.model == "missing":
             raise refuse("model", config.model, "does not exist")
 
-    monkeypatch.setattr("specbatch.engine.builder.prepare", prepare)
+    monkeypatch.setattr("specbatch.engine.prepare.prepare", prepare)
     grid = tmp_path / "grid.toml"
     grid.write_text('[baseline]\nspec = "off"\nload_format = "dummy"\nmodel = ["toy", "missing"]\n')
     result = sweep(f"--configs {grid}")

@@ -111,7 +111,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None])
             spy(module, name)
     force_kernels()
     monkeypatch.setattr("specbatch.kernels.gemm.linear.is_blocked", lambda dtype, device: False)
-    monkeypatch.setattr("specbatch.engine.builder.prefill_backend", lambda *_, **__: _Triton())
+    monkeypatch.setattr("specbatch.engine.prepare.prefill_backend", lambda *_, **__: _Triton())
     monkeypatch.setattr(skinny_gemm_triton, "is_skinny", lambda rows, weight: rows <= 8)
     return called
 

@@ -32,7 +32,7 @@ class FakeRecorder:
 def fake_graphs(patch: pytest.MonkeyPatch) -> None:
     """Engines on a CPU accept graphs, and record them with `FakeRecorder`."""
     patch.setattr("specbatch.engine.builder.Recorder", FakeRecorder)
-    patch.setattr("specbatch.engine.builder._check_device", lambda config, device: None)
+    patch.setattr("specbatch.engine.prepare._check_device", lambda config, device: None)
 
 
 def late_results(patch: pytest.MonkeyPatch) -> None:

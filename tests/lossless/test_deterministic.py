@@ -18,8 +18,7 @@ from stand_ins import late_results, random_draft_lengths
 from targets import SPECULATIONS, TARGETS, TargetCheckpoint, Targets
 
 from specbatch import Completion, EngineConfig, SamplingParams, SpecbatchError, Speculation
-from specbatch.engine import builder
-from specbatch.engine.builder import prepare
+from specbatch.engine.prepare import _check_kernels_on_cuda, prepare
 from specbatch.kernels.attention import span_attention
 from specbatch.kernels.attention.latent_attention import LatentDecodeRef, latent_prefill_ref
 from specbatch.kernels.attention.verify_attention import DecodeAttentionRef, DecodeQueries
@@ -271,7 +270,7 @@ def test_gemm_whose_bits_depend_on_the_place_takes_one_row_at_a_time(monkeypatch
 
 
 def test_what_it_does_not_cover_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbatch.engine.builder.find_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr("specbatch.engine.prepare.find_device", lambda device: torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     with pytest.raises(SpecbatchError, match="deterministic=True: its kernels were compared on Hopper only"):
         prepare(EngineConfig(deterministic=True), print)
@@ -281,7 +280,7 @@ def test_what_it_does_not_cover_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(SpecbatchError, match=f"deterministic=True: .* bits of {what} were .*; use device='cpu'"):
             prepare(EngineConfig(shape, load_format="dummy", deterministic=True), print)
     with pytest.raises(SpecbatchError, match="bits of a draft model with INT4 weights"):
-        builder._check_kernels_on_cuda(TargetCheckpoint("awq").config, "a draft model with ")
+        _check_kernels_on_cuda(TargetCheckpoint("awq").config, "a draft model with ")
     with pytest.raises(SpecbatchError, match="tensor_parallel=2: with deterministic=True"):
         EngineConfig(deterministic=True, tensor_parallel=2)
     block = Speculation("mtp", verification="block")

@@ -88,8 +88,8 @@ def test_drafter_activations_match_the_plan(
         return plan_memory(*args, **numbers)
 
     as_on_a_device(monkeypatch)
-    monkeypatch.setattr("specbatch.engine.builder.prefill_backend", lambda *_, **__: _Triton())
-    monkeypatch.setattr("specbatch.engine.builder.plan_memory", plan)
+    monkeypatch.setattr("specbatch.engine.prepare.prefill_backend", lambda *_, **__: _Triton())
+    monkeypatch.setattr("specbatch.engine.memory_plan.plan_memory", plan)
     engine = targets.engine(name, algorithm, max_running=1, max_model_len=400, prefill_chunk=256)
     worker = engine._worker
     taken = peak_of(lambda: worker.prefill_step.warm_up(256))

@@ -13,7 +13,7 @@ from quantized_weights import FORMATS, int4
 from safetensors.torch import load_file, save_file
 
 from specbatch.config import EngineConfig
-from specbatch.engine.builder import prepare
+from specbatch.engine.prepare import prepare
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
@@ -256,7 +256,7 @@ def test_scales_of_activations_and_caches(tmp_path: Path, monkeypatch: pytest.Mo
     )
     assert checkpoint.config.quantization is not None
     assert checkpoint.config.quantization.has_cache_scales
-    monkeypatch.setattr("specbatch.engine.builder._check_device", lambda config, device: None)
+    monkeypatch.setattr("specbatch.engine.prepare._check_device", lambda config, device: None)
     with pytest.raises(SpecbatchError, match=r"kv_dtype='fp8': the checkpoint has scales .*use auto"):
         prepare(EngineConfig(model=str(tmp_path), device="cpu", kv_dtype="fp8"), print)
 

@@ -155,7 +155,7 @@ def test_drafts(tmp_path: Path, canary: Canary, on_hub: Callable[[Path], str]) -
 
 
 def test_draft_models(tmp_path: Path, canary: Canary) -> None:
-    from specbatch.engine.builder import prepare
+    from specbatch.engine.prepare import prepare
 
     target = canary.plant(write_folder(tmp_path / "target"))
     draft = canary.plant(write_folder(tmp_path / "draft"))

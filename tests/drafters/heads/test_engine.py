@@ -222,7 +222,7 @@ def test_attention_backend_is_for_heads_of_several_layers(targets: Any, monkeypa
         asked.append(args)
         return prefill_backend(*args, **how)
 
-    monkeypatch.setattr("specbatch.engine.builder.prefill_backend", chosen)
+    monkeypatch.setattr("specbatch.engine.prepare.prefill_backend", chosen)
     targets.engine("llama", "eagle", draft_attention_backend="torch")
     assert [(args[0], args[4:]) for args in asked[1:]] == [("torch", ("draft_attention_backend",))]
     with pytest.raises(SpecbatchError, match=r"^draft_attention_backend='torch': this head has one layer"):

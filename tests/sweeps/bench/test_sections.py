@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specbatch.config import EngineConfig, Graphs, Speculation
-from specbatch.engine import builder
+from specbatch.engine import memory_plan, prepare
 from specbatch.errors import SpecbatchError
 from specbatch.runtime import device as devices
 from specbatch.sweeps.bench.sections import BenchOptions, plan_bench
@@ -79,9 +79,9 @@ def test_prefill_graphs_are_measured_where_prompts_are(monkeypatch: pytest.Monke
 
 
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (builder, devices):
+    for module in (prepare, devices):
         monkeypatch.setattr(module, "find_device", lambda name: torch.device("cuda", 0))
-    monkeypatch.setattr(builder, "prefill_backend", lambda *_, **__: None)
+    monkeypatch.setattr(prepare, "prefill_backend", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,13 @@ def test_four_engines_of_qwen3_8b_fit_on_an_h200(
     """By their memory plans, if all that is planned stays taken while the next engine is built."""
     fake_gpu(monkeypatch)
     free = 139 << 30
-    monkeypatch.setattr(builder, "available_memory", lambda _: free)
+    monkeypatch.setattr(memory_plan, "available_memory", lambda _: free)
     base = EngineConfig(model="qwen3-8b", load_format="dummy", prefill_chunk=8192, graphs=Graphs("whole", "off"))
     configs = configs_of(replace(base, speculation=speculation), batch=sizes, concurrency=sizes)
     assert len(configs) == 4
     assert configs["v2+piecewise"].graphs.prefill == "piecewise"
     for place, config in enumerate(configs.values()):
-        memory = builder.memory_plan(builder.prepare(config, lambda line: None), is_shared=place > 0)
+        memory = memory_plan.memory_plan(prepare.prepare(config, lambda line: None), is_shared=place > 0)
         assert memory.kv_pages == config.kv_pages
         free -= memory.weights + memory.draft_weights + memory.kv + memory.workspace + memory.graphs
     assert free > 8 << 30

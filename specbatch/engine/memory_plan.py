@@ -1,0 +1,88 @@
+"""The memory plan of an engine: what its models, caches, activations and graphs take of the memory that is free."""
+
+from __future__ import annotations
+
+import torch
+
+from specbatch.config import EngineConfig
+from specbatch.drafters.base import DraftPlan
+from specbatch.engine.prepare import Prepared
+from specbatch.kernels.collectives.communicator import Communicator
+from specbatch.memory.grammar_pool import CELLS
+from specbatch.memory.kv_cache import bytes_per_page
+from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, plan_memory
+from specbatch.memory.recurrent_state import state_bytes, state_types
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import token_bytes
+from specbatch.runtime.cuda_graphs import graph_bytes
+from specbatch.runtime.loader import dequantized_bytes, weight_bytes
+from specbatch.runtime.prefill_forward import static_bytes
+
+
+def memory_plan(
+    prepared: Prepared, share: MemoryShare = EXCLUSIVE, *, is_shared: bool = False, ranks: Communicator | None = None
+) -> MemoryPlan:
+    """How an engine would use the memory that is free now, of each rank what the rank with the least has. Refuses what
+    does not fit."""
+    config, device, _, model, dtype, _, draft, corpus = prepared
+    kv_dtype, chunk = kv_dtype_of(config, dtype), config.prefill_chunk
+    graphs = graph_bytes(
+        config.graphs,
+        most=config.max_running,
+        chunk=chunk,
+        layers=model.num_layers + draft.layers,
+        lengths=len(config.speculation.lengths),
+    )
+    if config.graphs.prefill == "piecewise":
+        graphs += static_bytes(model, dtype, chunk, needs_all_hidden=draft.needs_all_hidden, aux=len(draft.aux))
+        graphs += static_bytes(draft.config, dtype, chunk, needs_all_hidden=False) if draft.layers else 0
+    pools = 2 if graphs else 1  # graphs have one of their own
+    return plan_memory(
+        config,
+        free=available_memory(device) if ranks is None else _least_memory(device, ranks),
+        on_cpu=device.type == "cpu",
+        model_len=min(model.max_position, draft.config.max_position),
+        weights=0 if is_shared and share.index == 0 else weight_bytes(model, dtype, device),
+        draft_weights=(weight_bytes(draft.weights, dtype, device) if draft.weights else 0)
+        + draft.parameters * dtype.itemsize,
+        page_bytes=bytes_per_page(model, len(model.kv_layers), config.page_size, kv_dtype)
+        + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
+        state_bytes=_state_bytes(prepared, config.speculation.drafted + 1),
+        cached_state_bytes=_state_bytes(prepared, 0),
+        vocabulary=model.vocab_size,
+        rows=draft.kv_slots_per_step(config.speculation.drafted + 1),
+        token_bytes=_token_bytes(model, draft, dtype),
+        temporary=pools * max(dequantized_bytes(part, dtype, device) for part in (model, draft.config)),
+        corpus_bytes=(lambda running: 0) if corpus is None else corpus.bytes,
+        grammars=2 * CELLS,
+        graphs=graphs,
+        share=share,
+    )
+
+
+def _least_memory(device: torch.device, ranks: Communicator) -> int:
+    """Free memory of a rank: on a CPU all ranks share it."""
+    free = available_memory(device) // (ranks.size if device.type == "cpu" else 1)
+    mebibytes = torch.tensor([float(free >> 20)], device=device)
+    return int(ranks.all_gather(mebibytes).min()) << 20
+
+
+def _token_bytes(target: ModelConfig, draft: DraftPlan, dtype: torch.dtype) -> int:
+    """Activations of a token: those of the target, or of the draft after it, which reads its features and keeps the
+    embedded token."""
+    features = (draft.needs_all_hidden + len(draft.aux)) * target.hidden_size * dtype.itemsize
+    embedded = draft.config.hidden_size * dtype.itemsize
+    drafting = features + embedded + token_bytes(draft.config, dtype) if draft.layers else 0
+    return max(token_bytes(target, dtype) + features, drafting)
+
+
+def _state_bytes(prepared: Prepared, rows: int) -> int:
+    """Recurrent states of one slot with a verify of `rows` tokens, the target's and the draft's; with 0, of a cached
+    prefix."""
+    model, draft, types = prepared.model, prepared.draft, state_types(prepared.dtype, prepared.config.state_dtype)
+    own = state_bytes(model.state_shapes, model.recurrent_layers, rows, types)
+    return own + state_bytes(draft.config.state_shapes, draft.state_layers, rows, types)
+
+
+def kv_dtype_of(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    return torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
