@@ -4,7 +4,8 @@
     python results/remake.py --check    # only name them, and exit with status 1
 
 Numbers that differ by less than 1e-9 of their size are equal: the last digits of an interval depend on the version of
-NumPy and on the processor. A folder keeps those files of `specbatch report` or of `specbatch eval --configs` that were published.
+NumPy and on the processor. A folder keeps those files of `specbatch report` or of `specbatch eval --configs` that were
+published.
 """
 
 from __future__ import annotations
