@@ -88,7 +88,7 @@ def prefill_attention(
     tokens = max(1, tile.queries // group)
     tiles = spans.tiles(tokens)
     longest = min(max(spans.ends), window + tokens) if window else max(spans.ends)
-    splits = max(1, min(PROGRAMS * processors // (len(tiles) * kv), longest // SPLIT_KEYS))
+    splits = max(1, min(PROGRAMS * processors // (spans.full_tiles(tokens) * kv), longest // SPLIT_KEYS))
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     partial, lse = out, out

@@ -39,6 +39,10 @@ class RaggedBatch:
             self._tiles[tokens] = upload(tiles, self.page_table.device)
         return self._tiles[tokens]
 
+    def full_tiles(self, tokens: int) -> int:
+        """How many tiles of `tokens` rows there are, but for those that only exist at fixed addresses and are empty."""
+        return len(self.tiles(tokens))
+
     @cached_property
     def query_bounds(self) -> torch.Tensor:
         """int32 [S + 1]: offsets."""
@@ -60,15 +64,16 @@ class RaggedBatch:
 
 
 class StaticRaggedBatch(RaggedBatch):
-    """Up to `most` spans without a prefix, of up to `tokens` tokens in all, at fixed addresses: what a graph reads.
+    """Up to `most` spans of up to `tokens` tokens in all, at fixed addresses: what a graph reads. fresh: without a
+    prefix.
 
     It has what the device reads; what the host knows of a pass (counts, starts, offsets) is not part of a recording.
     """
 
-    def __init__(self, tokens: int, most: int, page_table: torch.Tensor, page_size: int) -> None:
-        self.page_table, self.page_size = page_table, page_size
-        self.fresh = True
-        self.ends = [tokens]  # the longest there may be
+    def __init__(self, tokens: int, most: int, page_table: torch.Tensor, page_size: int, *, fresh: bool) -> None:
+        self.page_table, self.page_size, self.fresh = page_table, page_size, fresh
+        self.ends = [tokens if fresh else page_table.shape[1] * page_size]  # the longest there may be
+        self._tokens = tokens
         self.table = torch.zeros(4, most + 1, dtype=torch.int64, device=page_table.device)
         self._empty = most  # a span that always is
         self._tiles = {}
@@ -76,9 +81,13 @@ class StaticRaggedBatch(RaggedBatch):
     def tiles(self, tokens: int) -> torch.Tensor:
         """As `RaggedBatch.tiles`; those that a pass does not fill are of the empty span."""
         if tokens not in self._tiles:
-            count = -(-self.ends[0] // tokens) + self._empty
+            count = self.full_tiles(tokens) + self._empty
             self._tiles[tokens] = torch.tensor([[self._empty, 0]] * count, device=self.page_table.device)
         return self._tiles[tokens]
+
+    def full_tiles(self, tokens: int) -> int:
+        """As if one span had all tokens."""
+        return -(-self._tokens // tokens)
 
     def load(self, spans: RaggedBatch) -> None:
         """The spans of the next pass."""

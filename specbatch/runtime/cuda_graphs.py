@@ -24,7 +24,7 @@ from specbatch.kernels.elementwise.gather_rows import ring_push
 Program = Callable[[], None]
 # Results that may be in flight at the same time: one being computed, one being copied, one being read.
 RING = 4
-SHORT_TOKENS = 1024  # prefill passes of up to so many, without a prefix, are recorded as a whole, too
+SHORT_TOKENS = 2048  # prefill passes of up to so many are recorded as a whole, too, with and without a prefix
 
 
 class Result(NamedTuple):
@@ -115,7 +115,7 @@ def graph_bytes(graphs: Graphs, *, most: int, chunk: int, layers: int, lengths: 
     count = len(batch_buckets(most)) * lengths * layers // 4 if graphs.decode == "whole" else 0
     if graphs.prefill == "piecewise":
         buckets = token_buckets(chunk)
-        count += len(buckets) * (layers + 1) + sum(size <= SHORT_TOKENS for size in buckets) * layers // 4
+        count += len(buckets) * (layers + 1) + 2 * sum(size <= SHORT_TOKENS for size in buckets) * layers // 4
     return count << 16
 
 

@@ -1,8 +1,9 @@
 """Prefill forward pass: eager or piecewise CUDA graphs.
 
 Piecewise graphs record the segments between attention (or recurrent) operations, which run eagerly. The host needs some
-milliseconds to launch the segments and operations, as long as a device may need for a few hundred tokens. Short passes
-without a prefix therefore have one graph of their own, attention included.
+milliseconds to launch the segments and operations, as long as a device needs for some hundred tokens of a large model,
+and a thousand of a small one. Short passes therefore have one graph of their own, attention included: with a prefix,
+whose keys are read from the cache, and without one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from specbatch.models.decoder import Decoder, Features
 from specbatch.models.layers import Attention, Recurrent
 from specbatch.runtime.cuda_graphs import SHORT_TOKENS, GraphCounters, Program, Recorder, bucket_of, token_buckets
 
-SHORT_SPANS = 16  # most sequences of a pass that is recorded as a whole
+
+def _most_spans(bucket: int) -> int:
+    """Most sequences of a pass of so many tokens that is recorded as a whole."""
+    return max(16, bucket // 64)
 
 
 class PromptWork(Protocol):
@@ -91,9 +95,14 @@ class PiecewiseGraphs:
         self._in_segments = len(mixers) if needs_all_hidden or model.aux else model.first_reader
         self._buckets = token_buckets(most)
         self._segments: dict[int, list[Program]] = {}
-        self._wholes: dict[int, Program] = {}
+        # By bucket, and whether no sequence has a prefix.
+        self._wholes: dict[tuple[int, bool], Program] = {}
         short = [bucket for bucket in self._buckets if bucket <= SHORT_TOKENS and cache.attention.recordable]
-        self._spans = {b: StaticRaggedBatch(b, SHORT_SPANS, page_table, cache.page_size) for b in short}
+        self._spans = {
+            (bucket, fresh): StaticRaggedBatch(bucket, _most_spans(bucket), page_table, cache.page_size, fresh=fresh)
+            for bucket in short
+            for fresh in (True, False)
+        }
 
         def static(*shape: int) -> torch.Tensor:
             return torch.zeros(most, *shape, dtype=model.dtype, device=model.device)
@@ -120,12 +129,12 @@ class PiecewiseGraphs:
                 self._recorder.warm(segment)
             programs = self._programs(bucket, self._in_segments)
             self._segments[bucket] = [self._recorder.record(segment) for segment in programs]
-            if bucket in self._spans:
-                layers = len(self._model.layers)
-                programs = self._programs(bucket, layers)
-                whole = partial(self._run, list(programs), layers, bucket, self._spans[bucket])
-                self._recorder.warm(whole)
-                self._wholes[bucket] = self._recorder.record(whole)
+            for key in ((bucket, True), (bucket, False)):
+                if (spans := self._spans.get(key)) is not None:
+                    layers = len(self._model.layers)
+                    whole = partial(self._run, list(self._programs(bucket, layers)), layers, bucket, spans)
+                    self._recorder.warm(whole)
+                    self._wholes[key] = self._recorder.record(whole)
             yield
 
     def __call__(self, tokens: torch.Tensor, metadata: PrefillMetadata, rows: torch.Tensor | None = None) -> Features:
@@ -144,9 +153,10 @@ class PiecewiseGraphs:
         ):
             static[:count].copy_(here)
         self._slots[count:bucket].zero_()  # padding tokens are written to the padding page
-        if bucket in self._wholes and spans.fresh and len(spans.counts) <= SHORT_SPANS:
-            self._spans[bucket].load(spans)
-            self._wholes[bucket]()
+        key = bucket, spans.fresh
+        if key in self._wholes and len(spans.counts) <= _most_spans(bucket):
+            self._spans[key].load(spans)
+            self._wholes[key]()
             done = len(self._model.layers)
         else:
             done = self._in_segments

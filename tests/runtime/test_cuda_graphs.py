@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from stand_ins import FakeRecorder, fake_graphs
 from targets import Targets
 
@@ -21,6 +22,8 @@ from specbatch.core.async_copy import StepTimer
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.core.request import SamplingParams
 from specbatch.engine.prefill import PrefillStep
+from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
+from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.models.padded_attention import PaddedAttention
 from specbatch.runtime.cuda_graphs import RING, batch_buckets, token_buckets
 from specbatch.runtime.prefill_forward import EagerForward, PiecewiseGraphs, static_bytes
@@ -315,6 +318,57 @@ def _counted(computed: list[int]) -> Callable[..., torch.Tensor]:
         return project(mixer, x, out)
 
     return counted
+
+
+class FromTables:
+    """Attention that reads from the device all that changes from pass to pass, as the Triton kernel does."""
+
+    name = "tables"
+    recordable = True
+
+    def __call__(
+        self, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+        spans: RaggedBatch, window: int, out: torch.Tensor, sinks: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        starts, ends, rows, offsets = spans.table.tolist()
+        for span, row in spans.tiles(3).tolist():
+            first, last = starts[span] + row, min(starts[span] + row + 3, ends[span])
+            if first >= last:
+                continue
+            if spans.fresh:
+                k, v = (new[offsets[span] : offsets[span] + last] for new in (k_new, v_new))
+            else:
+                slots = kv_slots(spans.page_table, torch.full((last,), rows[span]), torch.arange(last), spans.page_size)
+                k, v = (cache.flatten(0, 1)[slots] for cache in (k_cache, v_cache))
+            part = slice(offsets[span] + row, offsets[span] + row + last - first)
+            sees = torch.arange(last) <= torch.arange(first, last)[:, None]
+            heads = (x.movedim(0, 1) for x in (q[part], k, v))
+            out[part] = F.scaled_dot_product_attention(*heads, sees, enable_gqa=True).movedim(0, 1)
+        return out
+
+
+def test_short_passes_with_and_without_prefixes_are_one_graph(
+    toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several prompts at once, in chunks, after cached prefixes; and passes of too many prompts."""
+    monkeypatch.setattr("specbatch.engine.prepare.prefill_backend", lambda *_, **__: FromTables())
+    monkeypatch.setattr("specbatch.runtime.prefill_forward._most_spans", lambda bucket: 3)
+    load, loaded = StaticRaggedBatch.load, list[tuple[bool, int]]()
+
+    def noted(self: StaticRaggedBatch, spans: RaggedBatch) -> None:
+        loaded.append((self.fresh, len(spans.counts)))
+        load(self, spans)
+
+    monkeypatch.setattr(StaticRaggedBatch, "load", noted)
+    engine = graph_engine(max_running=5, prefill_chunk=24, page_size=4)
+    prompts = [list(prompt) for prompt in toy.prompts()[:24]]
+    for _ in range(2):  # the second time prefixes are cached
+        done = engine.generate(prompts, greedy(7))
+        assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:7] for prompt in prompts]
+    found = engine.record().counters["graphs"]["target_prefill"]
+    assert not found["fallbacks"]
+    assert {*loaded} >= {(fresh, count) for fresh in (True, False) for count in (1, 2)}
+    assert len(loaded) < found["replays"] * 2
 
 
 @pytest.mark.parametrize(("needs_all_hidden", "aux"), [(False, ()), (True, ()), (True, (2, 0))])

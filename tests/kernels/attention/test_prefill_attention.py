@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -179,15 +180,20 @@ def test_fp8_kv_cache(device: torch.device, heads: tuple[int, int, int]) -> None
     case.check(prefill_attention(case.q, case.k_cache, case.v_cache, case.layout))
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_ragged_batch_at_fixed_addresses_is_reusable(device: torch.device, own: bool) -> None:
+FRESH = [(0, 30), (0, 1), (0, 17)], [(0, 48)], [(0, 16), (0, 31)]
+PREFIXED = [(7, 37), (50, 51), (0, 17)], [(12, 60)], [(0, 16), (33, 64)]
+
+
+@pytest.mark.parametrize(("passes", "own"), [(FRESH, True), (FRESH, False), (PREFIXED, False), (PREFIXED, True)])
+def test_ragged_batch_at_fixed_addresses_is_reusable(device: torch.device, passes: Any, own: bool) -> None:
     """Whatever the buffers held before; with the maximum number of chunks, one, or some."""
     recorded: StaticRaggedBatch | None = None
-    for spans in ([(0, 30), (0, 1), (0, 17)], [(0, 48)], [(0, 16), (0, 31)]):
+    for spans in passes:
         case = Case(device, torch.float32, spans, (4, 2, 32))
         total = case.layout.offsets[-1]
         if recorded is None:
-            recorded = StaticRaggedBatch(48, 3, case.layout.page_table.new_zeros(8, 8), case.layout.page_size)
+            table, fresh = case.layout.page_table.new_zeros(8, 8), passes is FRESH
+            recorded = StaticRaggedBatch(48, 3, table, case.layout.page_size, fresh=fresh)
             recorded.tiles(8)  # as at graph capture, before the first pass is known
         recorded.page_table.zero_()
         height, width = case.layout.page_table.shape

@@ -109,7 +109,7 @@ class Case:
         layout = RaggedBatch(starts, ends, rows, table, 16)
         offsets = layout.offsets
         if recorded:
-            graph = StaticRaggedBatch(offsets[-1] + 9, len(spans) + 2, table, 16)
+            graph = StaticRaggedBatch(offsets[-1] + 9, len(spans) + 2, table, 16, fresh=layout.fresh)
             for chunk in (16, 32, 64):
                 graph.tiles(chunk)
             graph.load(layout)

@@ -102,7 +102,7 @@ class Layer:
             self.truth[slot] = h
             self.count[slot] = 0
         if recorded:
-            fixed = StaticRaggedBatch(len(wanted), recorded, table, 1)
+            fixed = StaticRaggedBatch(len(wanted), recorded, table, 1, fresh=given.fresh)
             fixed.load(given)
             given = fixed
         z, xbc, dt = inputs

@@ -77,7 +77,7 @@ class Case:
         layout = RaggedBatch(starts, ends, rows, table, 16)
         total = layout.offsets[-1]
         if recorded:
-            graph = StaticRaggedBatch(total + 9, len(spans) + 2, table, 16)
+            graph = StaticRaggedBatch(total + 9, len(spans) + 2, table, 16, fresh=layout.fresh)
             graph.tiles(short_conv_triton._TOKENS)
             graph.load(layout)
             layout = graph
