@@ -27,11 +27,12 @@ from specbatch.atomic_file import write_json, writing
 from specbatch.config import EngineConfig, Graphs
 from specbatch.errors import SpecbatchError, at_least, each_once, one_line, refuse, reporting
 from specbatch.evals.finished import hash_of
-from specbatch.evals.grid_table import SUMMARY, Grid, Place, bases_of
+from specbatch.evals.grid_table import SUMMARY, Grid, Place
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import PreparedEval, prepare
 from specbatch.progress import NotedReport, Waves
+from specbatch.records.bases import bases_of
 from specbatch.records.run_record import speculation_of
 from specbatch.records.store import RECORD
 from specbatch.records.sweep_plan import LEAST_PROMPTS, LEFT_OUT, PLAN, Point, check_plan, folder_name, points, save

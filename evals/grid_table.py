@@ -8,9 +8,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from specbatch.algorithms import NO_SPECULATION
 from specbatch.atomic_file import write_atomic, write_json
-from specbatch.config import EngineConfig, Graphs
+from specbatch.config import Graphs
 from specbatch.evals.report import EvalReport
 from specbatch.records.answers import Score
 from specbatch.records.markdown import markdown_table
@@ -19,7 +18,6 @@ from specbatch.records.metrics import METRICS
 from specbatch.records.runs import Replicates
 from specbatch.records.verdicts import ONE_REPEAT, speedup_of
 
-BASELINE = "baseline"
 SUMMARY = ("summary.md", "summary.csv", "summary.json")
 SHOWN = ("accept_length", "mean_ttft_s", "mean_tpot_s", "output_throughput")
 Place = tuple[int, str]  # concurrency, configuration
@@ -176,16 +174,6 @@ class Grid:
         return f" Deterministic: {'yes' if len(names) == len(found) else ', '.join(names)}."
 
 
-def bases_of(configs: Mapping[str, EngineConfig]) -> dict[str, str]:
-    """The configuration that each one is compared with: without speculation and with the same prefill graphs, so that a
-    ratio compares one thing; else the one named baseline, else the first."""
-    first = BASELINE if BASELINE in configs else next(iter(configs))
-    plain = {config.graphs.prefill: name for name, config in reversed(list(configs.items())) if not _drafts(config)}
-    return {
-        name: plain.get(config.graphs.prefill, first) if _drafts(config) else first for name, config in configs.items()
-    }
-
-
 def _paired(base: EvalReport, report: EvalReport) -> dict[str, Any]:
     """The change of the first score from `base`, question by question, and how many answers are the same."""
     same = sum(
@@ -237,7 +225,3 @@ def _named(score: Score, report: EvalReport) -> str:
 def _mean(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if len(known) == len(values) else None
-
-
-def _drafts(config: EngineConfig) -> bool:
-    return config.speculation.algorithm != NO_SPECULATION

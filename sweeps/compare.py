@@ -150,7 +150,7 @@ class Comparison:
             if row.metric == SPEED and row.size != "" and row.speedup is not None:
                 name = " ".join(filter(None, (row.section, row.configuration)))
                 found[row.size, f"{row.run} ({name})" if name else row.run] = row.speedup
-        return conclusion(found, self.base)
+        return conclusion(found, {name: self.base for _, name in found})
 
     def markdown(self) -> str:
         others = [label for label in self.paths if label != self.base]

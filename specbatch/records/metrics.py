@@ -585,7 +585,7 @@ RELATIVE: dict[str, Metric] = {
             "break-even accept length",
             "",
             "The accept length at which drafting is as fast as no speculation: drafting pays above it. The geometric "
-            "mean over repeats, with its 95% interval.",
+            "mean over repeats, with its 95% interval. The baseline is that of the speedup.",
             "step time with drafts / step time of the baseline, both with the same number of requests",
             better="lower",
             decimals=3,
@@ -604,10 +604,12 @@ RELATIVE: dict[str, Metric] = {
             "ratio",
             "speedup",
             "",
-            "Output throughput over that of the baseline, or of the first configuration if there is no baseline: the "
-            "geometric mean of the ratios of the rounds that both measured, with its 95% interval (a t interval of "
-            "their logarithms). It counts prompts, which drafting does not make faster. Sections of `bench` compare "
-            "decode tok/s, full-batch steps or TTFT instead.",
+            "Output throughput over that of the baseline: the geometric mean of the ratios of the rounds that both "
+            "measured, with its 95% interval (a t interval of their logarithms). The baseline is the configuration "
+            "without speculation that has the same prefill graphs; where there is none, and for configurations without "
+            "speculation, the one named `baseline`, else the first without speculation, else the first. It counts "
+            "prompts, which drafting does not make faster. Sections of `bench` compare decode tok/s, full-batch steps "
+            "or TTFT instead.",
             "output tok/s / output tok/s of the baseline",
             better="higher",
             decimals=2,

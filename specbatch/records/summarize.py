@@ -103,19 +103,14 @@ def emitted_histogram(completions: Iterable[Completion]) -> list[int]:
     return totals_of(completions).emitted_histogram
 
 
-def break_even(drafting: RunRecord, baselines: Iterable[RunRecord]) -> float | None:
-    """The accept length that `drafting` needs to be as fast as the fastest of `baselines`; None if a time is missing.
+def break_even(drafting: RunRecord, baseline: RunRecord) -> float | None:
+    """The accept length that `drafting` needs to be as fast as `baseline`; None if a time is missing.
 
     It is the time of its steps over the time of as many baseline steps, each with the same number of requests. Batch
     sizes that one of the two runs never had are left out.
     """
-    steps = drafting.counters.get("steps_by_rows", {})
-    found = []
-    for record in baselines:
-        others = record.counters.get("steps_by_rows", {})
-        shared = [rows for rows in steps if rows in others]
-        drafting_s = sum(steps[rows][1] for rows in shared)
-        baseline_s = sum(steps[rows][0] * others[rows][1] / others[rows][0] for rows in shared)
-        if drafting_s and baseline_s:
-            found.append(drafting_s / baseline_s)
-    return max(found) if found else None
+    steps, others = (record.counters.get("steps_by_rows", {}) for record in (drafting, baseline))
+    shared = [rows for rows in steps if rows in others]
+    drafting_s = sum(steps[rows][1] for rows in shared)
+    baseline_s = sum(steps[rows][0] * others[rows][1] / others[rows][0] for rows in shared)
+    return drafting_s / baseline_s if drafting_s and baseline_s else None

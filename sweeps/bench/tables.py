@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.atomic_file import write_atomic
 from specbatch.errors import refuse
+from specbatch.records.bases import bases_sentence
 from specbatch.records.markdown import markdown_table
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import CAPS, RunRecord
@@ -23,7 +24,7 @@ from specbatch.sweeps.bench.sections import KINDS, MACHINE, Kind, kind_of
 from specbatch.sweeps.machine.limits import data_sheet_bandwidth
 from specbatch.sweeps.report.decision import decision
 from specbatch.sweeps.report.summaries import caps_text, heading, run_on
-from specbatch.sweeps.report.tables import GENERAL, base_of, described, load_records, notes, shown, table
+from specbatch.sweeps.report.tables import GENERAL, bases, described, load_records, notes, shown, table
 from specbatch.sweeps.run.workloads import lines_of
 from specbatch.text_files import read_json
 
@@ -99,11 +100,13 @@ def markdown(
         if names:
             parts += [f"## {kind.title}\n", heading(_workload([records[name][0].workload for name in names]))]
             every = joined(rows[name] for name in names)
-            base = base_of(every.configuration)
-            cells = decision(every, kind.view, kind.size, base)
+            over = bases([record for name in names for record in records[name]])
+            cells = decision(every, kind.view, kind.size, over)
             parts.append(f"{markdown_table(*_with_figures(key, kind, cells, figures))}\n")
+            if sentence := bases_sentence(over):
+                parts.append(f"{sentence}\n")
             if not brief:
-                cells = shown(every, kind.view, kind.size)
+                cells = shown(every, over, kind.view, kind.size)
                 parts.append(f"### All columns\n\n{markdown_table(*_with_figures(key, kind, cells, figures))}\n")
             own = ((f"{name}: {note}" if len(names) > 1 else note, note) for name in names for note in found[name])
             parts.append("".join(f"* {text}\n" for text, note in own if note not in GENERAL))

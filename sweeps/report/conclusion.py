@@ -1,24 +1,26 @@
-"""Summarizes a sweep in sentences: how much faster than the baseline, or the first one, each configuration is."""
+"""Summarizes a sweep in sentences: how much faster each configuration is than the one it is compared with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from specbatch.records.bases import base_in_words
 from specbatch.records.verdicts import ONE_REPEAT, UNDECIDED, Speedup
 
 
-def conclusion(speedups: Mapping[tuple[Any, ...], Speedup], base: str | None) -> list[str]:
+def conclusion(speedups: Mapping[tuple[Any, ...], Speedup], bases: Mapping[str, str]) -> list[str]:
     """One sentence for each concurrency; none for a single configuration.
 
-    speedups: by (concurrency, configuration), as `tables.speedups_of` has it. base: the configuration that they are
+    speedups: by (concurrency, configuration), as `tables.speedups_of` has it. bases: the configuration that each one is
     relative to.
     """
-    other = "the baseline" if base == "baseline" else str(base)
     sentences = []
     for concurrency in dict.fromkeys(number for number, _ in speedups):
         parts = ", ".join(
-            _part(name, speedup, other) for (number, name), speedup in speedups.items() if number == concurrency
+            _part(name, speedup, base_in_words(bases[name]))
+            for (number, name), speedup in speedups.items()
+            if number == concurrency
         )
         sentences.append(f"Concurrency {concurrency}, output tok/s: {parts}.")
     return [*sentences, *_caveat(speedups.values())]

@@ -8,6 +8,7 @@ It is what `sweep` and `bench` print and what `summary.md` begins with. The tabl
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from specbatch.records.intervals import CONFIDENCE
@@ -25,15 +26,15 @@ FAILED = "failed"
 _SHORT = {"concurrency": "requests in flight", "configuration": "config"}  # so that the table fits 80 columns
 
 
-def decision(rows: pd.DataFrame, view: View, size: str, base: str | None) -> tuple[list[str], list[list[str]]]:
+def decision(rows: pd.DataFrame, view: View, size: str, over: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
     """Headings and cells, from the rows of `tables.table`; columns in which nothing was measured are left out.
 
-    size: the column of `rows` that comes first. base: the configuration that speedups are over.
+    size: the column of `rows` that comes first. over: the base of each configuration.
     """
     measured = [METRICS[key] for key in view.brief if rows[key].notna().any()]
     compared = bool(rows.ratio_verdict.notna().any())
     headings = [_SHORT.get(size, size.replace("_", " ")), _SHORT["configuration"]]
-    headings += [ratio_heading(view, base)] if compared else []
+    headings += [ratio_heading(view, over)] if compared else []
     headings += [metric.heading for metric in measured]
     headings += [VERDICT] if compared and view.judges else []
     body: list[list[str]] = []
@@ -47,11 +48,11 @@ def decision(rows: pd.DataFrame, view: View, size: str, base: str | None) -> tup
     return headings, body
 
 
-def ratio_heading(view: View, base: str | None) -> str:
-    """The speedup of output tok/s, or the ratio of what the view compares."""
-    compared = METRICS[view.ratio]
-    of = "speedup over" if compared is METRICS["output_throughput"] else f"ratio of {compared.title} to"
-    return f"{of} {base} {INTERVAL}"
+def ratio_heading(view: View, over: Mapping[str, str]) -> str:
+    """The speedup of output tok/s, or the ratio of what the view compares; over which base, if there is only one."""
+    compared, [base, *others] = METRICS[view.ratio], {*over.values()}
+    what, to = ("speedup", "over") if compared is METRICS["output_throughput"] else (f"ratio of {compared.title}", "to")
+    return f"{what} {INTERVAL}" if others else f"{what} {to} {base} {INTERVAL}"
 
 
 def speedup_text(row: Any, column: str, *, bare: bool = False) -> str:

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
+from specbatch.plurals import listed
+from specbatch.records.bases import base_in_words
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
 from specbatch.records.verdicts import LOSES, ONE_REPEAT, PAYS, UNDECIDED, Speedup
-from specbatch.sweeps.report.tables import BASELINE, base_of, points_of, speedups_of
+from specbatch.sweeps.report.tables import bases, points_of, speedups_of
 
 _VERDICTS = {PAYS: "also pays", UNDECIDED: "is undecided", LOSES: "loses"}
 _SPEED = METRICS["output_throughput"]
@@ -18,20 +20,21 @@ _SPEED = METRICS["output_throughput"]
 def headline(records: list[RunRecord]) -> str:
     """One sentence, and another one if acceptance was simulated or the weights are random."""
     speedups = speedups_of(records)
-    base = base_of(name for _, name in points_of(records))
-    sentence = _compared(speedups, "the baseline" if base == BASELINE else str(base)) if speedups else _fastest(records)
+    sentence = _compared(speedups, bases(records)) if speedups else _fastest(records)
     return " ".join(filter(None, (sentence, _caveat(records))))
 
 
-def _compared(speedups: Mapping[tuple[Any, ...], Speedup], base: str) -> str:
+def _compared(speedups: Mapping[tuple[Any, ...], Speedup], over: Mapping[str, str]) -> str:
     (concurrency, name), best = max(speedups.items(), key=lambda item: (item[1].verdict == PAYS, item[1].ratio))
+    base = base_in_words(over[name])
     amount = f"times {base}'s tokens per second at concurrency {concurrency}"
     if best.verdict == ONE_REPEAT:
         return f"{name} generates {best.ratio:.2f} {amount}, in one repeat, which does not show how much that varies."
     rest = _elsewhere({size: one for (size, which), one in speedups.items() if which == name and size != concurrency})
     if best.verdict == PAYS:
         return f"{name} generates {best} {amount}{rest}."
-    none = f"No configuration is shown to generate more tokens per second than {base}"
+    other = base if len({*over.values()}) == 1 else "the one that it is compared with"
+    none = f"No configuration is shown to generate more tokens per second than {other}"
     return f"{none}; {name} comes closest, with {best} {amount}{rest}."
 
 
@@ -40,12 +43,8 @@ def _elsewhere(others: Mapping[int, Speedup]) -> str:
     parts = []
     for verdict, words in _VERDICTS.items():
         if sizes := [str(size) for size, one in others.items() if one.verdict == verdict]:
-            parts.append(f"{words} at {_listed(sizes)}")
-    return f"; it {_listed(parts)}" if parts else ""
-
-
-def _listed(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+            parts.append(f"{words} at {listed(sizes)}")
+    return f"; it {listed(parts)}" if parts else ""
 
 
 def _fastest(records: list[RunRecord]) -> str:

@@ -1,9 +1,10 @@
 """Style of plots, and their conversion to SVG and PNG.
 
-Configurations differ in colour and marker, which are the same in all plots and all reports. The colours are those of
-Okabe and Ito (jfly.uni-koeln.de/color), which the common kinds of colour blindness can tell apart, as far as they are
-seen on white and on near black; a figure in one colour and a marker stays readable in print. Text and axes of an SVG
-have the colour of the page around it, dark on light or light on dark; a PNG has a white ground.
+Configurations differ in colour and marker, which are the same in all plots, and for known names in all reports. With
+several algorithms under several schedules the colour is the algorithm and the marker the schedule. The colours are
+those of Okabe and Ito (jfly.uni-koeln.de/color), which the common kinds of colour blindness can tell apart, as far as
+they are seen on white and on near black; a figure in one colour and a marker stays readable in print. Text and axes of
+an SVG have the colour of the page around it, dark on light or light on dark; a PNG has a white ground.
 
 A figure is as wide as a phone's screen, so that its text is readable there; panels stand below each other.
 """
@@ -11,7 +12,7 @@ A figure is as wide as a phone's screen, so that its text is readable there; pan
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO, StringIO
@@ -65,12 +66,38 @@ _OTHERS = [
 ]
 
 
-def marks(names: Iterable[str]) -> dict[str, Mark]:
-    """A colour and a marker for each configuration: its own, or by its place among those that have none."""
+# By algorithm and schedule: colours of the algorithms in their order, and a marker for each schedule with its graphs.
+_ALGORITHMS = (BLUE, VERMILLION, GREEN, PURPLE, INK)
+_SCHEDULES = {name: KNOWN[name].marker for name in ("v1", "v2", "v2+piecewise")} | {"v1+piecewise": "v"}
+_PLAIN = {"v2": "o", "v2+piecewise": "P"}
+
+
+def marks(names: Iterable[str], kinds: Mapping[str, tuple[str, str]] | None = None) -> dict[str, Mark]:
+    """A colour and a marker for each configuration: its own, or by its place among those that have none.
+
+    kinds: algorithm ("" without speculation) and schedule ("v2", "v2+piecewise") of each of `names`, if known.
+    """
+    if kinds and (found := _by_kind(kinds)):
+        return found
     asked = list(dict.fromkeys(names))
     others = [name for name in asked if name not in KNOWN]
     own = KNOWN | {name: _OTHERS[place % len(_OTHERS)] for place, name in enumerate(others)}
     return {name: own[name] for name in asked}
+
+
+def _by_kind(kinds: Mapping[str, tuple[str, str]]) -> dict[str, Mark]:
+    """Marks by algorithm and schedule; empty where that does not tell all configurations apart, or where no algorithm
+    has several schedules or only one algorithm drafts."""
+    drafting = [algorithm for algorithm, _ in kinds.values() if algorithm]
+    algorithms = dict.fromkeys(drafting)
+    colours = {"": INK} | dict(zip(algorithms, _ALGORITHMS, strict=False))
+    found = {
+        name: Mark(colour, marker)
+        for name, (algorithm, schedule) in kinds.items()
+        if (colour := colours.get(algorithm)) and (marker := (_SCHEDULES if algorithm else _PLAIN).get(schedule))
+    }
+    fits = 1 < len(algorithms) < len(drafting) and len(found) == len({*found.values()}) == len(kinds)
+    return found if fits else {}
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from specbatch.records.markdown import sum_lists
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.plot_style import GREY, INK, ROOM, Looks, Plot, beside, legend, marks, panels
 from specbatch.sweeps.report.speedup_plot import speedup_plot
-from specbatch.sweeps.report.tables import base_of, points_of, speedups_of
+from specbatch.sweeps.report.tables import bases, points_of, speedups_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,11 +30,10 @@ def draw(records: list[RunRecord]) -> list[Plot]:
     first = {name: found[0] for (_, name), found in points.items()}
     own = {
         name: {"color": mark.colour, "marker": mark.marker, "label": label(name, first[name])}
-        for name, mark in marks(first).items()
+        for name, mark in marks(first, {name: _kind(one) for name, one in first.items()}).items()
     }
-    base = base_of(name for _, name in points)
     return [
-        speedup_plot(speedups_of(records), own, base),
+        speedup_plot(speedups_of(records), own, bases(records)),
         _throughput(points, own),
         _latency(points, own, "ttft", "Time to first token"),
         _latency(points, own, "tpot", "Time per output token"),
@@ -49,6 +48,12 @@ def label(name: str, record: RunRecord) -> str:
     """A configuration in a legend. matplotlib hides labels that begin with an underscore."""
     shown = f" {name}" if name.startswith("_") else name
     return shown if record.simulated_accept_length is None else f"{shown} (simulated)"
+
+
+def _kind(record: RunRecord) -> tuple[str, str]:
+    """Algorithm ("" without speculation), and schedule with prefill graphs."""
+    asked, prefill = record.config["speculation"], record.config["graphs"]["prefill"]
+    return asked["algorithm"] if record.drafts else "", asked["schedule"] + ("" if prefill == "off" else f"+{prefill}")
 
 
 def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

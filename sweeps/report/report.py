@@ -26,6 +26,7 @@ from specbatch.core.sampling_params import sampling_text
 from specbatch.errors import refuse
 from specbatch.records.answers import QUESTIONS
 from specbatch.records.archive import SUFFIX, unpacked
+from specbatch.records.bases import bases_sentence
 from specbatch.records.low_acceptance import is_low
 from specbatch.records.markdown import acceptance_cells
 from specbatch.records.metrics import ACCEPTANCE, glossary
@@ -52,7 +53,7 @@ from specbatch.sweeps.report.tables import (
     SWEEP,
     about,
     as_json,
-    base_of,
+    bases,
     grouped_tables,
     load_records,
     losses_of,
@@ -164,7 +165,7 @@ def page(
     """The report as one HTML file. command: makes it again; missing: points of the sweep without a record."""
     from jinja2 import Environment, StrictUndefined
 
-    rows = table(records)
+    rows, over = table(records), bases(records)
     what = about(records)
     made = how_made(records, what["effective caps"])
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -176,8 +177,9 @@ def page(
         warnings=warnings_of(records, missing),
         notes=[note.text for note in notes(records, rows) if not note.warning],
         pictures=pictures,
-        comparison=_verdict_second(*_named(*decision(rows, SWEEP, "concurrency", base_of(rows.configuration)))),
-        columns=_named(*shown(rows)),
+        comparison=_verdict_second(*_named(*decision(rows, SWEEP, "concurrency", over))),
+        columns=_named(*shown(rows, over)),
+        compared_with=bases_sentence(over),
         summaries=summary_tables(serving),
         acceptance=_acceptance(records),
         groups=[(f"By {titles[2]}", *_named(titles, body)) for titles, body in grouped_tables(records)],

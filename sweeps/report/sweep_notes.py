@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from specbatch.plurals import counted
+from specbatch.plurals import counted, listed
 from specbatch.records.markdown import draft_length_lines
 from specbatch.records.metrics import METRICS, least_values
 from specbatch.records.run_record import RunRecord
@@ -48,17 +48,30 @@ def sweep_notes(
     found += _left_out(records)
     if "step_s" in shown:
         found += _short_runs(finished)
-    found += _few_requests(points, shown)
+    found += [*_cached(points), *_few_requests(points, shown)]
     found += [*_shared(finished), *_simulated(records), *_tokens(finished)]
     for (concurrency, name), repeats in points.items():
         for line in draft_length_lines((record.counters for record in repeats), repeats[0].caps):
             found.append(Note(f"{name} at concurrency {concurrency}, {line}."))
     if missing:
-        places = Counter(f"{point.configuration} at concurrency {point.concurrency}" for point in missing)
-        listed = ", ".join(f"{count} of {place}" for place, count in places.items())
-        text = f"{counted(len(missing), 'point')} without a record ({listed}): interrupted or failed."
+        configurations = {record.workload["configuration"] for record in records}
+        places = _missing(missing, configurations)
+        text = f"{counted(len(missing), 'point')} without a record ({places}): interrupted or failed."
         found.append(Note(text, "UNFINISHED"))
     return found
+
+
+def _missing(missing: Sequence[Point], configurations: Collection[str]) -> str:
+    """How many points of which configurations."""
+    counts = Counter((point.concurrency, point.configuration) for point in missing)
+    alike: dict[tuple[int, int], list[str]] = {}
+    for (concurrency, name), count in counts.items():
+        alike.setdefault((concurrency, count), []).append(name)
+    return ", ".join(
+        f"{count} of {name} at concurrency {concurrency}"
+        for (concurrency, count), names in alike.items()
+        for name in (["each configuration"] if len(names) > 2 and {*names} >= {*configurations} else names)
+    )
 
 
 def disagreement(point: tuple[Any, ...], gain: Gain | None, ratio: float) -> Iterator[Note]:
@@ -136,12 +149,37 @@ def _of_record(record: RunRecord) -> Iterator[Note]:
     yield from replay_notes(record, where)
     for error, count in failures(record):
         yield Note(f"{where}: {counted(count, 'request')}: {error}.", "FAILED")
-    cached, inputs = (record.metrics.get(name) for name in ("cached_tokens", "input_tokens"))
-    if cached and inputs:
-        kept = "; states of prefixes {kept} kept, {loaded} loaded, {evicted} evicted"
-        states = kept.format(**found) if (found := record.counters.get("states")) else ""
-        share = f"{cached} input tokens ({100 * cached / inputs:.1f}%)"
-        yield Note(f"CACHED: {where}: {share} came from the prefix cache{states}.")
+
+
+def _cached(points: Mapping[tuple[Any, ...], list[RunRecord]]) -> Iterator[Note]:
+    """Shares of input tokens from the prefix cache, from the smallest to the largest at each concurrency."""
+    found: dict[int, dict[str, list[RunRecord]]] = {}
+    for (concurrency, name), repeats in points.items():
+        known = [one for one in repeats if one.metrics.get("cached_tokens") and one.metrics.get("input_tokens")]
+        if known:
+            found.setdefault(concurrency, {})[name] = known
+    parts = []
+    for concurrency, own in found.items():
+        records = [record for repeats in own.values() for record in repeats]
+        shares = sorted((one.metrics["cached_tokens"] or 0) / (one.metrics["input_tokens"] or 1) for one in records)
+        span = " to ".join(dict.fromkeys(f"{share:.1%}" for share in (shares[0], shares[-1])))
+        every = [name for number, name in points if number == concurrency]
+        of = "" if len(own) == len(every) else f" of {_which(own, every)}"
+        states = Counter[str]()
+        for record in records:
+            states.update(record.counters.get("states") or {})
+        kept = "{kept} states of prefixes kept, {loaded} loaded, {evicted} evicted"
+        parts.append(f"{span}{of} at concurrency {concurrency}{f' ({kept.format(**states)})' if states else ''}")
+    if parts:
+        yield Note(f"CACHED: input tokens that came from the prefix cache: {'; '.join(parts)}.")
+
+
+def _which(names: Collection[str], every: Collection[str]) -> str:
+    """The names; shorter where they are most of `every`."""
+    others = [name for name in every if name not in names]
+    if len(names) > 2 and 2 * len(others) < len(names):
+        return f"all but {listed(others)}" if others else "all"
+    return listed(names)
 
 
 def _drafted_nothing(record: RunRecord) -> bool:
@@ -212,29 +250,39 @@ def _tokens(records: list[RunRecord]) -> Iterator[Note]:
         if record.simulated_accept_length is None:
             rounds.setdefault((work["concurrency"], work["repeat"]), {})[work["configuration"]] = record
     differing: dict[int, dict[str, str]] = {}  # by concurrency and configuration, in the first round that shows it
+    every: dict[int, dict[str, None]] = {}  # the others at each concurrency
     for (concurrency, _), ours in rounds.items():
         base, *others = ours.values()
         for record in others:
+            name = record.workload["configuration"]
+            every.setdefault(concurrency, {})[name] = None
             if (text := _difference(base, record)) is not None:
-                differing.setdefault(concurrency, {}).setdefault(record.workload["configuration"], text)
+                differing.setdefault(concurrency, {}).setdefault(name, text)
     if differing and any(record.workload.get("sampling") for record in records):
         text = "Configurations generated different tokens from the same seeds, with the same distribution"
         yield Note(f"{text}: drafts of a model or head that are sampled, and rounding, change them.")
     elif differing:
         first = next(iter(next(iter(rounds.values()))))
-        places = "; ".join(
-            f"at concurrency {concurrency} {', '.join(f'{name} ({text})' for name, text in found.items())}"
-            for concurrency, found in differing.items()
-        )
+        sizes: dict[str, list[int]] = {}  # concurrencies at which the same configurations differ
+        for concurrency, found in differing.items():
+            sizes.setdefault(_differing(found, every[concurrency]), []).append(concurrency)
+        places = "; ".join(f"at concurrency {listed(numbers)} {which}" for which, numbers in sizes.items())
         text = f"configurations generated other answers than {first} to the same greedy prompts: {places}"
         yield Note(f"{text} (expected only below FP32, and of other engines).", "TOKENS DIFFER")
     elif any(len(row) > 1 for row in rounds.values()):
         yield Note("All configurations produced the same output tokens at every point.")
 
 
+def _differing(found: Mapping[str, str], every: Collection[str]) -> str:
+    """The configurations with their counts, where those are known."""
+    some = [name for name, text in found.items() if not text]
+    counts = [f"{name} ({text})" for name, text in found.items() if text]
+    return ", ".join([*counts, *([_which(some, every)] if some else [])])
+
+
 def _difference(base: RunRecord, other: RunRecord) -> str | None:
-    """How many answers of `other` are not those of `base`; None if all are the same. Tokens are compared, or texts
-    where one of them is a server, which reports no tokens."""
+    """How many answers of `other` are not those of `base`, "" if that is unknown; None if all are the same. Tokens are
+    compared, or texts where one of them is a server, which reports no tokens."""
     kind = "text_digest" if "server" in base.config or "server" in other.config else "token_digest"
     rows = [[row for row in record.requests if kind in row] for record in (base, other)]
     before, after = ({row["index"]: row[kind] for row in own} for own in rows)
@@ -242,4 +290,4 @@ def _difference(base: RunRecord, other: RunRecord) -> str | None:
     if both and len(after) == len(rows[1]):
         count = sum(before[index] != after[index] for index in both)
         return f"{count} of {len(both)}" if count else None
-    return None if base.workload["output_sha256"] == other.workload["output_sha256"] else "some"
+    return None if base.workload["output_sha256"] == other.workload["output_sha256"] else ""

@@ -1,15 +1,15 @@
 """The tables of a sweep, made from the records on disk alone.
 
 A number is the mean over repeats, and a percentile that of the requests of all repeats; the first one also has its
-minimum and maximum. `ratio` is over the configuration `baseline`, else over the first one, and has an interval and a
-verdict (`speedups_of`). `break_even` is over the fastest run without speculation in the same repeat. A `View` chooses
-the numbers; columns in which nothing was measured are not shown.
+minimum and maximum. `ratio` is over the configuration's base (`specbatch.records.bases`), and has an interval and a
+verdict (`speedups_of`). `break_even` is over the base in the same repeat, if that one has no speculation. A `View`
+chooses the numbers; columns in which nothing was measured are not shown.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,6 +20,7 @@ from specbatch.atomic_file import write_atomic
 from specbatch.config import Graphs
 from specbatch.core.sampling_params import sampling_text
 from specbatch.errors import refuse
+from specbatch.records.bases import bases_of, bases_sentence
 from specbatch.records.intervals import of_ratios
 from specbatch.records.markdown import acceptance_table, markdown_table
 from specbatch.records.metrics import METRICS, RELATIVE, Metric
@@ -65,7 +66,6 @@ _LATENCY = ("mean_ttft_s", "mean_tpot_s")
 _OF_LATENCY = tuple(METRICS[key].heading for key in _LATENCY)
 _GROUPED_BY = ("category", "turn")  # of a request
 _OF_GROUPS = ("requests", "output tokens", "accept length", "accept rate", *_OF_LATENCY)
-BASELINE = "baseline"
 GENERAL = (MEANS, BREAK_EVEN)  # notes that explain columns
 _BRIEF = ["model", "device", "replicas", "dtype", "workload", "arrivals", "objectives"]  # of the heading
 
@@ -128,19 +128,17 @@ def point_name(concurrency: int, configuration: str) -> str:
     return f"{configuration} at concurrency {concurrency}"
 
 
-def base_of(configurations: Iterable[str]) -> str | None:
-    """The configuration that ratios are over: the baseline, else the first of several."""
-    names = list(dict.fromkeys(configurations))
-    return BASELINE if BASELINE in names else names[0] if len(names) > 1 else None
+def bases(records: list[RunRecord]) -> dict[str, str]:
+    """The configuration that each one is compared with."""
+    return bases_of({record.workload["configuration"]: record for record in records})
 
 
 def gains_of(records: list[RunRecord], view: View = SWEEP) -> dict[tuple[Any, ...], Gain | None]:
     """What speculation gains by its steps at each (concurrency, configuration); None where that is unknown."""
-    points = points_of(records)
-    known = list(chain(*points.values()))
+    points, needed = points_of(records), _break_evens(records, view)
     return {
         point: gain_of(
-            ((record.metrics.get("accept_length"), _break_even(record, known, view)) for record in repeats),
+            ((record.metrics.get("accept_length"), needed.get(_run(record))) for record in repeats),
             repeats[0].simulated_accept_length,
         )
         for point, repeats in points.items()
@@ -148,17 +146,17 @@ def gains_of(records: list[RunRecord], view: View = SWEEP) -> dict[tuple[Any, ..
 
 
 def speedups_of(records: list[RunRecord], view: View = SWEEP) -> dict[tuple[Any, ...], Speedup]:
-    """What `view.ratio` is relative to `base_of` at each (concurrency, configuration) where both were measured, with
-    the interval and the verdict that `compare` has for these two."""
+    """What `view.ratio` is relative to its base at each (concurrency, configuration) where both were measured, with the
+    interval and the verdict that `compare` has for these two."""
     points: dict[tuple[Any, ...], Replicates] = {}
     metric, found = METRICS[view.ratio], {}
     for point, repeats in points_of(records).items():
         if known := [record for record in repeats if metric.read(record) is not None]:
             points[point] = Replicates([point_of(record).folder(Path()) for record in known], known)
-    base = base_of(name for _, name in points)
+    over = bases(records)
     for (concurrency, name), own in points.items():
-        other = points.get((concurrency, base))
-        if name != base and other is not None and (speedup := speedup_of(metric, other, own)):
+        other = points.get((concurrency, over[name]))
+        if name != over[name] and other is not None and (speedup := speedup_of(metric, other, own)):
             found[concurrency, name] = speedup
     return found
 
@@ -172,13 +170,13 @@ def precision_of(records: list[RunRecord]) -> dict[tuple[Any, ...], float]:
 def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
     """One row per concurrency and configuration, with the numbers of the CSV.
 
-    repeats: those that were measured; failed: why another one was not.
+    repeats: those that were measured; failed: why another one was not; base: the configuration that the row is compared
+    with, where not all rows have the same.
     """
     import pandas as pd
 
     first, *_ = columns = view.columns
-    points, base = points_of(records), base_of(record.workload["configuration"] for record in records)
-    known = list(chain(*points.values()))
+    points, over, needed = points_of(records), bases(records), _break_evens(records, view)
     runs = pd.DataFrame(
         {
             **{key: record.workload[key] for key in (*_POINT, "repeat")},
@@ -186,9 +184,9 @@ def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
             "simulated_acceptance": record.simulated_acceptance,
             "failed": record.error,
             **{column: _or_nan(metric.read(record)) for column, metric in view.columns.items()},
-            "break_even": _or_nan(_break_even(record, known, view)),
+            "break_even": _or_nan(needed.get(_run(record))),
         }
-        for record in known
+        for record in chain(*points.values())
     )
     groups = runs.groupby(_POINT, sort=False)
     rows = groups[[*columns]].mean()
@@ -201,9 +199,9 @@ def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
     rows.insert(0, "simulated_acceptance", groups.simulated_acceptance.first())
     rows.insert(0, "simulated_accept_length", groups.simulated_accept_length.first())
     rows[f"{first}_min"], rows[f"{first}_max"] = groups[first].min(), groups[first].max()
-    needed = [of_ratios(list(values.dropna())) for _, values in groups.break_even]
+    middles = [of_ratios(list(values.dropna())) for _, values in groups.break_even]
     for place, end in enumerate(("", "_low", "_high")):
-        rows[f"break_even{end}"] = [_or_nan(numbers[place]) for numbers in needed]
+        rows[f"break_even{end}"] = [_or_nan(numbers[place]) for numbers in middles]
     gains, speedups = gains_of(records, view), speedups_of(records, view)
     by_steps = {point: gain.speedup for point, gain in gains.items() if gain and not gain.measures_step}
     for column, found in (("step_ratio", by_steps), ("ratio", speedups)):
@@ -213,8 +211,14 @@ def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
         rows[f"{column}_high"] = [_or_nan(one.high if one else None) for one in each]
         rows[f"{column}_verdict"] = [one.verdict if one else None for one in each]
     compared = METRICS[view.ratio]
-    of_base = [point[1] == base and compared.over_repeats(points[point]) is not None for point in rows.index]
-    rows.loc[of_base, "ratio"] = 1.0
+    of_base = [
+        over[name] == name and compared.over_repeats(points[concurrency, name]) is not None
+        for concurrency, name in rows.index
+    ]
+    if len(over) > 1:
+        rows.loc[of_base, "ratio"] = 1.0
+    if len({*over.values()}) > 1:
+        rows["base"] = [over[name] for _, name in rows.index]
     failures = {tuple(record.workload[key] for key in _POINT): record.error for record in records if record.error}
     rows["failed"] = [failures.get(point) for point in rows.index]
     return rows.reset_index()
@@ -244,16 +248,16 @@ def markdown(
     missing: points of the sweep without a record. brief: for the console, without the tables after the conclusion, the
     notes that explain them, and most of the heading.
     """
-    base = base_of(rows.configuration)
-    headings, body = decision(rows, SWEEP, "concurrency", base)
+    over = bases(records)
+    headings, body = decision(rows, SWEEP, "concurrency", over)
     lines, every = about(records), notes(records, rows, missing)
     parts = [
         heading({name: lines[name] for name in _BRIEF if name in lines} if brief else lines),
         f"{markdown_table(body, headings)}\n",
-        "".join(f"{sentence}\n" for sentence in _sentences(records, base)),
+        "".join(f"{sentence}\n" for sentence in _sentences(records, over)),
     ]
     if not brief:
-        headings, body = shown(rows)
+        headings, body = shown(rows, over)
         servers = server_acceptance(points_of(records), _POINT)
         parts += [f"## All columns\n\n{markdown_table(body, headings)}\n", acceptance(records), servers]
         parts.append(categories(records))
@@ -261,9 +265,10 @@ def markdown(
     return "\n".join(filter(None, parts))
 
 
-def _sentences(records: list[RunRecord], base: str | None) -> list[str]:
-    """The conclusion, and how exactly the ratios are known if that was asked for."""
-    sentences = conclusion(speedups_of(records), base)
+def _sentences(records: list[RunRecord], over: Mapping[str, str]) -> list[str]:
+    """What is compared with what, if that is not the same for all; the conclusion; and how exactly the ratios are known
+    if that was asked for."""
+    sentences = [*filter(None, [bases_sentence(over)]), *conclusion(speedups_of(records), over)]
     wanted = max((record.workload.get("until_precise") or 0.0 for record in records), default=0.0)
     return sentences + (precision_sentences(precision_of(records), wanted) if wanted else [])
 
@@ -306,16 +311,19 @@ def acceptance(records: list[RunRecord]) -> str:
     return f"{accepted}\n" if accepted else ""
 
 
-def shown(rows: pd.DataFrame, view: View = SWEEP, size: str = "concurrency") -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the table. size: the column of `rows` that comes first."""
+def shown(
+    rows: pd.DataFrame, over: Mapping[str, str], view: View = SWEEP, size: str = "concurrency"
+) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells of the table. over: the base of each configuration; size: the column of `rows` that comes
+    first."""
     seen = {column: metric for column, metric in view.columns.items() if rows[column].notna().any()}
     headings = [size.replace("_", " "), "configuration", *(metric.heading for metric in seen.values())]
     if known := bool(rows.break_even.notna().any()):
         headings += [f"{RELATIVE[key].heading} {INTERVAL}" for key in ("break_even", "step_ratio")]
         headings.append("by steps")
-    first, base = next(iter(view.columns)), base_of(rows.configuration)
+    first = next(iter(view.columns))
     if compared := bool(rows.ratio.notna().any()):
-        headings += [ratio_heading(view, base), *([VERDICT] if view.judges else [])]
+        headings += [ratio_heading(view, over), *([VERDICT] if view.judges else [])]
     body: list[list[str]] = []
     each: list[Any] = list(rows.itertuples())
     for row in each:
@@ -372,21 +380,23 @@ def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _break_even(record: RunRecord, records: list[RunRecord], view: View) -> float | None:
-    """None for a run without speculation, and where no other one ran in the same repeat."""
-    place = ("concurrency", "repeat")
-    baselines = [
-        other
-        for other in records
-        if not other.drafts and all(other.workload[key] == record.workload[key] for key in place)
-    ]
-    if not record.drafts or view.break_even is None:
-        return None
-    if view.break_even == "all":
-        return break_even(record, baselines)
-    steps = [step for other in baselines if (step := other.metrics.get("step_s"))]
-    step = record.metrics.get("step_s")
-    return step / min(steps) if step and steps else None
+def _run(record: RunRecord) -> tuple[Any, ...]:
+    """Concurrency, configuration and repeat."""
+    return tuple(record.workload[key] for key in (*_POINT, "repeat"))
+
+
+def _break_evens(records: list[RunRecord], view: View) -> dict[tuple[Any, ...], float | None]:
+    """The break-even of each run with speculation whose base has none and was measured in the same repeat."""
+    over = bases(records)
+    runs = {_run(record): record for record in chain(*points_of(records).values())}
+    found = {}
+    for (concurrency, name, repeat), record in runs.items():
+        base = runs.get((concurrency, over[name], repeat))
+        if view.break_even is not None and record.drafts and base is not None and not base.drafts:
+            full = [one.metrics.get("step_s") for one in (record, base)]
+            of_full = full[0] / full[1] if full[0] and full[1] else None
+            found[concurrency, name, repeat] = break_even(record, base) if view.break_even == "all" else of_full
+    return found
 
 
 def _by_name(texts: dict[str, str]) -> str:

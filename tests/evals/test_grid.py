@@ -19,13 +19,13 @@ from made_runs import make_report
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.evals.grid import GridOptions, _grid, load_grid, run_grid
-from specbatch.evals.grid_table import Grid, _speedup, bases_of
+from specbatch.evals.grid_table import Grid, _speedup
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, run_eval
 from specbatch.jobs.configurations import named
 from specbatch.records.archive import pack, unpacked
 from specbatch.records.runs import load_run
-from specbatch.sweeps.report.tables import load_records, table
+from specbatch.sweeps.report.tables import load_records, markdown, table
 
 CONFIGS = named(EngineConfig(speculation=Speculation("ngram")), ("baseline", "v1", "v2"))
 Run = Callable[..., Grid]
@@ -221,16 +221,32 @@ def test_task_with_different_prompts_in_each_run_is_refused(evaluate_all: Run, m
         evaluate_all()
 
 
-def test_ratio_compares_one_thing() -> None:
-    """With the same prefill graphs where both are there."""
-    base = EngineConfig(speculation=Speculation("ngram"))
-    names = ("v1", "baseline", "v2", "baseline+piecewise", "v2+piecewise")
-    assert bases_of(named(base, names)) == {
-        "v1": "baseline", "baseline": "baseline", "v2": "baseline", "baseline+piecewise": "baseline",
-        "v2+piecewise": "baseline+piecewise",
-    }  # fmt: skip
-    assert bases_of(named(base, ("baseline", "v2+piecewise")))["v2+piecewise"] == "baseline"
-    assert bases_of(named(base, ("v1", "v2"))) == {"v1": "v1", "v2": "v1"}
+def test_report_of_the_same_folder_has_the_same_speedups(
+    evaluate_all: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have two bases, which differ in their prefill graphs as the configurations with speculation do."""
+    more = named(EngineConfig(speculation=Speculation("ngram")), ("baseline+piecewise", "v2+piecewise"))
+    for name, config in more.items():
+        monkeypatch.setitem(CONFIGS, name, config)
+    evaluate_all((2,), repeats=2)
+    for number, path in enumerate(sorted(tmp_path.glob("*/c2/r*/record.json"))):
+        body = json.loads(path.read_text())
+        body["metrics"]["output_throughput"] = 100.0 + 17 * number**2 % 31
+        path.write_text(json.dumps(body))
+    evaluated = {row["configuration"]: row for row in load_grid(tmp_path).rows()}
+    records = load_records(tmp_path)
+    reported = table(records).set_index("configuration")
+    assert list(reported.index) == list(CONFIGS)
+    assert reported.base.to_dict() == {name: row["base"] for name, row in evaluated.items()}
+    assert reported.base["v2+piecewise"] == "baseline+piecewise"
+    for name, row in list(evaluated.items())[1:]:
+        ours = reported.loc[name]
+        assert [ours.ratio, ours.ratio_low, ours.ratio_high, ours.ratio_verdict] == [
+            row[key] for key in ("speedup", "speedup_low", "speedup_high", "verdict")
+        ]
+    text = markdown(records, table(records))
+    assert "| speedup (95% interval) " in text
+    assert "v2+piecewise is compared with baseline+piecewise, the others with baseline.\n" in text
 
 
 def test_repeats_that_failed_are_left_out_by_name():

@@ -12,21 +12,23 @@ def test_faster_slower_and_no_difference() -> None:
             (1, "v1"): Speedup(1.83, 1.77, 1.85, PAYS, 3),
             (1, "v2"): Speedup(0.8, 0.7, 0.9, LOSES, 3),
             (4, "v1"): Speedup(1.02, 0.99, 1.05, UNDECIDED, 3),
+            (4, "v2+piecewise"): Speedup(1.2, 1.1, 1.3, PAYS, 3),
         },
-        "baseline",
+        {"v1": "baseline", "v2": "baseline", "v2+piecewise": "baseline+piecewise"},
     )
     assert found == [
         "Concurrency 1, output tok/s: v1 is 1.83 (1.77-1.85) times the baseline, v2 is 0.80 (0.70-0.90) times the "
         "baseline.",
-        "Concurrency 4, output tok/s: no difference is shown between v1 and the baseline (0.99-1.05 times).",
+        "Concurrency 4, output tok/s: no difference is shown between v1 and the baseline (0.99-1.05 times), "
+        "v2+piecewise is 1.20 (1.10-1.30) times baseline+piecewise.",
     ]
 
 
 def test_one_repeat_shows_no_interval() -> None:
-    found = conclusion({(1, "v2"): Speedup(1.5, None, None, ONE_REPEAT, 1)}, "v1")
+    found = conclusion({(1, "v2"): Speedup(1.5, None, None, ONE_REPEAT, 1)}, {"v2": "v1"})
     assert found[0] == "Concurrency 1, output tok/s: v2 is 1.50 times v1."
     assert "--repeats 3" in found[1]
 
 
 def test_a_single_configuration_has_no_conclusion() -> None:
-    assert conclusion({}, None) == []
+    assert conclusion({}, {}) == []

@@ -40,6 +40,25 @@ def test_nothing_that_pays() -> None:
     )
 
 
+def test_speedup_over_another_base_names_it() -> None:
+    """The graphs alone bring 1.5."""
+    plain, drafting = at("baseline+piecewise", 1, 150, 151, 149), at("v2+piecewise", 1, 270, 271, 269)
+    for record in plain + drafting:
+        record.config["graphs"]["prefill"] = "piecewise"
+    for record in plain:
+        record.config["speculation"] = at("baseline", 1, 1)[0].config["speculation"]
+    assert headline(BASE + plain + drafting) == (
+        "v2+piecewise generates 1.80 (1.79-1.81) times baseline+piecewise's tokens per second at concurrency 1."
+    )
+    for record, speed in zip(plain, (90, 110, 100), strict=True):
+        record.metrics["output_throughput"] = speed
+    for record in drafting:
+        record.metrics["output_throughput"] = 50.0
+    assert headline(BASE + plain + drafting).startswith(
+        "No configuration is shown to generate more tokens per second than the one that it is compared with; "
+    )
+
+
 @pytest.mark.parametrize(
     ("records", "sentence"),
     [

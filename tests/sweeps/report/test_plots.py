@@ -18,8 +18,10 @@ from matplotlib import rcParams
 from matplotlib.colors import to_hex, to_rgb
 from swept import DRAFTS, swept
 
+from specbatch.records.verdicts import Speedup
 from specbatch.sweeps.report import plot_style, plots
 from specbatch.sweeps.report.plot_style import BLUE, GREEN, INK, KNOWN, PURPLE, VERMILLION, marks
+from specbatch.sweeps.report.speedup_plot import speedup_plot
 from specbatch.sweeps.report.tables import speedups_of
 
 NAMES = ("baseline", "v1", "v2")
@@ -63,7 +65,9 @@ def test_every_plot_has_units_and_a_caption(drawn):
 def test_speedups_have_their_intervals_and_are_hollow_if_undecided(drawn):
     (axes,) = drawn["speedup"].figure.axes
     known = speedups_of(RECORDS)
-    shown = {line.get_ydata()[0]: line for line in axes.get_lines() if len(line.get_xdata()) == 1}
+    points = [line for line in axes.get_lines() if len(line.get_xdata()) == 1 and line.get_markersize() == 8]
+    shown = {line.get_ydata()[0]: line for line in points}
+    bottom, top = axes.get_ylim()
     bars = {segment[0][0]: (segment[0][1], segment[1][1]) for bar in axes.collections for segment in bar.get_segments()}
     for place, name in enumerate(NAMES[1:]):
         for spot, concurrency in enumerate(SIZES):
@@ -71,7 +75,7 @@ def test_speedups_have_their_intervals_and_are_hollow_if_undecided(drawn):
             line = shown[speedup.ratio]
             x = line.get_xdata()[0]
             assert x == pytest.approx(spot + (-0.175, 0.175)[place])
-            assert bars[x] == (speedup.low, speedup.high)
+            assert bars[x] == (max(speedup.low, bottom), min(speedup.high, top))
             assert (line.get_markerfacecolor() == "none") == (speedup.verdict == "undecided")
     assert len(shown) == len(bars) == 4
     assert {speedup.verdict for speedup in known.values()} > {"undecided"}  # both faces are drawn
@@ -82,6 +86,45 @@ def test_speedup_of_one_repeat_has_no_interval():
     (axes,) = draw([swept("one"), swept("two")])["speedup"].figure.axes
     assert not axes.collections
     assert [line.get_markerfacecolor() for line in axes.get_lines() if len(line.get_xdata()) == 1] == ["none"]
+
+
+def drawn_speedups(speedups, bases):
+    own = {name: {"color": mark.colour, "marker": mark.marker, "label": name} for name, mark in marks(bases).items()}
+    with plot_style.style():
+        plot = speedup_plot(speedups, own, bases)
+        plot.figure.canvas.draw()
+    return plot
+
+
+def test_axis_follows_the_points_and_cut_bars_have_an_arrow():
+    """An interval over two repeats can reach to 40 times the ratio."""
+    speedups = {
+        (1, "v1"): Speedup(1.5, 1.4, 1.6, "pays", 2),
+        (1, "v2"): Speedup(1.8, 0.08, 40.0, "undecided", 2),
+        (4, "v2"): Speedup(1.2, 0.7, 2.0, "undecided", 2),
+    }
+    plot = drawn_speedups(speedups, {"baseline": "baseline", "v1": "baseline", "v2": "baseline"})
+    (axes,) = plot.figure.axes
+    bottom, top = axes.get_ylim()
+    assert 0 < bottom < 0.7
+    assert 2.0 < top < 2.8
+    bars = sorted(tuple(place[1] for place in segment) for bar in axes.collections for segment in bar.get_segments())
+    assert bars == [pytest.approx(ends) for ends in ((bottom, top), (0.7, 2.0), (1.4, 1.6))]
+    arrows = [(line.get_marker(), *line.get_ydata()) for line in axes.get_lines() if line.get_markersize() == 5]
+    assert sorted(arrows) == [("^", top), ("v", bottom)]
+    assert "arrow" in plot.caption
+    assert "arrow" not in drawn_speedups({(1, "v1"): speedups[1, "v1"]}, {"v1": "baseline"}).caption
+
+
+def test_many_configurations_have_a_panel_for_each_concurrency():
+    names = [f"own {number}" for number in range(9)]
+    speedups = {(size, name): Speedup(1.5, None, None, "one repeat", 1) for size in (1, 4) for name in names}
+    bases = dict.fromkeys(["baseline", *names], "baseline") | {"own 1": "own 0"}
+    plot = drawn_speedups(speedups, bases)
+    assert [axes.get_title(loc="left") for axes in plot.figure.axes] == ["concurrency 1", "concurrency 4"]
+    assert {axes.get_ylim() for axes in plot.figure.axes} == {plot.figure.axes[0].get_ylim()}
+    assert plot.caption.endswith(" own 1 is compared with own 0, the others with baseline.")
+    assert "relative to what each configuration is compared with (the line at 1)" in plot.caption
 
 
 def test_throughput_holds_the_means_over_repeats(drawn):
@@ -242,6 +285,23 @@ def test_many_configurations_have_distinct_marks():
     many = marks([*KNOWN, *(f"own {number}" for number in range(35))])
     assert len(set(many.values())) == len(many) == 39
     assert len({mark.colour for mark in list(many.values())[:5]}) == 5
+
+
+def test_colour_is_the_algorithm_and_marker_the_schedule_where_several_have_several():
+    schedules = ("v1", "v2", "v2+piecewise")
+    kinds = {f"{one} {schedule}": (one, schedule) for one in "abcde" for schedule in schedules}
+    kinds |= {"baseline": ("", "v2"), "plain": ("", "v2+piecewise")}
+    many = marks(kinds, kinds)
+    assert len(set(many.values())) == 17
+    assert many["baseline"] == KNOWN["baseline"]
+    for one in "abcde":
+        assert len({many[f"{one} {schedule}"].colour for schedule in schedules}) == 1
+        assert [many[f"{one} {schedule}"].marker for schedule in schedules] == [
+            KNOWN[name].marker for name in schedules
+        ]
+    twice, one_each = kinds | {"again": ("a", "v1")}, {"a": ("a", "v2"), "b": ("b", "v2")}
+    for names in (twice, one_each, kinds | {"f": ("f", "v1")}):
+        assert marks(names, names) == marks(names)
 
 
 def luminance(colour):

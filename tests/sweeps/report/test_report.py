@@ -214,6 +214,17 @@ def test_page_shows_how_it_was_made():
     assert "git revision" not in last.text_content()
 
 
+def test_page_says_which_configurations_are_compared():
+    records = [swept(name) for name in ("baseline", "v1", "v2+piecewise", "plain")]
+    assert "compared with" not in html_of(records)
+    for one in records[2:]:
+        one.config["graphs"]["prefill"] = "piecewise"
+    records[3].config["speculation"] = records[0].config["speculation"]
+    text = parser.fromstring(html_of(records)).text_content()
+    assert "v2+piecewise is compared with plain, the others with baseline." in text
+    assert "speedup (95% interval)" in text
+
+
 def test_warnings_follow_the_result():
     records = [swept("baseline"), swept("v1", simulate=2.4), swept("v2", output_sha256="other")]
     records[0].config["graphs"]["decode"] = "whole"

@@ -15,11 +15,13 @@ from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import summarize
+from specbatch.records.sweep_plan import Point
 from specbatch.sweeps.compare import compare
 from specbatch.sweeps.report.summaries import run_on
 from specbatch.sweeps.report.tables import (
     COLUMNS,
     View,
+    bases,
     categories,
     load_records,
     losses_of,
@@ -39,11 +41,12 @@ def record(configuration: str, repeat: int, speed: float | None, *, concurrency:
     workload = {
         "dataset": "random", "input_len": 8, "output_len": 4, "ignore_eos": True, "seed": 0, "prompts": 2,
         "output_sha256": "same", "configuration": configuration, "repeat": repeat, "concurrency": concurrency,
-        "place": ["baseline", "v1", "v2"].index(configuration),
+        "place": ["baseline", "v1", "v2", configuration].index(configuration),
     }  # fmt: skip
     work = workload | work
     made = RunRecord({}, CAPS | CPU, metrics, {}, [], work, created="2030-01-01T00:00:00+00:00")
-    speculation = Speculation() if configuration == "baseline" else Speculation("ngram", configuration)
+    schedule = configuration if configuration in ("v1", "v2") else "v1"
+    speculation = Speculation() if configuration == "baseline" else Speculation("ngram", schedule)
     return configured(made, speculation)
 
 
@@ -142,7 +145,7 @@ def test_a_view_compares_full_batches():
     assert v1.ratio == pytest.approx(math.sqrt((8 / 0.006) * (8 / 0.02) / ((4 / 0.004) * (4 / 0.005))))
     assert v1.break_even == pytest.approx(math.sqrt(6 / 4 * 20 / 5))  # not by the steps of all sizes
     assert (v1.step_s_min, v1.step_s_max) == pytest.approx((0.006, 0.02))
-    headings, body = shown(rows, view)
+    headings, body = shown(rows, bases(records), view)
     assert headings[2:] == [
         "full-batch step (ms)", "decode tok/s", "full-batch steps", "break-even accept length (95% interval)",
         "speedup by steps (95% interval)", "by steps", "ratio of decode tok/s to baseline (95% interval)",
@@ -236,6 +239,31 @@ def test_answers_that_differ_are_counted_for_each_configuration():
     assert (
         "TOKENS DIFFER: configurations generated other answers than baseline to the same greedy prompts: "
         "at concurrency 4 v1 (1 of 3), v2 (2 of 3) (expected only below FP32" in text_of(records)
+    )
+
+
+def test_notes_of_many_points_are_one_line():
+    names = ("baseline", *(f"own {number}" for number in range(4)))
+    records = [record(name, 1, 10.0, concurrency=size) for size in (1, 4, 8) for name in names]
+    for number, one in enumerate(records):
+        name, size = one.workload["configuration"], one.workload["concurrency"]
+        one.workload["output_sha256"] = "same" if name in ("baseline", "own 2") or size == 1 else "other"
+        one.metrics |= {"cached_tokens": number if size != 8 or name == "own 0" else 0, "input_tokens": 100}
+        one.counters["states"] = {"kept": 2, "loaded": 1, "evicted": 0} if size == 8 else None
+    text = text_of(records)
+    assert text.count("CACHED") == 1
+    assert (
+        "* CACHED: input tokens that came from the prefix cache: 1.0% to 4.0% of all but baseline at concurrency 1; "
+        "5.0% to 9.0% at concurrency 4; 11.0% of own 0 at concurrency 8 (2 states of prefixes kept, 1 loaded, 0 "
+        "evicted).\n" in text
+    )
+    assert "same greedy prompts: at concurrency 4 and 8 all but own 2 (expected only" in text
+    records[1].workload["output_sha256"] = records[2].workload["output_sha256"] = "other"
+    assert "prompts: at concurrency 1 own 0 and own 1; at concurrency 4 and 8 all but own 2 (" in text_of(records)
+    missing = [Point(name, 2, size, 0) for size in (4, 8) for name in names[: size // 2 + 1]]
+    assert (
+        "UNFINISHED: 8 points without a record (1 of baseline at concurrency 4, 1 of own 0 at concurrency 4, 1 of own "
+        "1 at concurrency 4, 1 of each configuration at concurrency 8): " in markdown(records, table(records), missing)
     )
 
 
@@ -389,6 +417,21 @@ def test_break_even_is_paired_by_repeat_and_concurrency():
     assert rows.break_even.isna()[4, "baseline"]
     unpaired = [*records[:3], timed("v1", 2, 30, 1.7), timed("v1", 3, 300, 1.7)]
     assert table(unpaired).break_even.dropna().item() == pytest.approx(math.sqrt(1.5 * 3.0))
+
+
+def test_break_even_is_over_the_base_of_the_speedup():
+    """Not over the fastest run without speculation, which has other prefill graphs here."""
+    records = [timed(name, repeat, step) for repeat in (1, 2) for name, step in (("baseline", 10), ("plain", 5))]
+    records += [timed(name, 1, 20, 1.7) for name in ("v1", "v1 graphs")]
+    for one in records:
+        if (name := one.workload["configuration"]) in ("plain", "v1 graphs"):
+            one.config["graphs"]["prefill"] = "piecewise"
+        if name == "plain":
+            one.config["speculation"] = records[0].config["speculation"]
+    rows = table(records).set_index("configuration")
+    assert rows.break_even.dropna().to_dict() == {"v1": pytest.approx(2.0), "v1 graphs": pytest.approx(4.0)}
+    assert rows.base["v1 graphs"] == "plain"
+    assert "base" not in table([one for one in records if one.workload["configuration"] != "plain"])
 
 
 @pytest.mark.parametrize(

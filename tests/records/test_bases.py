@@ -1,0 +1,58 @@
+"""What each configuration is compared with, from settings and from records."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from specbatch.config import EngineConfig, Speculation
+from specbatch.jobs.configurations import named
+from specbatch.records.bases import bases_of, bases_sentence
+from specbatch.records.run_record import RunRecord
+
+BASE = EngineConfig(speculation=Speculation("ngram"))
+ALL = ("v1", "baseline", "v2", "baseline+piecewise", "v2+piecewise")
+
+
+def records_of(configs: dict[str, EngineConfig], **more: object) -> dict[str, RunRecord]:
+    return {name: RunRecord(asdict(config) | more, {}, {}, {}, []) for name, config in configs.items()}
+
+
+@pytest.mark.parametrize(
+    ("names", "bases"),
+    [
+        (ALL, ["baseline", "baseline", "baseline", "baseline", "baseline+piecewise"]),
+        (("baseline", "v2+piecewise"), ["baseline", "baseline"]),
+        (("v1", "v2"), ["v1", "v1"]),
+        (("v1", "baseline+piecewise", "v2+piecewise"), ["baseline+piecewise"] * 3),  # no two are over each other
+        (("v2",), ["v2"]),
+    ],
+)
+def test_speculation_is_compared_with_none_and_the_same_prefill_graphs(names, bases) -> None:
+    configs = named(BASE, names)
+    assert bases_of(configs) == bases_of(records_of(configs)) == dict(zip(names, bases, strict=True))
+
+
+def test_baseline_comes_before_others_with_the_same_prefill_graphs() -> None:
+    plain = named(BASE, ("baseline",))
+    assert bases_of({"plain": plain["baseline"]} | plain | named(BASE, ("v1",)))["v1"] == "baseline"
+
+
+def test_servers_are_compared_with_the_baseline_else_with_the_first() -> None:
+    """Their prefill graphs are unknown, whatever a record has in their place."""
+    servers = records_of(named(BASE, ALL), server="s")
+    assert {*bases_of(servers).values()} == {"baseline"}
+    del servers["baseline"]
+    assert {*bases_of(servers).values()} == {"v1"}
+
+
+def test_sentence_about_several_bases() -> None:
+    assert bases_sentence(bases_of(named(BASE, ("baseline", "v1", "v2")))) == bases_sentence({}) == ""
+    assert bases_sentence(bases_of(named(BASE, ALL))) == (
+        "v2+piecewise is compared with baseline+piecewise, the others with baseline."
+    )
+    bases = bases_of(named(BASE, (*ALL, "v1+piecewise")))
+    assert bases_sentence(bases) == (
+        "v2+piecewise and v1+piecewise are compared with baseline+piecewise, the others with baseline."
+    )
