@@ -36,7 +36,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise UnwritableError(error.errno, error.strerror or str(error), str(path)) from error
     except ValueError as error:
-        if "null byte" not in str(error) and not isinstance(error, UnicodeEncodeError):
+        if "embedded null" not in str(error) and not isinstance(error, UnicodeEncodeError):
             raise
         raise UnwritableError(0, "not a valid path", str(path)) from error
 

@@ -56,7 +56,7 @@ def test_paths_that_cannot_be_read(read: Callable[..., Any], tmp_path: Path) -> 
         (Path("/dev/zero"), "is not a regular file"),
         (tmp_path / "loop", "cannot be read (Too many levels of symbolic links)"),
         (tmp_path / ("a" * 300), "cannot be read (File name too long)"),
-        (tmp_path / "a\0b", "cannot be read (embedded null byte)"),
+        (tmp_path / "a\0b", "embedded null "),
     ):
         assert reason in refusal(read, path)
 
