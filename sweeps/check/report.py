@@ -28,6 +28,7 @@ from specbatch.sweeps.check.verdict import (
     Places,
     bound_of,
     excess,
+    noise_of,
 )
 from specbatch.sweeps.report.notes import replay_notes
 from specbatch.sweeps.report.summaries import heading, run_on
@@ -58,6 +59,15 @@ class Answer:
             return []
         return [abs(own - wanted) for own, wanted in zip(self.logprobs, self.places.logprobs, strict=True)]
 
+    def gaps(self, dtype: str) -> list[float]:
+        """The logits below the referee's best, in units in the last place of `dtype`; none if it did not judge."""
+        return self.places.units(self.places.below, dtype) if self.places else []
+
+    def noise(self, dtype: str) -> float:
+        """The largest gap or error of a log-probability, in units in the last place of `dtype`."""
+        errors = self.places.units(self.errors, dtype) if self.places and self.errors else []
+        return max([*self.gaps(dtype), *errors], default=0.0)
+
     def at(self, place: int) -> dict[str, Any]:
         """The token at a place, and what the referee says of it; None where the answer has ended."""
         if place >= len(self.tokens):
@@ -87,9 +97,13 @@ class Finding:
         """One answer ended where the other, equal until then, goes on: no end token was chosen."""
         return self.diverges and self.equal in map(len, (self.plain.tokens, self.checked.tokens))
 
+    def worst(self, dtype: str) -> float:
+        """The largest gap of the checked engine from the first divergence on, in units in the last place of `dtype`.
+        Before it the baseline chose the same tokens."""
+        return max(self.checked.gaps(dtype)[self.equal :], default=0.0)
+
     def row(self, dtype: str) -> dict[str, Any]:
         """Of prompts.jsonl."""
-        worst = [max(side.places.units(dtype), default=0.0) if side.places else None for side in self.answers]
         return {
             "index": self.index,
             "id": self.id,
@@ -97,8 +111,8 @@ class Finding:
             "diverges": self.diverges,
             "baseline": self.plain.at(self.equal) if self.diverges else None,
             "checked": self.checked.at(self.equal) if self.diverges else None,
-            "worst_baseline_units": worst[0],
-            "worst_checked_units": worst[1],
+            "noise_units": self.plain.noise(dtype) if self.plain.places else None,
+            "worst_units": self.worst(dtype) if self.checked.places else None,
         }
 
 
@@ -130,14 +144,20 @@ class CheckReport:
         return self._excess(lambda answer: float(np.mean(answer.errors)) if answer.errors else None)
 
     @cached_property
+    def noise(self) -> float:
+        """Of the baseline, in units in the last place."""
+        return noise_of([item.plain.noise(self.dtype) for item in self.judged])
+
+    @property
     def bound(self) -> float:
         """The largest gap that a token may have, in units in the last place."""
-        return bound_of(self._units(0), self.dtype)
+        return bound_of(self.noise, self.dtype)
 
     @cached_property
     def worst(self) -> float:
-        """The largest gap of the checked engine, in units in the last place."""
-        return max(self._units(1), default=0.0)
+        """The largest gap of the checked engine where the baseline did not choose the same, in units in the last
+        place."""
+        return max((item.worst(self.dtype) for item in self.judged), default=0.0)
 
     @property
     def faults(self) -> list[str]:
@@ -157,8 +177,8 @@ class CheckReport:
             found.append("its tokens are further below the referee's best than the baseline's")
         if self.worst > self.bound:
             found.append(
-                f"a token is {self.worst:.1f} units in the last place below the referee's best, and rounding explains "
-                f"{self.bound:.1f}"
+                f"a token is {self.worst:.4g} units in the last place below the referee's best, and rounding explains "
+                f"{self.bound:.4g}"
             )
         return found
 
@@ -210,9 +230,6 @@ class CheckReport:
         pairs = [(measure(item.plain), measure(item.checked)) for item in self.judged]
         known = [(a, b) for a, b in pairs if a is not None and b is not None]
         return excess([a for a, _ in known], [b for _, b in known], self.dtype)
-
-    def _units(self, side: int) -> list[float]:
-        return [gap for item in self.judged for gap in _places(item, side).units(self.dtype)]
 
     def _referee(self) -> str:
         if self.options.referee == "none":
@@ -269,9 +286,9 @@ class CheckReport:
                     f"for more than that.{ends}"
                 )
         lines.append(
-            f"* Worst token: {self.worst:.1f} units in the last place of {self.dtype} below the best; the bound is "
-            f"{self.bound:.1f} ({FACTOR} times the baseline's {max(self._units(0), default=0.0):.1f}, at least "
-            f"{LEAST_UNITS[self.dtype]:g})."
+            f"* Worst token from a divergence on: {self.worst:.4g} units in the last place of {self.dtype} below the "
+            f"best; the bound is {self.bound:.4g} ({FACTOR} times the {self.noise:.4g} of the baseline's second "
+            f"noisiest prompt, at least {LEAST_UNITS[self.dtype]:g})."
         )
         return "\n".join(lines)
 

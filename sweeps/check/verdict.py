@@ -6,14 +6,22 @@ Three measures, each of the checked engine beside the baseline:
   value. Every token has one, so that a fault shows long before it changes a token.
 * Logits below the best: the referee's highest logit minus its logit of the token. In FP32 it is 0 nearly everywhere; in
   BF16 it is not, for any engine, where two logits are nearly equal.
-* The worst token: the largest of these gaps, in units in the last place of the engines' type at the magnitude of the
-  referee's logits. It may be `FACTOR` times the largest gap of the baseline, and always `LEAST_UNITS`.
+* The worst token: the largest of these gaps from the first divergence of an answer on, in units in the last place of
+  the engines' type at the magnitude of the referee's logits. It may be `FACTOR` times the noise of the baseline, and
+  always `LEAST_UNITS`. The noise of a prompt is the largest gap or error of a log-probability in its answer; that of
+  the baseline is the second largest of its prompts.
 
 The first two are tested over prompts. Each prompt has the mean over the tokens of its answer under both engines. After
 a divergence the two texts differ, but the referee judges each token after the text that it followed. If both engines
 only round, the two means of a prompt are exchangeable. Engines round differently all the same, as they call other
 kernels for other shapes, so the checked engine is further only if its means exceed those of the baseline by more than
 `TOLERANCE`. The test is the one-sided sign-flip permutation test of the mean excess (Fisher 1935).
+
+Why the bound follows the baseline's errors: an engine chooses a token because it finds its logit no lower than that of
+the referee's best, so the gap is at most the sum of its errors of both. `FACTOR` is twice these two, as the baseline
+shows its errors only of tokens that it chose. One error can be tens of times as large as those of all other prompts,
+where the router of a mixture of experts nearly ties. Such a prompt, or one wrong answer of the baseline, must not hide
+faults: hence the second largest. Before a divergence both engines chose the same token, whatever its gap.
 """
 
 from __future__ import annotations
@@ -51,11 +59,11 @@ class Places(NamedTuple):
     scale: list[float]
     logprobs: list[float]
 
-    def units(self, dtype: str) -> list[float]:
-        """`below` in units in the last place of `dtype` at `scale`."""
+    def units(self, values: Sequence[float], dtype: str) -> list[float]:
+        """Values of the tokens, in logits, in units in the last place of `dtype` at `scale`."""
         return [
-            gap / 2.0 ** (math.frexp(scale)[1] - 1 - _MANTISSA[dtype]) if gap else 0.0
-            for gap, scale in zip(self.below, self.scale, strict=True)
+            value / 2.0 ** (math.frexp(scale)[1] - 1 - _MANTISSA[dtype]) if value else 0.0
+            for value, scale in zip(values, self.scale, strict=True)
         ]
 
 
@@ -109,6 +117,11 @@ def sign_flip_test(differences: np.ndarray) -> float:
     return float((int((signs @ differences >= nearly).sum()) + unseen) / (len(signs) + unseen))
 
 
-def bound_of(baseline: Sequence[float], dtype: str) -> float:
-    """The largest gap that a token may have, in units in the last place, from the baseline's gaps in these units."""
-    return max(LEAST_UNITS[dtype], FACTOR * max(baseline, default=0.0))
+def noise_of(prompts: Sequence[float]) -> float:
+    """The noise of the baseline from that of each prompt: the second largest, or that of the only prompt."""
+    return sorted(prompts)[-2:][0] if prompts else 0.0
+
+
+def bound_of(noise: float, dtype: str) -> float:
+    """The largest gap that a token may have, in units in the last place, from the baseline's noise in these units."""
+    return max(LEAST_UNITS[dtype], FACTOR * noise)

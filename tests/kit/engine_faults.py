@@ -99,6 +99,24 @@ def dropped_accepted_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(acceptance, "accept_ref", dropped)
 
 
+def one_wrong_token(patch: pytest.MonkeyPatch) -> None:
+    """In one verify of drafts, the seventh, one request gets the third best token."""
+    accept = acceptance.accept_ref
+    calls = {"count": 0}
+
+    def wrong(logits: torch.Tensor, proposal: Any, *arguments: Any) -> Any:
+        found = accept(logits, proposal, *arguments)
+        calls["count"] += proposal.tokens.shape[1] > 0
+        if calls["count"] == 7 and proposal.tokens.shape[1]:
+            tokens, accepted = found.tokens.clone(), found.accepted.clone()
+            tokens[0, 0] = logits.view(len(tokens), -1, logits.shape[-1])[0, 0].topk(3).indices[2]
+            accepted[0] = 0
+            found = found._replace(tokens=tokens, accepted=accepted)
+        return found
+
+    patch.setattr(acceptance, "accept_ref", wrong)
+
+
 def wrong_block_scale(patch: pytest.MonkeyPatch, factor: float = 2.0, layer: int = 0) -> None:
     """Of a layer's last matrix one block of 128 x 128 values is too large in a verify."""
     verify, call = DecodeStep.verify, Linear.__call__

@@ -86,6 +86,7 @@ FAULTS: dict[str, tuple[engine_faults.Fault, str, str]] = {
     "position off by one": (engine_faults.position_off_by_one, "llama", "model"),
     "rope offset of queries": (engine_faults.rope_offset_of_queries, "llama", "ngram"),
     "dropped accepted token": (engine_faults.dropped_accepted_token, "llama", "model"),
+    "one wrong token": (engine_faults.one_wrong_token, "llama", "ngram"),
     "state of a delta layer": (engine_faults.state_not_rolled_back, "qwen3.5", "ngram"),
     "state of a Mamba layer": (engine_faults.state_not_rolled_back, "nemotron-h", "ngram"),
     "state of a convolution": (engine_faults.state_not_rolled_back, "lfm2", "ngram"),

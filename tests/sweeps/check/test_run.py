@@ -23,8 +23,9 @@ from specbatch.jobs.configurations import load_engine
 from specbatch.records.store import load_record
 from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.prompts import random_prompts
-from specbatch.sweeps.check.report import CheckReport
+from specbatch.sweeps.check.report import Answer, CheckReport, Finding
 from specbatch.sweeps.check.run import _compare, run_check
+from specbatch.sweeps.check.verdict import Places
 
 SPECULATIONS = {
     "none": Speculation(),
@@ -193,6 +194,33 @@ def test_divergence_of_one_prompt(plain: Any, checked: Any, equal: int, diverges
     found = _compare(done(*plain), done(*checked), None)
     assert (found.equal, found.diverges, found.ends_early) == (equal, diverges, early)
     assert found.prompt == [7, 7]
+
+
+def judged(plain: list[float], checked: list[float], *, errors: list[float], equal: int) -> Finding:
+    """A prompt of which the answers have these gaps and the baseline these errors, in units in the last place."""
+    unit, scale = 0.125, [16.0] * len(plain)
+    own = [unit * error for error in errors]
+    sides = [
+        Answer([0] * len(plain), own, Places([unit * gap for gap in gaps], scale, [0.0] * len(plain)))
+        for gaps in (plain, checked)
+    ]
+    return Finding(0, None, equal, equal < len(plain), sides[0], sides[1], [7])
+
+
+def test_worst_token_and_its_bound() -> None:
+    outlier = judged([0, 90, 0], [0, 90, 4], errors=[1, 0, 0], equal=2)
+    error = judged([0, 0, 0], [0, 0, 0], errors=[1, -3, 1], equal=3)
+    quiet = judged([0, 1, 0], [0, 1, 11], errors=[1, 2, 0], equal=2)
+    record: Any = SimpleNamespace(caps={"dtype": "bfloat16"})
+
+    def found(*findings: Finding) -> tuple[float, float]:
+        report = CheckReport(CheckOptions(), list(findings), record)
+        return report.worst, report.bound
+
+    assert found(outlier, quiet) == (11, 8), "neither the outlier nor a token that both chose decides"
+    assert found(outlier, quiet, error) == (11, 12), "errors of log-probabilities are noise, too"
+    assert found(outlier, outlier, quiet) == (11, 360)
+    assert (outlier.row("bfloat16")["noise_units"], outlier.row("bfloat16")["worst_units"]) == (90, 4)
 
 
 # -- prompts and records ----------------------------------------------------------------------------------------------

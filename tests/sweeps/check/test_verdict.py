@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from specbatch.sweeps.check.verdict import ALPHA, POWER, Places, bound_of, excess, sign_flip_test
+from specbatch.sweeps.check.verdict import ALPHA, POWER, Places, bound_of, excess, noise_of, sign_flip_test
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from specbatch.sweeps.check.verdict import ALPHA, POWER, Places, bound_of, exces
     ],
 )
 def test_units_in_the_last_place(scale: float, dtype: str, unit: float) -> None:
-    assert Places([3 * unit, 0.0], [scale, scale], [0.0, 0.0]).units(dtype) == [3.0, 0.0]
+    assert Places([], [scale, scale], []).units([3 * unit, 0.0], dtype) == [3.0, 0.0]
 
 
 @pytest.mark.parametrize("count", [2, 5, 14, 30])
@@ -65,7 +65,8 @@ def test_smallest_detectable_difference_is_found_as_often_as_promised() -> None:
     assert ALPHA == 0.001
 
 
-def test_bound_follows_the_baseline() -> None:
-    assert bound_of([0.0, 0.5], "bfloat16") == 8
-    assert bound_of([0.0, 50.0], "bfloat16") == 200
-    assert bound_of([], "float32") == 512
+def test_bound_follows_the_second_noisiest_prompt() -> None:
+    assert bound_of(noise_of([0.5, 1.5, 0.0]), "bfloat16") == 8
+    assert bound_of(noise_of([50.0, 3.0, 0.0, 90.0]), "bfloat16") == 200
+    assert [noise_of([7.0, 0.5]), noise_of([7.0]), noise_of([])] == [0.5, 7.0, 0.0]
+    assert bound_of(0.0, "float32") == 512
