@@ -50,6 +50,7 @@ from specbatch.runtime.loader import Loader, dequantized_bytes, quantization_lin
 from specbatch.runtime.prefill_forward import static_bytes
 from specbatch.tokenizer import Tokenizer
 from specbatch.weights import Checkpoint, Log
+from specbatch.weights.draft_heads import check_random
 
 MOST_RANKS = 16  # that are tried when others do not work
 # What deterministic mode refuses on a CUDA device: the bits of these kernels were compared in the interpreter only.
@@ -128,6 +129,8 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     _check_cache_scales(config, target.config)
     if config.deterministic and device.type == "cuda":
         _check_deterministic_on_cuda(config, device, target.config, dtype)
+    if config.load_format == "dummy" and config.speculation.draft is not None:
+        check_random(config.speculation.draft)
     draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, log)
     if config.deterministic and device.type == "cuda":
         _check_kernels_on_cuda(draft.config, "a draft model with ")

@@ -57,7 +57,7 @@ def test_logits_are_those_of_transformers(folder: Path, theirs: Any, max_model_l
 def engine(folder: Path, max_model_len: int | None, lines: list[str], **more: Any) -> Engine:
     config = EngineConfig(
         model=str(folder), load_format="dummy", device="cpu", max_running=2, max_model_len=max_model_len, page_size=4,
-        speculation=Speculation("standalone", draft=str(folder), draft_tokens=2),
+        speculation=Speculation("standalone", draft=str(folder / "config.json"), draft_tokens=2),
     )  # fmt: skip
     return Engine(config, log=lines.append, **more)
 
