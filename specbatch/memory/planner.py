@@ -184,8 +184,8 @@ def plan_memory(
         enough = config.memory_fraction * (budget - room + page_bytes) / max(budget, 1)
         more = f", or a memory_fraction of at least {1.005 * enough:.3g}" if enough < 1 else ""
         raise SpecbatchError(
-            f"memory_fraction={config.memory_fraction}: {size_text(budget)} of {size_text(free)} free may be used{each} "
-            f"and {used} leave no KV page; use {less}{more}"
+            f"memory_fraction={config.memory_fraction}: {size_text(budget)} of {size_text(free)} free may be used"
+            f"{each} and {used} leave no KV page; use {less}{more}"
         )
     if config.kv_pages is not None:
         pages = config.kv_pages
