@@ -39,3 +39,18 @@ def test_shared_pages_hold_the_keys_of_all_layers(targets: Targets, how: dict[st
             for ours, theirs in ((cache.k[depth], keys), (cache.v[depth], values)):
                 torch.testing.assert_close(ours[pages, 0], theirs[0, : len(pages)], rtol=1e-4, atol=1e-5)
             hidden = head.finish(depth, x, UncachedContext(model, 1, count).attend(0, qkv, heads, positions))
+
+
+def test_a_prompt_begins_without_the_features_of_one_that_ended_with_its_first_token(targets: Targets) -> None:
+    """The cached prefix of the last prompt is as long as the whole prompt before it, in the same slot."""
+    how = {"max_running": 1, "load_format": "dummy", "prefill_chunk": 8}
+    engine = targets.engine("llama", "mtp-layers", "v1", page_size=4, **how)
+    known, other = list(range(1, 9)), list(range(11, 19))
+    first = SamplingParams(max_new_tokens=1)
+    ready = engine._worker.prefill_step.drafter._ready
+    engine.generate([[*known, 3]], first)
+    assert int(ready[1]) == 3, "two of the chunk before the last token"
+    engine.generate([other], first)
+    (done,) = engine.generate([[*known, 4]], first)
+    assert done.metrics.cached_tokens == 8
+    assert int(ready[1]) == 1
