@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from targets import Targets
+from uncached import features_of
 
 from specbatch import SamplingParams
 from specbatch.drafters.mtp_layers import LayerChain
@@ -29,7 +30,7 @@ def test_shared_pages_hold_the_keys_of_all_layers(targets: Targets, how: dict[st
         text = torch.tensor([*item.prompt_token_ids, *item.token_ids])
         pages = torch.tensor([node.page for node in cached.path(text.tolist(), len(text))])
         assert len(text) - 7 <= len(pages) < len(text), "the newest positions may be missing, but no others"
-        hidden = model.forward(text, torch.arange(len(text)), UncachedContext(model, 1, len(text))).last
+        hidden = features_of(model, text).last
         for depth in range(3):
             count = len(text) - 1 - depth
             positions, heads = torch.arange(count), head.heads_of(depth)
