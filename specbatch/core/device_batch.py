@@ -58,7 +58,8 @@ class DeviceBatch:
     """One row for each slot. Slot 0 is for padding: its pages are page 0 and its length stays 1.
 
     tokens      int64 [R, W]: prompt and output; the newest token is the root, whose KV is not written yet
-    lengths     int64 [R]: KV length, which is the position of the root. The host only knows bounds of it
+    lengths     int64 [R]: KV length, which is the position of the root, and while a prompt is computed that of its next
+                chunk, 0 before the first. The host only knows bounds of it
     page_table  int64 [R, P]: the page of each page_size tokens
     """
 
@@ -99,6 +100,7 @@ class DeviceBatch:
         # In one upload, as each delays the first token: floats travel as their bits.
         table = upload(np.column_stack([whole, values.view(np.int64)]), self.device)
         self.page_table.index_fill_(0, table[:, 0], 0)  # the last owner's pages, which may hold NaN
+        self.lengths.index_fill_(0, table[:, 0], 0)
         for item in admissions:
             tokens, pages = len(item.tokens), len(item.pages)
             ends = [*item.end_tokens, *item.end_tokens[:1] * (MOST_END_TOKENS - len(item.end_tokens))]

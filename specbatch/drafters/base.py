@@ -71,6 +71,7 @@ class DraftPlan:
     drafted           tokens drafted per verify, or the most of them; None: as configured
     scratch_slots     KV slots, from the root's on, that it writes to while drafting
     uncached_tail     of a finished request, so many of the newest positions may lack the draft's keys and values
+    embedded          embedded tokens that it keeps of each token of a prompt pass, next to the model's activations
     idle_at_zero      it does not run in steps without drafts, and has to catch up before it drafts again
     """
 
@@ -85,6 +86,7 @@ class DraftPlan:
     drafted: int | None = None
     scratch_slots: int = 0
     uncached_tail: int = 1
+    embedded: int = 0
     idle_at_zero: bool = False
 
     def divided(self, ranks: int) -> DraftPlan:

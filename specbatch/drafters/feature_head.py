@@ -329,6 +329,7 @@ def head_plan(
         aux=aux,
         scratch_slots=shape.draft_slots,
         uncached_tail=shape.steps + 1,
+        embedded=1,
     )
 
 

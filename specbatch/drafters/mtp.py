@@ -67,7 +67,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         return found_plan
     # The window of a step begins earlier by a position for each layer after the first.
     tail = asked.shape.steps + layers
-    return replace(found_plan, drafted=asked.shape.steps, scratch_slots=tail, uncached_tail=tail)
+    return replace(found_plan, drafted=asked.shape.steps, scratch_slots=tail, uncached_tail=tail, embedded=layers)
 
 
 def _stored(target: Checkpoint, asked: Speculation, *, is_dummy: bool) -> int:

@@ -40,8 +40,6 @@ class LayerChain(FeatureChain):
         super().__init__(head, *how)
         assert isinstance(head, MtpHead)
         assert self._shape.steps <= head.depths
-        # Where the prompt of a row continues; -1 once it is complete and steps have run.
-        self._prompts = torch.full_like(self._ready, -1)
 
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
         depths, taken = self._head.depths, self._head.take(features)
@@ -50,9 +48,9 @@ class LayerChain(FeatureChain):
         self._prefill(batch.tokens[metadata.slots[:, None], ahead].unbind(1), taken, metadata)
         starts, ends, rows, _ = metadata.spans.table[:, :-1]
         count = (ends - starts).clamp(max=depths)
-        buffered = torch.where(self._prompts[rows] == starts, self._ready[rows], 0)
+        continues = (starts > 0) & (batch.lengths[rows] == starts)  # after an earlier chunk of this request
+        buffered = torch.where(continues, self._ready[rows], 0)
         self._buffer(rows, buffered.minimum(depths - count), taken, metadata.last + 1 - count, count)
-        self._prompts[rows] = ends
 
     def propose(self, step: StepInput) -> Proposal:
         chain = self.begin_chain(step)
@@ -64,7 +62,6 @@ class LayerChain(FeatureChain):
         queries = len(taken) // len(rows)
         first = torch.arange(len(rows), device=rows.device) * queries
         self._buffer(rows, self._ready[rows].clamp(max=self._head.depths - 1), taken, first, accepted + 1)
-        self._prompts.index_fill_(0, rows, -1)
 
     def shorten(self, step: StepInput) -> None:
         rows, none = step.slots, torch.zeros_like(step.slots)

@@ -157,8 +157,11 @@ class InferenceEngine(ABC):
             prompts, params, concurrency=concurrency, request_ids=request_ids, on_completion=on_completion
         )
 
-    def check(self, tokens: Sequence[int], params: SamplingParams, index: int = 0) -> None:
-        """Refuse a prompt that can never run: empty, too long with its output, or with ids outside the vocabulary."""
+    def check(self, tokens: Sequence[int], params: SamplingParams, index: int | None = None) -> None:
+        """Refuse a prompt that can never run: empty, too long with its output, or with ids outside the vocabulary.
+
+        index: its place among the prompts, from 0, as messages name it; None: the caller says which prompt it is
+        """
         self._prompts.check(tokens, params, index)
 
     @abstractmethod

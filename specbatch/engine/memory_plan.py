@@ -68,10 +68,10 @@ def _least_memory(device: torch.device, ranks: Communicator) -> int:
 
 
 def _token_bytes(target: ModelConfig, draft: DraftPlan, dtype: torch.dtype) -> int:
-    """Activations of a token: those of the target, or of the draft after it, which reads its features and keeps the
-    embedded token."""
+    """Activations of a token: those of the target, or of the draft after it, which reads its features and may keep
+    embedded tokens with their ids and positions."""
     features = (draft.needs_all_hidden + len(draft.aux)) * target.hidden_size * dtype.itemsize
-    embedded = draft.config.hidden_size * dtype.itemsize
+    embedded = draft.embedded * (draft.config.hidden_size * dtype.itemsize + 2 * torch.int64.itemsize)
     drafting = features + embedded + token_bytes(draft.config, dtype) if draft.layers else 0
     return max(token_bytes(target, dtype) + features, drafting)
 

@@ -115,6 +115,8 @@ class PrefillStep:
         with use_fp8_activations(self.fp8):
             features = self.forward(tokens, metadata, None if self.needs_all_hidden else read)
             self.drafter.prefill(batch, metadata, features)
+        _, lengths, slots, _ = metadata.spans.table[:, :-1]
+        batch.lengths[slots] = lengths
         hidden = features.last[read] if self.needs_all_hidden else features.last
         first = self._sample(hidden[: len(ending)], chunks, ending, metadata, ends, flags) if ending else None
         if not scored:
@@ -150,7 +152,6 @@ class PrefillStep:
             first = sampling.sample(chosen_from, lengths[:, None], TARGET)
             finite = are_finite(chosen_from, first, sampling)
         batch.tokens[slots, lengths] = first[:, 0]
-        batch.lengths[slots] = lengths
         if constraint is not None:
             batch.set_states(slots, constraint.after(constraint.states[:, None], first[:, :1])[:, 0])
         logprobs = logprobs_of(logits, first) if flags.logprobs else None

@@ -23,6 +23,7 @@ from specbatch.models.int4 import Int4Weights
 from specbatch.runtime.device import find_device, find_dtype, type_name
 from specbatch.runtime.loader import quantizes_activations
 from specbatch.weights import Checkpoint, Log
+from specbatch.weights.draft_heads import check_random
 
 MOST_RANKS = 16  # that are tried when others do not work
 # What deterministic mode refuses on a CUDA device: the bits of these kernels were compared in the interpreter only.
@@ -83,6 +84,8 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     _check_cache_scales(config, target.config)
     if config.deterministic and device.type == "cuda":
         _check_deterministic_on_cuda(config, device, target.config, dtype)
+    if config.load_format == "dummy" and config.speculation.draft is not None:
+        check_random(config.speculation.draft)
     draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, log)
     if config.deterministic and device.type == "cuda":
         _check_kernels_on_cuda(draft.config, "a draft model with ")

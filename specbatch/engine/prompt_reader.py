@@ -72,12 +72,12 @@ class PromptReader:
             prompts.append(self._tokenizer.encode(text, add_special_tokens=False))
         return prompts
 
-    def check(self, tokens: Sequence[int], params: SamplingParams, index: int) -> None:
-        """Refuse a prompt that can never run."""
+    def check(self, tokens: Sequence[int], params: SamplingParams, index: int | None) -> None:
+        """Refuse a prompt that can never run. index: see `InferenceEngine.check`."""
         check_size(self._caps, len(tokens), params.max_new_tokens, index)
         wrong = [token for token in tokens if not 0 <= token < self._vocabulary]
         if wrong:
-            raise refuse(f"prompt {index}", [wrong[0]], f"token ids go from 0 to {self._vocabulary - 1}")
+            raise refuse(_named(index), [wrong[0]], f"token ids go from 0 to {self._vocabulary - 1}")
         if params.min_tokens:
             self._check_end_tokens(params)
         highest = max((token for token, _ in params.logit_bias), default=0)
@@ -149,10 +149,14 @@ class PromptReader:
             raise refuse("min_tokens", params.min_tokens, f"there are {len(ends)} end tokens; use at most {most}")
 
 
-def check_size(caps: Mapping[str, Any], prompt_len: int, max_new_tokens: int, index: int) -> None:
+def _named(index: int | None) -> str:
+    return "prompt" if index is None else f"prompt {index}"
+
+
+def check_size(caps: Mapping[str, Any], prompt_len: int, max_new_tokens: int, index: int | None) -> None:
     """Refuse a prompt that is empty, or too long with its output for an engine with the capacities `caps`."""
     if not prompt_len:
-        raise refuse(f"prompt {index}", "", "it has no tokens; give at least one")
+        raise refuse(_named(index), "", "it has no tokens; give at least one")
     longest = caps["max_model_len"]
     if prompt_len + max_new_tokens > longest:
         room = longest - prompt_len
@@ -161,7 +165,8 @@ def check_size(caps: Mapping[str, Any], prompt_len: int, max_new_tokens: int, in
             if room > 0
             else f"the prompt has {prompt_len} tokens and max_model_len={longest}; shorten it"
         )
-        raise refuse(f"max_new_tokens of prompt {index}", max_new_tokens, works)
+        raise refuse("max_new_tokens" if index is None else f"max_new_tokens of prompt {index}", max_new_tokens, works)
     need = pages_for(reach_of(prompt_len + max_new_tokens, caps["verify_slots"]), caps["page_size"])
     if need > caps["kv_pages"]:
-        raise refuse("kv_pages", caps["kv_pages"], f"prompt {index} with its output needs {need}; use at least that")
+        works = f"{'the ' if index is None else ''}{_named(index)} with its output needs {need}; use at least that"
+        raise refuse("kv_pages", caps["kv_pages"], works)

@@ -161,7 +161,7 @@ class PromptRows(JobFormat):
         if (known := self._encoded.get(row.index)) is not None:
             return [(known, params)]
         tokens = prompt.encode(engine.tokenizer, chat_template=self._chat_template, most=engine.caps["max_model_len"])
-        engine.check(tokens, params, row.index)
+        engine.check(tokens, params)
         self._encoded.put(row.index, tokens)
         return [(tokens, params)]
 

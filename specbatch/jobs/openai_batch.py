@@ -120,7 +120,7 @@ class OpenAIBatch(JobFormat):
             if params.seed is None:
                 params = params.with_seed(row_seed(self._seed, f"{row.index}/{number}" if number else row.index))
             try:
-                engine.check(tokens, params, row.index)
+                engine.check(tokens, params)
             except SpecbatchError as error:
                 raise SpecbatchError(_of_body(error)) from None
             found.append((tokens, params))
@@ -173,8 +173,7 @@ class OpenAIBatch(JobFormat):
 
 def _of_body(error: SpecbatchError) -> str:
     """The message of an error about a sampling parameter, in the terms of a request."""
-    name = (error.setting or "").partition(" of prompt ")[0]  # the engine's number of the row
-    name = "response_format" if name == "json_schema" else name
+    name = "response_format" if error.setting == "json_schema" else error.setting
     if name in PER_ROW or name == "response_format":
         error = refuse_json(f"body.{name}", error.value, error.works or "")
     return str(error).replace("max_new_tokens", "max_tokens")

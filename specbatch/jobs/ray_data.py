@@ -73,7 +73,7 @@ class GenerateBatch:
                 tokens = self._encoded(number, row)
                 by = str(tokens) if self._index is None else int(batch[self._index][number])
                 params = self._params.with_seed(row_seed(self._seed, by))
-                self._engine.check(tokens, params, number)
+                self._engine.check(tokens, params)
                 prompts[number] = tokens, params
             except SpecbatchError as error:
                 errors[number] = str(error)

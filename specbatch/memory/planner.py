@@ -82,17 +82,20 @@ class MemoryPlan:
 @dataclass(frozen=True)
 class MemoryShare:
     """The share of engine `index` of `count` engines with one target, built one after the other: the first loads the
-    weights, and each gets an equal share of the remaining memory."""
+    weights, and each gets an equal share of the remaining memory. replicas: that divide the device's memory, each of
+    which has such engines."""
 
     index: int = 0
     count: int = 1
+    replicas: int = 1
 
     def budget(self, free: int, fraction: float, weights: int) -> int:
         """Bytes for this engine, including its weights.
 
-        free: bytes free now, after the earlier engines were built; fraction: what all engines together may take of the
-        memory that was free at first; weights: bytes of the target.
+        free: bytes free now, after the earlier engines were built; fraction: what all engines of all replicas together
+        may take of the memory that was free at first; weights: bytes of the target.
         """
+        fraction /= self.replicas
         if self.index == 0:
             left = fraction * free - weights
             return int(weights + min(left, left / self.count))  # a negative rest is not divided
@@ -166,6 +169,7 @@ def plan_memory(
     if config.max_model_len and config.max_model_len > model_len:
         raise refuse("max_model_len", config.max_model_len, f"the model supports at most {model_len}")
     wanted = config.max_running * pages_for(longest + slack, size)
+    each = f" by each of {share.replicas} replicas" if share.replicas > 1 else ""
     if room < page_bytes:
         used = f"weights {size_text(weights + draft_weights)}, workspace {size_text(workspace)}"
         used += f", states {size_text(states)}" if states else ""
@@ -180,8 +184,8 @@ def plan_memory(
         enough = config.memory_fraction * (budget - room + page_bytes) / max(budget, 1)
         more = f", or a memory_fraction of at least {1.005 * enough:.3g}" if enough < 1 else ""
         raise SpecbatchError(
-            f"memory_fraction={config.memory_fraction}: {size_text(budget)} of {size_text(free)} free may be used and "
-            f"{used} leave no KV page; use {less}{more}"
+            f"memory_fraction={config.memory_fraction}: {size_text(budget)} of {size_text(free)} free may be used"
+            f"{each} and {used} leave no KV page; use {less}{more}"
         )
     if config.kv_pages is not None:
         pages = config.kv_pages

@@ -52,7 +52,7 @@ def load_output(setting: str, output: Path, rows_of: ReadRows) -> RunRecord:
     """
     record = _read(setting, _beside(output), Record)
     rows = rows_of(output) if output.exists() else []
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, start=1):
         checked(setting, f"{output}: row {number}", OutputRow, row, WORKS)
     earlier = len(rows) - int(record.metrics["requests"] or 0)
     if earlier < 0:  # rows were removed

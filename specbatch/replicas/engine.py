@@ -75,14 +75,14 @@ class DataParallelEngine(InferenceEngine):
         self._pool = ReplicaPool(starter or LocalProcesses(config), log) if weights_of is None else weights_of._pool
         shared = None if weights_of is None else weights_of._number
         try:
-            own = config_of_one(config)
+            own, share = of_one(config, share)
             log(f"replicas: {config.data_parallel}, each as follows")
             built = self._pool.build(Build(self._number, own, share, shared), log, report or (lambda done, total: None))
         except BaseException:
             if self._owns_pool:
                 self._pool.close()
             raise
-        self.config = replace(built.config, data_parallel=config.data_parallel, memory_fraction=config.memory_fraction)
+        self.config = replace(built.config, data_parallel=config.data_parallel)
         self.caps = built.caps
         self._prompts = PromptReader(self.tokenizer, checkpoint.config, self.caps)
         self._streams = count()
@@ -171,10 +171,10 @@ class DataParallelEngine(InferenceEngine):
                 self._state = "ready"
 
 
-def config_of_one(config: EngineConfig) -> EngineConfig:
-    """The configuration of one replica. On a CPU replicas share the memory."""
-    shared = config.data_parallel if device_type(config.device) == "cpu" else 1
-    return replace(config, data_parallel=1, memory_fraction=config.memory_fraction / shared)
+def of_one(config: EngineConfig, share: MemoryShare) -> tuple[EngineConfig, MemoryShare]:
+    """The configuration of one replica and its share of the memory, which on a CPU the replicas divide."""
+    divided = config.data_parallel if device_type(config.device) == "cpu" else 1
+    return replace(config, data_parallel=1), replace(share, replicas=divided)
 
 
 def engine_of(

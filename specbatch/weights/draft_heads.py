@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Shapes = dict[str, tuple[int, ...]]
 _DTYPES = {f"torch.{name}" for name in ("float32", "float16", "bfloat16", "int64", "int32", "bool")}
 HEAD_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin"]
+_WEIGHT_FILES = ("*.safetensors*", "*.bin", "*.gguf")
 _SPELLINGS = (
     ("model.", ""),
     ("midlayer.", "layers.0."),
@@ -77,6 +78,17 @@ def dummy_draft(
         return fixed[name] if name in fixed else random_tensor(name, shapes[name], seed)
 
     return DraftFiles("dummy", f"random weights, seed {seed}", config, shapes, tensor)
+
+
+def check_random(draft: str) -> None:
+    """Refuse a folder with weights as a draft of random weights, for which only its config.json would be read."""
+    folder = Path(os.path.expanduser(draft))
+    if os.path.isdir(folder) and any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
+        works = (
+            "with load_format='dummy' its weights are not read; use 'dummy' or its config.json for random weights, or "
+            "leave out load_format='dummy'"
+        )
+        raise refuse("draft", draft, works)
 
 
 def dummy_config(draft: str) -> dict[str, Any] | None:

@@ -42,9 +42,10 @@ def sweep_notes(
                 f"Concurrency counts the requests on all {replicas} replicas; a full batch is the share of one replica."
             )
         )
-    for record in records:
-        found += _failure(record) if record.error else _of_record(record)
     finished = [record for record in records if not record.error]
+    found += _failed(records)
+    for record in finished:
+        found += _of_record(record)
     found += _left_out(records)
     if "step_s" in shown:
         found += _short_runs(finished)
@@ -93,8 +94,19 @@ def _where(record: RunRecord) -> str:
     return f"{work['configuration']} at concurrency {work['concurrency']}, repeat {work['repeat']}"
 
 
-def _failure(record: RunRecord) -> Iterator[Note]:
-    yield Note(f"{_where(record)}: {record.error}", "FAILED")
+def _listed(places: list[str]) -> str:
+    first, *others = places
+    return f"{first}, and {counted(len(others), 'other point')}" if others else first
+
+
+def _failed(records: list[RunRecord]) -> Iterator[Note]:
+    """Points that failed, those of a configuration with the same error in one note."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for record in records:
+        if record.error:
+            found.setdefault((record.workload["configuration"], record.error), []).append(_where(record))
+    for (_, error), places in found.items():
+        yield Note(f"{_listed(places)}: {error}", "FAILED")
 
 
 def _left_out(records: list[RunRecord]) -> Iterator[Note]:
@@ -194,9 +206,8 @@ def _shared(records: list[RunRecord]) -> Iterator[Note]:
     for record in records:
         for note in _remarks(record):
             found.setdefault(note, []).append(_where(record))
-    for note, (first, *others) in found.items():
-        more = f", and {counted(len(others), 'other point')}" if others else ""
-        yield Note(f"{note.text} ({first}{more}).", note.warning)
+    for note, places in found.items():
+        yield Note(f"{note.text} ({_listed(places)}).", note.warning)
 
 
 def _remarks(record: RunRecord) -> Iterator[Note]:

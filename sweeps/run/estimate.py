@@ -13,7 +13,7 @@ from specbatch.engine.prepare import prepare
 from specbatch.memory.planner import MemoryPlan, MemoryShare, size_text
 from specbatch.plurals import counted
 from specbatch.records.sweep_plan import points
-from specbatch.replicas.engine import config_of_one
+from specbatch.replicas.engine import of_one
 from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
 from specbatch.sweeps.run.loading import Configs, engines_of, fitted, of_lengths
 from specbatch.sweeps.run.runner import SweepOptions
@@ -35,11 +35,12 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
     engines that do not fit.
     """
     fit = engines_of(fitted(configs, options))
-    prepared = {name: prepare(config_of_one(config), lambda line: None) for name, config in fit.items()}
+    parts = {name: of_one(config, MemoryShare(0, len(fit))) for name, config in fit.items()}
+    prepared = {name: prepare(config, lambda line: None) for name, (config, _) in parts.items()}
     plans: dict[str, MemoryPlan] = {}
     for name, one in prepared.items():
         with of_lengths(one.config, options.workload):
-            plans[name] = memory_plan(one, MemoryShare(0, len(fit)))
+            plans[name] = memory_plan(one, parts[name][1])
     first = next(iter(prepared.values()))
     replicas = next(iter(fit.values())).data_parallel
     shared = replicas if first.device.type == "cpu" else 1  # by all replicas

@@ -27,13 +27,12 @@ from typing import Any
 from specbatch.config import EngineConfig
 from specbatch.errors import refuse
 from specbatch.records.sweep_plan import folder_name
-from specbatch.sweeps.run.loading import Configs, engines_of
+from specbatch.sweeps.run.loading import OF_WEIGHTS, Configs, engines_of
 from specbatch.sweeps.run.server import Server
 from specbatch.text_files import read_toml, read_yaml
 
 Settings = dict[str, str | int | float | bool]
 SUFFIXES = (".toml", ".yaml", ".yml")
-OF_WEIGHTS = ("model", "load_format", "tokenizer", "seed", "dtype", "device")
 NAME_BYTES = 255  # that a folder's name may have
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from specbatch.algorithms import NO_SPECULATION
@@ -24,6 +24,8 @@ Log = Callable[[str], None]
 Configs = Mapping[str, EngineConfig | Server]
 Engines = Mapping[str, "InferenceEngine | HttpEngine"]
 Failed = dict[str, str]  # by configuration: why its engine could not be built
+OF_WEIGHTS = ("model", "load_format", "tokenizer", "seed", "dtype", "device")
+_NOT_OF_DRAFTS = {one.name for one in fields(EngineConfig)} - {*OF_WEIGHTS} | {"decode_graph", "prefill_graph"}
 
 
 @contextmanager
@@ -100,18 +102,27 @@ def _prefixed(log: Log | None, name: str) -> Log | None:
 
 def _check_drafts(configs: Mapping[str, EngineConfig], log: Log | None, failed: Failed | None) -> None:
     """Check each draft and corpus before any weights are loaded. One that does not fit fails its configurations; it is
-    refused if all configurations with speculation have it, or without `failed`."""
+    refused if all configurations with speculation have it, or without `failed`. A configuration that cannot run for
+    another reason, such as its graphs, fails alone, and the next one checks the draft."""
     speculating = {name for name, config in configs.items() if config.speculation.algorithm != NO_SPECULATION}
     drafts: dict[Speculation, list[str]] = {}
     for name, config in configs.items():
         if config.speculation.reads_files:
             drafts.setdefault(replace(config.speculation, schedule="v1"), []).append(name)
     for names in drafts.values():
-        errors = None if failed is None or speculating <= {*names} else dict[str, str]()
-        with noted(errors, names[0]):
-            check_draft([configs[names[0]]], log)
-        if errors and failed is not None:
-            failed |= dict.fromkeys(names, errors[names[0]])
+        for name in names:
+            if failed is not None and name in failed:
+                continue
+            concerned = names
+            try:
+                check_draft([configs[name]], log)
+                break
+            except Exception as error:
+                if isinstance(error, SpecbatchError) and error.setting in _NOT_OF_DRAFTS:
+                    concerned = [name]
+                if failed is None or speculating <= {*concerned}:
+                    raise
+                failed |= dict.fromkeys(concerned, one_line(error))
     if drafts and failed and speculating <= failed.keys():
         raise SpecbatchError(next(iter(failed.values())))
 

@@ -213,6 +213,7 @@ def measured_points(
     """Measure the points that are left, in the order of a sweep. count: called for each completion with its
     concurrency; failed: as in `run_points`."""
     workload, most, shown_before = options.workload, max(options.concurrency), set[str]()
+    logged = {*(failed or {}).items()}  # an engine that could not be built is logged where it was tried
     every = workload.prompts(next(iter(engines.values())).tokenizer, workload.count(most))
     params = workload.params(len(every))
     lengths = list(longest(workload, next(iter(engines.values())).tokenizer, every, params))
@@ -242,9 +243,9 @@ def measured_points(
                 record = RunRecord(configs[name].as_dict(), {}, {}, {}, [], workload.describe(prompts))
                 record.workload["error"] = errors[name]
             if record.error:
-                if log is not None and (line := f"failed: {_where(point)}: {record.error}") not in shown_before:
-                    log(line)
-                    shown_before.add(line)
+                if log is not None and (name, record.error) not in logged:
+                    log(f"failed: {_where(point)}: {record.error}")
+                logged.add((name, record.error))
             elif log is not None:
                 _log_warnings(point, record, log, shown_before)
             if options.until_precise is not None:

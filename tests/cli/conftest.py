@@ -134,9 +134,9 @@ class StubEngine:
                 yield StreamEvent(index, [token], None, sample=sample)
             yield StreamEvent(index, [], completion, completion.text, sample)
 
-    def check(self, tokens: list[int], params: SamplingParams, index: int = 0) -> None:
+    def check(self, tokens: list[int], params: SamplingParams) -> None:
         if len(tokens) + params.max_new_tokens > self.caps["max_model_len"]:
-            raise refuse(f"prompt {index}", f"{len(tokens)} tokens", "too long for the stub")
+            raise refuse("prompt", f"{len(tokens)} tokens", "too long for the stub")
 
     def forget_prefixes(self) -> None:
         StubEngine.forgot += 1

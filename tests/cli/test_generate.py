@@ -225,7 +225,7 @@ def test_skip_bad_skips_malformed_lines(generate, tmp_path):
     assert result.exit_code == 0
     skipped = [line for line in result.stderr.splitlines() if line.startswith("skipped ")]
     assert [line.split(":")[1] for line in skipped] == ["2", "3", "4", "5", "8"]
-    assert skipped[-1].endswith("prompt 7='300 tokens': too long for the stub")
+    assert skipped[-1].endswith("prompt='300 tokens': too long for the stub")
     assert [(row["index"], row.get("id")) for row in rows(tmp_path / "out.jsonl")] == [(0, "first"), (6, None), (8, 4)]
     assert "answers to 3 prompts in" in result.stdout
     assert "5 malformed lines skipped" in result.stdout
@@ -240,9 +240,9 @@ def test_skip_bad_skips_malformed_lines(generate, tmp_path):
         (
             "",
             [PROMPTS[0], LONG],
-            ["in.jsonl:2': prompt 1='300 tokens': too long for the stub (--skip-bad leaves it out"],
+            ["in.jsonl:2': prompt='300 tokens': too long for the stub (--skip-bad leaves it out"],
         ),
-        ("", [PROMPTS[0], LONG, LONG], ["2 of 3 lines are malformed; fix them, or pass --skip-bad", ":3: prompt 2="]),
+        ("", [PROMPTS[0], LONG, LONG], ["2 of 3 lines are malformed; fix them, or pass --skip-bad", ":3: prompt="]),
         ("--skip-bad", [LONG, LONG], ["2 of 2 lines are malformed; fix them:"]),
         ("--skip-bad", BAD, ["4 of 4 lines are malformed; fix them:"]),
     ],

@@ -61,8 +61,8 @@ def generate(run, engine, jsonl, tmp_path):
 
 
 def test_limit_beyond_the_context_has_the_name_of_the_request(generate, engine, tmp_path, monkeypatch):
-    def check(prompt, params, index):
-        raise refuse(f"max_new_tokens of prompt {index}", params.max_new_tokens, "too many")
+    def check(prompt, params):
+        raise refuse("max_new_tokens", params.max_new_tokens, "too many")
 
     monkeypatch.setattr(engine, "check", staticmethod(check))
     assert generate([request("a", max_tokens=900)]).exit_code == 1

@@ -174,9 +174,9 @@ def test_prompts_that_the_model_cannot_take_are_malformed_lines(run):
     chat = {"messages": [{"role": "user", "content": "x"}]}
     write_prompts("ab", {"prompt_token_ids": [999999]}, chat, "x" * 90, {"prompt_token_ids": [3]})
     log = run("generate in.jsonl -o out.jsonl --max-new-tokens 4 --skip-bad").stderr
-    assert "skipped in.jsonl:2: prompt 1=[999999]: token ids go from 0 to 256\n" in log
+    assert "skipped in.jsonl:2: prompt=[999999]: token ids go from 0 to 256\n" in log
     assert "skipped in.jsonl:3: chat_template=None: bytes has none" in log
-    assert "skipped in.jsonl:4: max_new_tokens of prompt 3=4: the prompt has 90 tokens and max_model_len=64" in log
+    assert "skipped in.jsonl:4: max_new_tokens=4: the prompt has 90 tokens and max_model_len=64" in log
     assert [row["index"] for row in rows("out.jsonl")] == [0, 4]
 
 

@@ -85,6 +85,7 @@ class Bench:
     def prefill(self, drafter: Drafter, chunk: int = 1000, target: tuple[Decoder, KVCache] | None = None) -> None:
         """All positions before the root, in chunks; also through the target if it is given."""
         ends = [len(text) - 1 for text in self.texts]
+        self.batch.lengths[self.rows] = 0
         for start in range(0, max(ends), chunk):
             spans = [
                 PromptChunk(row, start, min(start + chunk, end))
@@ -98,6 +99,8 @@ class Bench:
                 tokens = self.batch.tokens[metadata.slots, metadata.positions]
                 features = model.forward(tokens, metadata.positions, metadata.bind(cache))
             drafter.prefill(self.batch, metadata, features)
+            for span in spans:
+                self.batch.lengths[span.slot] = span.end
 
     def step(self, drafts: int, *, spare: int = 0, **sampling: Any) -> StepInput:
         """One iteration over all rows. `spare`: slots reserved beyond what this iteration can fill."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from targets import Targets
+from uncached import features_of
 
 from specbatch import SamplingParams
 from specbatch.drafters.mtp_layers import LayerChain
@@ -29,7 +30,7 @@ def test_shared_pages_hold_the_keys_of_all_layers(targets: Targets, how: dict[st
         text = torch.tensor([*item.prompt_token_ids, *item.token_ids])
         pages = torch.tensor([node.page for node in cached.path(text.tolist(), len(text))])
         assert len(text) - 7 <= len(pages) < len(text), "the newest positions may be missing, but no others"
-        hidden = model.forward(text, torch.arange(len(text)), UncachedContext(model, 1, len(text))).last
+        hidden = features_of(model, text).last
         for depth in range(3):
             count = len(text) - 1 - depth
             positions, heads = torch.arange(count), head.heads_of(depth)
@@ -39,3 +40,18 @@ def test_shared_pages_hold_the_keys_of_all_layers(targets: Targets, how: dict[st
             for ours, theirs in ((cache.k[depth], keys), (cache.v[depth], values)):
                 torch.testing.assert_close(ours[pages, 0], theirs[0, : len(pages)], rtol=1e-4, atol=1e-5)
             hidden = head.finish(depth, x, UncachedContext(model, 1, count).attend(0, qkv, heads, positions))
+
+
+def test_a_prompt_begins_without_the_features_of_one_that_ended_with_its_first_token(targets: Targets) -> None:
+    """The cached prefix of the last prompt is as long as the whole prompt before it, in the same slot."""
+    how = {"max_running": 1, "load_format": "dummy", "prefill_chunk": 8}
+    engine = targets.engine("llama", "mtp-layers", "v1", page_size=4, **how)
+    known, other = list(range(1, 9)), list(range(11, 19))
+    first = SamplingParams(max_new_tokens=1)
+    ready = engine._worker.prefill_step.drafter._ready
+    engine.generate([[*known, 3]], first)
+    assert int(ready[1]) == 3, "two of the chunk before the last token"
+    engine.generate([other], first)
+    (done,) = engine.generate([[*known, 4]], first)
+    assert done.metrics.cached_tokens == 8
+    assert int(ready[1]) == 1

@@ -36,6 +36,8 @@ def test_a_pool_too_small_for_a_request_is_refused() -> None:
     check_size(caps(pages=8, slots=3), 20, 6, 0)
     with pytest.raises(SpecbatchError, match="kv_pages=8: prompt 0 with its output needs 9"):
         check_size(caps(pages=8, slots=3), 20, 7, 0)
+    with pytest.raises(SpecbatchError, match="kv_pages=8: the prompt with its output needs 9"):
+        check_size(caps(pages=8, slots=3), 20, 7, None)
 
 
 def test_a_grammar_that_is_refused_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:

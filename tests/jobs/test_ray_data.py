@@ -50,7 +50,7 @@ def test_prompts_may_be_token_ids_and_bad_rows_have_an_error(generate: GenerateB
     assert found["finish_reason"].tolist() == ["length", "error", "error", "length"]
     assert found["text"][0] == found["text"][3]
     assert "is empty" in found["error"][1]
-    assert "max_new_tokens of prompt 2=8" in found["error"][2]
+    assert "max_new_tokens=8" in found["error"][2]
     assert "write a JSON object with one of the keys prompt" in generate({"text": np.array(["a"])})["error"][0]
 
 

@@ -1,4 +1,4 @@
-"""A decoder run over whole texts at once."""
+"""Decoders of checkpoints, and what they compute for whole texts at once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,38 @@ import torch
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.kernels.attention.prefill_backends import prefill_backend
+from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder, Features
+from specbatch.models.full_forward import UncachedContext
+from specbatch.weights import Checkpoint
+
+CPU = torch.device("cpu")
+
+
+def decoder_of(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    ranks: Communicator | None = None,
+) -> Decoder:
+    """The model of a checkpoint, or the part of one rank."""
+    config = checkpoint.config if ranks is None else checkpoint.config.divided(ranks.size)
+    return Decoder(config, checkpoint.tensor, dtype=dtype, device=device, max_positions=512, ranks=ranks)
+
+
+@torch.inference_mode()
+def features_of(model: Decoder, tokens: torch.Tensor) -> Features:
+    """Features of every token of a text, computed without a cache."""
+    count = len(tokens)
+    return model.forward(tokens, torch.arange(count, device=model.device), UncachedContext(model, 1, count))
+
+
+@torch.inference_mode()
+def logits_of(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits [n, V] after every token of a text, computed without a cache."""
+    return model.logits(features_of(model, tokens).last)
 
 
 def prefill_texts(model: Decoder, texts: Sequence[Sequence[int]]) -> tuple[list[Features], KVCache]:

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from block_drafts import Reference
-from uncached import prefill_texts
+from uncached import decoder_of, prefill_texts
 
 from specbatch import SamplingParams, Speculation
 from specbatch.core.step_input import Proposal
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.dflash import DFlashDrafter
-from specbatch.models.decoder import Decoder
 
 Text = tuple[int, ...]
 TREE = DraftShape(3, 4, 14)
@@ -35,8 +34,7 @@ class Watch:
     ) -> None:
         """drafter: the class that the engine uses; reference: that of the draft, a name in `conftest.TOY_BLOCKS`."""
         found, block = toy.checkpoint, toy.block(draft)
-        cpu = torch.device("cpu")
-        target = Decoder(found.config, found.tensor, dtype=torch.float32, device=cpu, max_positions=120)
+        target = decoder_of(found)
         self.target = target.with_aux((2, 0))  # the layers of the draft's config
         self.reference = reference(block.raw, block.tensors, target)
         self.compared = 0

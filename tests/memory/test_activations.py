@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -11,6 +12,8 @@ from peak_memory import as_on_a_device, peak_of
 from targets import GPT_OSS, HYBRIDS, LATENT, MTP, SIZES, WINDOWED, Targets
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
+from specbatch.drafters.base import DraftPlan, NoDraft
+from specbatch.engine.builder import _token_bytes
 from specbatch.kernels.attention.prefill_backends import _Triton
 from specbatch.kernels.collectives.communicator import DeviceCommunicator
 from specbatch.memory.kv_cache import KVCache
@@ -73,13 +76,15 @@ def test_prefill_activations_match_the_plan(
     assert taken <= TOKENS * token_bytes(config, dtype) <= (1.25 if ranks == 1 else 1.3) * taken
 
 
-@pytest.mark.parametrize("algorithm", ["none", "eagle", "eagle3", "mtp", "dflash", "dflash2", "dspark", "model-tree"])
+@pytest.mark.parametrize(
+    "algorithm", ["none", "eagle", "eagle3", "mtp", "dflash", "dflash2", "dspark", "model-tree", "mtp-layers"]
+)
 @pytest.mark.parametrize("name", ["qwen3-next", pytest.param("lfm2", marks=pytest.mark.slow)])
 def test_drafter_activations_match_the_plan(
     targets: Targets, name: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full prefill pass, including the features for the drafter and the drafter's own KV."""
-    if algorithm == "mtp" and name not in MTP:
+    if algorithm.startswith("mtp") and name not in MTP:
         return
     planned: list[int] = []
 
@@ -94,6 +99,13 @@ def test_drafter_activations_match_the_plan(
     worker = engine._worker
     taken = peak_of(lambda: worker.prefill_step.warm_up(256))
     assert taken <= 256 * planned[0] <= 1.25 * taken
+
+
+def test_only_a_head_keeps_embedded_tokens() -> None:
+    config = ModelConfig.from_dict(SHAPES["toy"])
+    plan = DraftPlan(lambda model, loader: NoDraft(), config, kv_layers=1)
+    assert _token_bytes(config, plan, FULL) == token_bytes(config, FULL)
+    assert _token_bytes(config, replace(plan, embedded=2), FULL) == token_bytes(config, FULL) + 2 * (64 * 4 + 16)
 
 
 def test_activation_bytes_of_qwen3_5_moe() -> None:

@@ -90,6 +90,11 @@ def test_cpu_pool_is_capped_by_default() -> None:
         ({"max_model_len": 900, "free": 320 * MIB}, "max_model_len=900", "requests of 614; use at most that"),
         ({"free": 200 * MIB}, "memory_fraction=0.5", "leave no KV page; use a smaller model or dtype"),
         ({"free": 240 * MIB, "page_bytes": 60 * MIB}, "memory_fraction=0.5", "smaller model"),
+        (
+            {"free": 400 * MIB, "share": MemoryShare(replicas=2)},
+            "memory_fraction=0.5: 100.0 MiB of 400.0 MiB free may be used by each of 2 replicas and",
+            "or a memory_fraction of at least 0.609",
+        ),
         ({"kv_pages": 2, "page_size": 4}, "kv_pages=2", "at least 3"),
         ({"kv_pages": 11, "page_size": 1}, "kv_pages=11", "at least 12"),
         ({"max_running": 1_000_000}, "memory_fraction=0.5", "lower max_running or prefill_chunk"),
@@ -110,6 +115,7 @@ def test_numbers_in_refusals_work() -> None:
     assert plan(max_model_len=310, kv_pages=20).max_model_len == 310
     assert plan(max_model_len=500, kv_pages=32).max_model_len == 500
     assert plan(kv_pages=3, page_size=4).max_model_len == 2
+    assert plan(400 * MIB, share=MemoryShare(replicas=2), memory_fraction=0.609).kv_pages == 1
 
 
 def test_printed_plan() -> None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import transformers as hf
+from uncached import decoder_of, logits_of
 
-from specbatch.models.decoder import Decoder
-from specbatch.models.full_forward import UncachedContext
 from specbatch.weights import open_checkpoint
 
 TEXT: dict[str, Any] = {
@@ -42,9 +41,7 @@ def test_outer_tied_embeddings_and_partial_rotary_yarn(tmp_path: Path) -> None:
     assert checkpoint.config.tie_embeddings
     assert checkpoint.config.rope.attention_factor > 1
     assert [line for line in lines if "tensors are not used for text and not read, such as model.visual." in line]
-    cpu, tokens = torch.device("cpu"), torch.randint(0, 61, (90,))
-    ours = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=cpu, max_positions=90)
+    tokens = torch.randint(0, 61, (90,))
     with torch.no_grad():
         wanted = theirs(tokens[None]).logits[0]
-        found = ours.logits(ours.forward(tokens, torch.arange(90), UncachedContext(ours, 1, 90)).last)
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(logits_of(decoder_of(checkpoint), tokens), wanted, rtol=1e-3, atol=1e-4)

@@ -12,6 +12,7 @@ import torch
 import transformers as hf
 from crossed import first_quick, slow_but
 from safetensors.torch import load_file, save_file
+from uncached import decoder_of, features_of
 
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk, positions_from
 from specbatch.core.embedded_prompt import EmbeddingOverrides
@@ -281,9 +282,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 parameter.copy_(torch.randn_like(parameter) * 1.2 / parameter[0].numel() ** 0.5)
     folder = tmp_path_factory.mktemp(request.param)
     theirs.save_pretrained(folder)
-    checkpoint = open_checkpoint(str(folder))
-    ours = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=512)
-    return theirs, ours
+    return theirs, decoder_of(open_checkpoint(str(folder)))
 
 
 def memory_of(ours: Decoder) -> KVCache:
@@ -354,8 +353,7 @@ def test_features_match_hidden_states_of_transformers(pair: tuple[Any, Decoder],
     theirs, ours = pair
     (tokens,) = sequences(9)
     depth = ours.config.depth
-    model = ours.with_aux(tuple(range(depth - 1)))
-    aux = model.forward(tokens, torch.arange(9), UncachedContext(model, 1, 9)).aux
+    aux = features_of(ours.with_aux(tuple(range(depth - 1))), tokens).aux
     assert aux is not None
     with torch.no_grad():
         wanted = theirs(tokens[None], use_cache=False, output_hidden_states=True).hidden_states
@@ -483,8 +481,7 @@ def test_given_embeddings_have_the_per_layer_row_of_the_padding_token(tmp_path: 
     weights = load_file(tmp_path / "model.safetensors")
     unused = {f"model.layers.2.self_attn.{part}.weight": torch.ones(3) for part in ("k_proj", "v_proj", "k_norm")}
     save_file(weights | unused, tmp_path / "model.safetensors")
-    checkpoint = open_checkpoint(str(tmp_path))
-    ours = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=32)
+    ours = decoder_of(open_checkpoint(str(tmp_path)))
     (tokens,), places = sequences(9), torch.tensor([2, 3, 7])
     values = torch.randn(3, DENSE_SIZES["hidden_size"])
     given = EmbeddingOverrides(places, values)
@@ -500,8 +497,7 @@ def test_weights_of_padded_norms_are_not_rounded_again(tmp_path: Path) -> None:
     """Gemma 4 in BF16: the norms of narrow heads are scaled for their padding, by the root of 16 / 24."""
     gemma4().save_pretrained(tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))
-    ours = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.bfloat16, device=CPU, max_positions=32)
-    local = ours.layers[0].mixer
+    local = decoder_of(checkpoint, dtype=torch.bfloat16).layers[0].mixer
     assert isinstance(local, Attention)
     weight = checkpoint.tensor("model.layers.0.self_attn.k_norm.weight").bfloat16().double()
     found = local.heads.k_norm

@@ -12,17 +12,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from uncached import decoder_of, logits_of
 
 from specbatch.config import EngineConfig, Speculation
-from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.drafters import mtp
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.kernels.gemm.fp8_linear import ConcatLinear, FP8Linear
 from specbatch.kernels.gemm.linear import Linear
 from specbatch.kernels.moe.experts import Experts
-from specbatch.memory.kv_cache import KVCache
-from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.layers import Reader
@@ -145,18 +142,9 @@ def write(folder: Path, described: dict[str, Any], plain: list[str], fused: bool
     return meant
 
 
-def logits(model: Decoder, count: int = 23) -> torch.Tensor:
-    states, config, device = None, model.config, model.device
-    if model.recurrent_layers:
-        types = state_types(torch.float32, "fp32")
-        states = RecurrentStates(config.state_shapes, model.recurrent_layers, 2, 1, types, device)
-    backend = prefill_backend("torch", device, torch.float32, config.head_dim)
-    cache = KVCache(config, model.kv_layers, 8, 4, torch.float32, device, backend, states)
-    metadata = PrefillMetadata(torch.arange(16, device=device).view(2, 8) % 9, [PromptChunk(1, 0, count)], 4)
-    tokens = torch.randint(0, config.vocab_size, (count,), generator=torch.Generator().manual_seed(4))
-    tokens = tokens.to(device)
-    with torch.inference_mode():
-        return model.logits(model.forward(tokens, metadata.positions, metadata.bind(cache)).last)
+def logits(model: Decoder) -> torch.Tensor:
+    tokens = torch.randint(0, model.config.vocab_size, (23,), generator=torch.Generator().manual_seed(4))
+    return logits_of(model, tokens.to(model.device))
 
 
 def linear_types(model: Decoder) -> set[type]:
@@ -189,7 +177,7 @@ def test_fp8_model_matches_dequantized_model(
     expected = logits(Decoder(unquantized, meant.__getitem__, **sizes))
     if device == "cpu":
         monkeypatch.setattr("specbatch.models.layers.keeps_quantized", lambda device: keeps)
-    model = Decoder(checkpoint.config, checkpoint.tensor, **sizes)
+    model = decoder_of(checkpoint, device=torch.device(device))
     assert model.dequantized == (dequantized if keeps else set())
     assert device == "cuda" or (linear_types(model) & {FP8Linear, ConcatLinear} != set()) is keeps
     assert (logits(model) - expected).abs().max() < bound * expected.abs().max()
@@ -229,7 +217,7 @@ def test_fp8_mtp_head_matches_dequantized_head(
     config, meant = write_head(tmp_path, unquantized)
     monkeypatch.setattr("specbatch.models.layers.keeps_quantized", lambda device: keeps)
     checkpoint = open_checkpoint(str(tmp_path))
-    target = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=64)
+    target = decoder_of(checkpoint)
     lines: list[str] = []
     asked = EngineConfig(model=str(tmp_path), speculation=Speculation("mtp"))
     layer = mtp.plan(checkpoint, asked, lines.append).weights
@@ -275,8 +263,7 @@ def test_dummy_mtp_head_is_created_on_the_targets_device(monkeypatch: pytest.Mon
     monkeypatch.setattr(Reader, "_checked", lambda self, name, values: values)  # nothing has a value here
     config = ModelConfig.from_dict(NEXT | {"dtype": "bfloat16"})
     checkpoint = DummyCheckpoint(config, name="next", seed=1, tokenizer=None, device="meta")
-    sizes = {"dtype": torch.bfloat16, "device": torch.device("meta"), "max_positions": 64}
-    target = Decoder(checkpoint.config, checkpoint.tensor, **sizes)
+    target = decoder_of(checkpoint, dtype=torch.bfloat16, device=torch.device("meta"))
     of_target = set(made.values())
     made.clear()
     asked = EngineConfig(model="next", load_format="dummy", speculation=Speculation("mtp"))
@@ -334,7 +321,7 @@ def test_nan_fp8_weights_are_refused(keeps: bool, tmp_path: Path, monkeypatch: p
     save_file(tensors, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(str(tmp_path))
     with pytest.raises(SpecbatchError, match=f"{NAME}.* not finite in torch.float8_e4m3fn"):
-        Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=64)
+        decoder_of(checkpoint)
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
@@ -347,10 +334,9 @@ def test_blocks_of_compressed_tensors(keeps: bool, tmp_path: Path, monkeypatch: 
     weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
     quantization = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
     (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"quantization_config": quantization}))
-    checkpoint = open_checkpoint(str(tmp_path))
+    found = logits(decoder_of(open_checkpoint(str(tmp_path))))
     sizes = {"dtype": torch.float32, "device": CPU, "max_positions": 64}
     expected = logits(Decoder(ModelConfig.from_dict(QWEN3), meant.__getitem__, **sizes))
-    found = logits(Decoder(checkpoint.config, checkpoint.tensor, **sizes))
     assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
 
 

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers as hf
+from uncached import decoder_of, logits_of
 
 from specbatch import Engine, EngineConfig, SamplingParams, Speculation
 from specbatch.jobs.questions import bundled_questions
-from specbatch.models.decoder import Decoder
-from specbatch.models.full_forward import UncachedContext
 from specbatch.weights import Checkpoint, open_checkpoint
 from specbatch.weights.cache import file_hash
 
@@ -109,13 +108,13 @@ def test_weights(ours: Checkpoint, theirs: Theirs) -> None:
 
 
 def test_logits(ours: Checkpoint, theirs: Theirs) -> None:
-    model = Decoder(ours.config, ours.tensor, dtype=torch.float32, device=torch.device("cpu"), max_positions=1024)
+    model = decoder_of(ours)
     for text in (prompts()[0], prompts()[1], prompts()[-1]):
         tokens = torch.tensor(ours.tokenizer().encode(text))
         count = len(tokens)
         with torch.no_grad():
             expected = theirs.model(tokens[None], use_cache=False).logits[0]
-        found = model.logits(model.forward(tokens, torch.arange(count), UncachedContext(model, 1, count)).last)
+        found = logits_of(model, tokens)
         error = float((found - expected).abs().max())
         print(f"prompt of {count} tokens: logits to {float(expected.abs().max()):.1f}, largest difference {error:.1e}")
         assert error < 1e-3

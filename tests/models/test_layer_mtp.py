@@ -10,9 +10,9 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
+from uncached import decoder_of, features_of
 
 from specbatch.errors import SpecbatchError
-from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import UncachedContext
 from specbatch.models.layer_mtp import Mtp, mtp_config, own_tensors
 from specbatch.models.layers import Reader
@@ -82,13 +82,13 @@ def test_head_computes_what_transformers_does(name: str, layers: int, tmp_path: 
         second = head.forward_layer(layers - 1, first[:, :-1], positions[None, 1:], None, input_ids=tokens[None, 2:])
 
     checkpoint = open_checkpoint(str(tmp_path))
-    ours = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=32)
+    ours = decoder_of(checkpoint)
     found = own_tensors(checkpoint.config, checkpoint.mtp)
     config = mtp_config(checkpoint.config, found, layers)
     check_tensors(config.tensor_shapes(), found, "the head")
     reader = Reader(config, checkpoint.tensor, torch.float32, CPU)  # type: ignore[arg-type]
     mine = Mtp(reader, ours, 32)
-    hidden = ours.forward(tokens, torch.arange(20), UncachedContext(ours, 1, 20)).last
+    hidden = features_of(ours, tokens).last
     for place, wanted in ((1, first), (2, second)):
         depth = min(place, layers) - 1
         x, qkv = mine.start(depth, mine.embed(tokens[place:]), hidden[:-1])

@@ -14,12 +14,11 @@ from mxfp4_encoding import encode_experts, encoded
 from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadCommunicator, on_ranks
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from uncached import decoder_of, logits_of
 
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.gemm.mxfp4 import dequantize_mxfp4, pack_mxfp4
 from specbatch.kernels.gemm.weight import Weight
-from specbatch.models.decoder import Decoder
-from specbatch.models.full_forward import UncachedContext
 from specbatch.models.moe import MoeMlp
 from specbatch.runtime.loader import quantization_lines, weight_bytes
 from specbatch.weights import open_checkpoint
@@ -70,13 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits(path: Path, tokens: torch.Tensor, ranks: ThreadCommunicator | None = None) -> torch.Tensor:
-    checkpoint = open_checkpoint(str(path))
-    config = checkpoint.config if ranks is None else checkpoint.config.divided(ranks.size)
-    model = Decoder(config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=64, ranks=ranks)
-    with torch.inference_mode():
-        return model.logits(
-            model.forward(tokens, torch.arange(len(tokens)), UncachedContext(model, 1, len(tokens))).last
-        )
+    return logits_of(decoder_of(open_checkpoint(str(path)), ranks=ranks), tokens)
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
@@ -102,7 +95,7 @@ def test_plan_counts_the_memory_of_experts(folder: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(f"specbatch.{module}.keeps_mxfp4", lambda device: keeps)
     checkpoint = open_checkpoint(str(folder))
     config = checkpoint.config
-    model = Decoder(config, checkpoint.tensor, dtype=torch.bfloat16, device=CPU, max_positions=64)
+    model = decoder_of(checkpoint, dtype=torch.bfloat16)
     stacks: list[Weight] = []
     for layer in model.layers:
         [mlp] = layer.mlps

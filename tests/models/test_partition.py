@@ -15,11 +15,11 @@ from targets import SIZES, TARGETS, Targets
 from thread_ranks import ThreadCommunicator, on_ranks, thread_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from uncached import decoder_of, logits_of
 
 from specbatch import SamplingParams
 from specbatch.kernels.sampling.argmax_topk import Maxima, argmax
 from specbatch.models.decoder import Decoder
-from specbatch.models.full_forward import UncachedContext
 from specbatch.models.layers import Reader
 from specbatch.models.partition import part_of, scores
 from specbatch.weights import open_checkpoint
@@ -154,14 +154,10 @@ class SerialExecutor:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_divided_model_computes_the_logits_of_the_whole_one(targets: Targets, name: str) -> None:
-    checkpoint = targets.checkpoint(name)
-    tokens, positions = torch.arange(3, 23) % 37, torch.arange(20)
+    checkpoint, tokens = targets.checkpoint(name), torch.arange(3, 23) % 37
 
     def logits(ranks: ThreadCommunicator | None) -> torch.Tensor:
-        config = checkpoint.config if ranks is None else checkpoint.config.divided(ranks.size)
-        model = Decoder(config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=32, ranks=ranks)
-        with torch.inference_mode():
-            return model.logits(model.forward(tokens, positions, UncachedContext(model, 1, 20)).last)
+        return logits_of(decoder_of(checkpoint, ranks=ranks), tokens)
 
     whole = logits(None)
     first, second = on_ranks(2, logits)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from uncached import decoder_of, logits_of
 
 from specbatch import Engine, EngineConfig, SpecbatchError, Speculation
 from specbatch.models.decoder import Decoder
-from specbatch.models.full_forward import UncachedContext
 from specbatch.weights import open_checkpoint
 
 ORIGINAL, LONGEST = 24, 96
@@ -46,18 +46,16 @@ def folder(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_logits_are_those_of_transformers(folder: Path, theirs: Any, max_model_len: int | None, count: int) -> None:
     found = open_checkpoint(str(folder), max_model_len=max_model_len)
     assert found.config.max_position == (ORIGINAL if count <= ORIGINAL else LONGEST)
-    model = Decoder(found.config, found.tensor, dtype=torch.float32, device=torch.device("cpu"), max_positions=count)
     tokens = torch.randint(0, 300, (count,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = theirs(tokens[None], use_cache=False).logits[0]
-    logits = model.logits(model.forward(tokens, torch.arange(count), UncachedContext(model, 1, count)).last)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits_of(decoder_of(found), tokens), expected, rtol=0, atol=1e-4)
 
 
 def engine(folder: Path, max_model_len: int | None, lines: list[str], **more: Any) -> Engine:
     config = EngineConfig(
         model=str(folder), load_format="dummy", device="cpu", max_running=2, max_model_len=max_model_len, page_size=4,
-        speculation=Speculation("standalone", draft=str(folder), draft_tokens=2),
+        speculation=Speculation("standalone", draft=str(folder / "config.json"), draft_tokens=2),
     )  # fmt: skip
     return Engine(config, log=lines.append, **more)
 

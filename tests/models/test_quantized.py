@@ -11,13 +11,13 @@ import pytest
 import torch
 from quantized_weights import FORMATS, int4
 from safetensors.torch import load_file, save_file
+from uncached import logits_of
 
 from specbatch.config import EngineConfig
 from specbatch.engine.prepare import prepare
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.full_forward import UncachedContext
 from specbatch.models.int4 import Int4Weights
 from specbatch.runtime.loader import dequantized_bytes, weight_bytes
 from specbatch.weights import open_checkpoint
@@ -64,11 +64,8 @@ def write(folder: Path, described: dict[str, Any], form: str) -> dict[str, torch
 
 
 def logits(model: Decoder) -> torch.Tensor:
-    count, device = 23, model.device
-    tokens = torch.randint(0, model.config.vocab_size, (count,), generator=torch.Generator().manual_seed(4)).to(device)
-    with torch.inference_mode():
-        features = model.forward(tokens, torch.arange(count, device=device), UncachedContext(model, 1, count))
-        return model.logits(features.last)
+    tokens = torch.randint(0, model.config.vocab_size, (23,), generator=torch.Generator().manual_seed(4))
+    return logits_of(model, tokens.to(model.device))
 
 
 def load(config: ModelConfig, tensor: Any, device: str = "cpu") -> Decoder:

@@ -385,6 +385,8 @@ def test_what_cannot_be_built_is_refused_as_by_one_engine() -> None:
     for starter in (ThreadReplicas(2), None):
         with pytest.raises(SpecbatchError, match="max_model_len=100000: the model supports at most 2048"):
             DataParallelEngine(replace(CONFIG, data_parallel=2, max_model_len=100_000), starter=starter)
+        with pytest.raises(SpecbatchError, match=r"^memory_fraction=1e-05: .* may be used by each of 2 replicas and"):
+            DataParallelEngine(replace(CONFIG, data_parallel=2, memory_fraction=1e-5), starter=starter)
     with pytest.raises(SpecbatchError, match="data_parallel=2: an Engine is one replica; use DataParallelEngine"):
         Engine(replace(CONFIG, data_parallel=2))
 

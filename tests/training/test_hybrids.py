@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from crossed import slow_but
 from targets import HYBRIDS, LATENT
+from uncached import decoder_of
 
 from specbatch.kernels.attention.qkv import split_qkv_rope_ref
-from specbatch.models.decoder import Decoder
 from specbatch.models.layers import Reader
 from specbatch.models.mtp import Mtp, mtp_config
 from specbatch.training.chain import Memory, ahead
@@ -57,8 +57,7 @@ def test_engine_runs_the_trained_mtp_head(targets, name):
     found = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     config = mtp_config(checkpoint.config, found)
     assert found == config.tensor_shapes()
-    model = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=CPU, max_positions=LENGTH)
-    ours = Mtp(Reader(config, tensors.__getitem__, torch.float32, CPU, of_draft=True), model, LENGTH)
+    ours = Mtp(Reader(config, tensors.__getitem__, torch.float32, CPU, of_draft=True), decoder_of(checkpoint), LENGTH)
     x, qkv = ours.enter(embedded[0], last[0])
     q, k, v = (part.transpose(0, 1)[None] for part in split_qkv_rope_ref(qkv, ours.heads, torch.arange(12)))
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from uncached import decoder_of, logits_of
 
 from specbatch.errors import SpecbatchError
-from specbatch.models.decoder import Decoder
-from specbatch.models.full_forward import UncachedContext
 from specbatch.weights import open_checkpoint
 
 Make = Callable[..., Any]
@@ -54,13 +53,11 @@ def phi3(**changes: Any) -> Any:
 
 def check(path: Path, model: Any, count: int, max_model_len: int | None = None) -> None:
     """The logits of the file are those of the model."""
-    found = open_checkpoint(str(path), max_model_len=max_model_len)
-    ours = Decoder(found.config, found.tensor, dtype=torch.float32, device=torch.device("cpu"), max_positions=count)
+    ours = decoder_of(open_checkpoint(str(path), max_model_len=max_model_len))
     tokens = torch.randint(0, 300, (count,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model(tokens[None], use_cache=False).logits[0]
-    logits = ours.logits(ours.forward(tokens, torch.arange(count), UncachedContext(ours, 1, count)).last)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits_of(ours, tokens), expected, rtol=0, atol=1e-5)
 
 
 def test_longrope(write_gguf: Make) -> None:

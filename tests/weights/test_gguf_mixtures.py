@@ -12,10 +12,9 @@ import pytest
 import torch
 import transformers as hf
 from gguf import GGMLQuantizationType, GGUFWriter
+from uncached import decoder_of, logits_of
 
 from specbatch.errors import SpecbatchError
-from specbatch.models.decoder import Decoder
-from specbatch.models.full_forward import UncachedContext
 from specbatch.weights import Checkpoint, open_checkpoint
 from specbatch.weights.gguf_tokenizer import pre_tokenizer
 
@@ -158,11 +157,8 @@ def write(
 
 
 def logits(checkpoint: Checkpoint) -> torch.Tensor:
-    model = Decoder(
-        checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=torch.device("cpu"), max_positions=512
-    )
     tokens = torch.randint(0, 131, (80,), generator=torch.Generator().manual_seed(1))
-    return model.logits(model.forward(tokens, torch.arange(80), UncachedContext(model, 1, 80)).last)
+    return logits_of(decoder_of(checkpoint), tokens)
 
 
 @pytest.mark.parametrize("arch", MODELS)

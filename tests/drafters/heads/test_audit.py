@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from specbatch import EngineConfig, SpecbatchError, Speculation
 from specbatch.drafters import eagle
+from specbatch.engine.builder import prepare
 from specbatch.models.config import ModelConfig
 from specbatch.weights import open_checkpoint
 from specbatch.weights.draft_heads import open_draft
@@ -342,3 +343,16 @@ def test_dummy_head_from_a_config(tmp_path: Path, as_folder: bool) -> None:
     assert plan.config.head_dim == heads.DIM
     with pytest.raises(SpecbatchError, match=r"draft='nothing'.*config.json, its folder, or 'dummy'"):
         dummy("toy", "eagle3", "nothing")
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "standalone"])
+def test_random_weights_in_place_of_stored_ones_are_refused(tmp_path: Path, algorithm: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    asked = Speculation(algorithm, draft=str(tmp_path))
+    with pytest.raises(SpecbatchError) as caught:
+        prepare(EngineConfig("toy", load_format="dummy", device="cpu", speculation=asked), lambda line: None)
+    assert str(caught.value) == (
+        f"draft='{tmp_path}': with load_format='dummy' its weights are not read; use 'dummy' or its config.json for "
+        "random weights, or leave out load_format='dummy'"
+    )

@@ -16,6 +16,7 @@ import pytest
 import torch
 from crossed import crossed
 from stand_ins import fake_graphs, random_draft_lengths
+from uncached import features_of
 
 from specbatch import Completion, Engine, EngineConfig, SamplingParams
 from specbatch.config import Graphs, Speculation
@@ -23,7 +24,6 @@ from specbatch.errors import SpecbatchError
 from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.models.config import ModelConfig
-from specbatch.models.full_forward import UncachedContext
 
 COUNT, SIZE = 37, 40
 FOLLOWS = [(5 * token + 3) % COUNT for token in range(COUNT)]
@@ -247,8 +247,7 @@ def test_shared_pages_hold_the_heads_keys(table_engine: Callable[..., Engine], k
         pages = torch.tensor([node.page for node in cached.path(text.tolist(), len(text))])
         assert len(text) - 9 <= len(pages) < len(text), "the newest positions may be missing, but no others"
         positions = torch.arange(len(text))
-        features = model.forward(text, positions, UncachedContext(model, 1, len(text)))
-        _, qkv = head.enter(head.embed(text[1:]), head.project(head.take(features))[:-1])
+        _, qkv = head.enter(head.embed(text[1:]), head.project(head.take(features_of(model, text)))[:-1])
         keys, values = (torch.zeros(1, len(text), *part.shape[2:]) for part in (cache.k[0], cache.v[0]))
         split_qkv_rope(qkv, head.heads, positions[:-1], positions[:-1], keys, values)
         for ours, theirs in ((cache.k[0], keys), (cache.v[0], values)):

@@ -8,6 +8,8 @@ from thread_replicas import ThreadReplicas
 
 from specbatch import DataParallelEngine, Engine
 from specbatch.config import EngineConfig, Speculation
+from specbatch.jobs.configurations import named
+from specbatch.sweeps.run.loading import loaded
 from specbatch.sweeps.run.runner import _measure, _warm_up
 from specbatch.sweeps.run.workloads import Workload
 
@@ -69,3 +71,13 @@ def test_each_repeat_begins_without_the_answers_of_earlier_ones(prefix_cache: bo
         again = engine.record()
     lengths = [record.metrics["accept_length"] for record in records]
     assert lengths[0] == lengths[1] < again.metrics["accept_length"] - 1
+
+
+def test_a_configuration_that_cannot_run_is_tried_once_and_leaves_the_draft_to_the_others() -> None:
+    base = EngineConfig(model="toy", load_format="dummy", device="cpu", kv_pages=40, speculation=EAGLE3)
+    lines, failed = list[str](), dict[str, str]()
+    with loaded(named(base, ["baseline", "v2+piecewise", "v2"]), lines.append, failed=failed) as engines:
+        assert [*engines] == ["baseline", "v2"]
+    assert failed.keys() == {"v2+piecewise"}
+    assert failed["v2+piecewise"].startswith("prefill_graph='piecewise': needs a CUDA device")
+    assert [line for line in lines if "piecewise" in line] == [f"v2+piecewise: {failed['v2+piecewise']}"]
