@@ -15,7 +15,7 @@ from targets import MTP, SIZES, TARGETS
 
 from specbatch import Completion, Engine, EngineConfig, Graphs, SamplingParams, SpecbatchError, Speculation
 from specbatch.engine import rank_group, ranks
-from specbatch.engine.builder import prepare
+from specbatch.engine.prepare import prepare
 
 pytestmark = pytest.mark.gpu
 DEVICES = torch.cuda.device_count()
