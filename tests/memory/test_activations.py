@@ -13,7 +13,7 @@ from targets import GPT_OSS, HYBRIDS, LATENT, MTP, SIZES, WINDOWED, Targets
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.drafters.base import DraftPlan, NoDraft
-from specbatch.engine.builder import _token_bytes
+from specbatch.engine.memory_plan import _token_bytes
 from specbatch.kernels.attention.prefill_backends import _Triton
 from specbatch.kernels.collectives.communicator import DeviceCommunicator
 from specbatch.memory.kv_cache import KVCache
