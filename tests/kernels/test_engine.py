@@ -343,6 +343,31 @@ def test_padding_rows_and_piecewise_graphs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4-e2b", "gpt-oss", "qwen3-next", "nemotron-h", "lfm2"])
+def test_short_passes_are_one_graph_with_and_without_prefixes(
+    targets: Targets, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str, deterministic: bool
+) -> None:
+    """Windows, sinks, shared keys and recurrent states that start from cached ones."""
+    prompts, expected = targets.prompts(name)[:5], targets.greedy(name, 3)[:5]
+    request.getfixturevalue("kernels")
+    fake_graphs(monkeypatch)
+    load, loaded = StaticRaggedBatch.load, set[bool]()
+
+    def noted(self: StaticRaggedBatch, spans: RaggedBatch) -> None:
+        loaded.add(self.fresh)
+        load(self, spans)
+
+    monkeypatch.setattr(StaticRaggedBatch, "load", noted)
+    graphs = Graphs("whole", "piecewise")
+    engine = targets.engine(name, "none", graphs=graphs, prefill_chunk=24, deterministic=deterministic)
+    for _ in range(2):
+        done = engine.generate(prompts, SamplingParams(max_new_tokens=3, ignore_eos=True))
+        assert [item.token_ids for item in done] == expected
+    assert loaded == {True, False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_latents_from_graphs(
     targets: Targets, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:
