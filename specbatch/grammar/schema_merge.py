@@ -50,7 +50,8 @@ def merged(parts: Sequence[Place]) -> dict[str, Any]:
     if any(name in part.schema for part in parts for name in ("enum", "const")):
         return {"enum": _literals(parts, found, where)}
     if kinds is not None:  # what says nothing about these types has no effect
-        found = {name: value for name, value in found.items() if name in {"type"}.union(*map(KEYWORDS.get, kinds))}
+        known = {"type"}.union(*(KEYWORDS[kind] for kind in kinds))
+        found = {name: value for name, value in found.items() if name in known}
     return found
 
 
@@ -187,7 +188,7 @@ def _accepts(value: Any, schema: dict[str, Any], where: str) -> bool:
     if not set(kinds) & set(schema.get("type", TYPES)):
         return False
     size = value if is_number(value) else len(value) if isinstance(value, (str, list)) else 0
-    for name in set().union(*map(KEYWORDS.get, kinds)) & schema.keys():
+    for name in set().union(*(KEYWORDS[kind] for kind in kinds)) & schema.keys():
         if name not in _LIMITS:
             raise SchemaError(
                 f"{where} have an enum or const and {name}; leave {name} out, or the values that do not match"
