@@ -46,43 +46,22 @@ class Constraint(NamedTuple):
         is not allowed stay as they are: none of them is reached."""
         grammar_mask(logits, self.tables, self.grammars, states)
 
-
-class DraftStates:
-    """The states of grammars while a drafter chooses: of W nodes of each request, at first of the roots, W = 1."""
-
-    def __init__(self, constraint: Constraint) -> None:
-        self._constraint = constraint
-        self._states = constraint.states[:, None]
-
-    def mask(self, scores: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Set scores [B, W, Vd] of tokens that may not follow the nodes to `NEVER`, in place, and return them. ids
-        int64 [Vd] or [B, Vd]: the token of each column; None if they are the same."""
-        constraint = self._constraint
-        grammar_mask(scores, constraint.tables, constraint.grammars, self._states, NEVER, ids)
-        return scores
-
-    def follow(self, tokens: torch.Tensor, parents: torch.Tensor | None = None) -> None:
-        """Go on to the nodes with these tokens, int64 [B, W']. parents int64 [B, W']: the node before each; None if
-        there are as many, in the same order."""
-        before = self._states if parents is None else self._states.gather(1, parents)
-        self._states = self._constraint.after(before, tokens)
-
     def replace(self, drafts: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of drafts int64 [B, n] after the roots, of which the first `drafted` int64 [B] count, keep those before the
         first that may not follow, and go on with tokens that are forced: drafts, and how many of them count.
 
         Drafting what is forced follows the jump-forward decoding of SGLang (Zheng et al. 2024, arXiv 2312.07104). Here
         the target decides which tokens the text consists of."""
-        states, found = self._states, []
+        states, found = self.states[:, None], []
         given = torch.arange(drafts.shape[1], device=drafts.device) < drafted[:, None]
         is_given = is_kept = torch.ones_like(states, dtype=torch.bool)
         count = torch.zeros_like(drafted)
         for place in range(drafts.shape[1]):
-            draft, forced = drafts[:, place, None], self._constraint.forced(states)
-            after = self._constraint.after(states, draft)
+            draft, forced = drafts[:, place, None], self.forced(states)
+            after = self.after(states, draft)
             is_given = is_given & given[:, place, None] & ((after >= 0) | (states < 0))
             is_kept = is_kept & (is_given | (forced >= 0))
             found.append(torch.where(is_given, draft, forced.clamp(min=0)))
-            states = torch.where(is_given, after, self._constraint.after(states, found[-1]))
+            states = torch.where(is_given, after, self.after(states, found[-1]))
             count = count + is_kept[:, 0]
         return torch.cat(found, 1), count

@@ -1,7 +1,8 @@
 """Chooses draft tokens from logits: the most likely ones, or samples with the distributions they are drawn from.
 
-Where a request has a grammar, drafts are chosen from the tokens that it allows after the drafts before them. The
-distributions are those of the masked logits, so that rejection sampling stays exact.
+Where a request has a grammar, drafts are chosen from the tokens that it allows after the drafts before them, and
+penalties, biases and bad words change the logits of drafts, too (see `DraftStates`). The distributions are those of the
+changed logits, so that rejection sampling stays exact.
 """
 
 from __future__ import annotations
@@ -12,29 +13,34 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.core.attention_metadata import positions_from
+from specbatch.core.draft_states import DraftStates
+from specbatch.core.logit_adjustments import History
 from specbatch.core.step_input import Proposal, StepInput
-from specbatch.core.token_constraint import DraftStates
 from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.sampling.argmax_topk import Scores, argmax, argmax_embedding
 from specbatch.kernels.sampling.rng import DRAFT, TARGET, verify_keys
 
 
-def draft_states(step: StepInput) -> DraftStates | None:
-    """The states of grammars at the roots; None if no request has a grammar."""
-    constraint = step.sampling.constraint
-    return None if constraint is None else DraftStates(constraint)
+def draft_states(step: StepInput, vocabulary: int) -> DraftStates | None:
+    """What changes the logits of drafts, with the states of grammars at the roots; None if no request asks for it.
+    vocabulary: size of the target's."""
+    adjustments = step.sampling.adjustments
+    if adjustments is None:
+        return None
+    tokens = step.batch.tokens[step.slots, : step.bound + 1]
+    return DraftStates(adjustments, History(tokens, step.lengths + 1), vocabulary)
 
 
 def allowed_drafts(step: StepInput, drafts: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of drafts int64 [B, n] that were looked up, of which the first `drafted` int64 [B] count, those that grammars
-    allow, and after them tokens that are forced (`DraftStates.replace`): drafts, and how many of them count."""
-    states = draft_states(step)
-    return (drafts, drafted) if states is None else states.replace(drafts, drafted)
+    allow, and after them tokens that are forced (`Constraint.replace`): drafts, and how many of them count."""
+    constraint = step.sampling.constraint
+    return (drafts, drafted) if constraint is None else constraint.replace(drafts, drafted)
 
 
 def takes_argmax(step: StepInput) -> bool:
     """Whether drafts need no more of a draft's logits than what their argmax needs."""
-    return not step.sampling.flags.sampled and step.sampling.constraint is None
+    return not step.sampling.flags.sampled and step.sampling.adjustments is None
 
 
 class DraftChain:
@@ -49,13 +55,13 @@ class DraftChain:
         self._step = step
         self._ids = ids
         self._vocabulary = vocabulary
-        self._states = draft_states(step)
+        self._states = draft_states(step, vocabulary)
         self._count = 0
         self._distributions: list[torch.Tensor] = []  # that drafts were sampled from
         self._confidence: list[torch.Tensor] = []
 
     def choose(self, scores: Scores, confidence: torch.Tensor | None = None) -> torch.Tensor:
-        """Choose the next token of each request from scores [B, Vd], which a grammar changes: int64 [B].
+        """Choose the next token of each request from scores [B, Vd], which are adjusted in place: int64 [B].
 
         confidence float32 [B]: see `Proposal.confidence`; of a drafter that predicts it, None for `confidence_of` the
         scores.
@@ -91,7 +97,7 @@ class DraftChain:
         )
 
     def _begin(self, scores: Scores, confidence: torch.Tensor | None) -> torch.Tensor:
-        """Mask the scores. Returns where the tokens go."""
+        """Adjust the scores. Returns where the tokens go."""
         if self._states is not None:
             assert isinstance(scores, torch.Tensor), "see `takes_argmax`"
             self._states.mask(scores[:, None], self._ids)
@@ -156,7 +162,7 @@ def sample_drafts(
 def choose_at_once(scores: Scores, step: StepInput, *, ids: torch.Tensor | None, vocabulary: int) -> Proposal:
     """Choose drafts from scores [B, n, Vd] that do not depend on each other. With a grammar they do: each is one that
     may follow those before it. ids, vocabulary: see `sample_drafts`."""
-    if step.sampling.constraint is not None:
+    if step.sampling.adjustments is not None:
         chain = DraftChain(step, ids=ids, vocabulary=vocabulary)
         for place in range(step.num_drafts):
             chain.choose(scores[:, place])

@@ -10,8 +10,8 @@ import torch
 from specbatch import weights
 from specbatch.core.attention_metadata import PrefillMetadata
 from specbatch.core.device_batch import DeviceBatch
+from specbatch.core.draft_states import DraftStates
 from specbatch.core.step_input import Proposal, StepInput
-from specbatch.core.token_constraint import DraftStates
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.choose import choose_at_once, draft_states, takes_argmax
@@ -113,7 +113,7 @@ class DFlashTree(DFlashDrafter):
         self._shape = shape
 
     def propose(self, step: StepInput) -> Proposal:
-        drafts, ancestors = self._expand(*self._fill(step), draft_states(step))
+        drafts, ancestors = self._expand(*self._fill(step), draft_states(step, self._model.config.vocab_size))
         return Proposal(drafts, step.batch.filled(self._shape.tokens, step.slots), ancestors=ancestors)
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:

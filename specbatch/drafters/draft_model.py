@@ -166,7 +166,7 @@ class DraftModelTree(LaggingDraftModel):
             features = model.forward(self._known(beams.tokens).flatten(), positions, context)
             return self._fit(model.logits(features.last)).view(len(lengths), width, -1)
 
-        drafts, ancestors = expand(logits, self._shape, run, states=draft_states(step))
+        drafts, ancestors = expand(logits, self._shape, run, states=draft_states(step, self._vocabulary))
         return Proposal(drafts, step.batch.filled(self._shape.tokens, step.slots), ancestors=ancestors)
 
 

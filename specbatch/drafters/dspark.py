@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from specbatch.core.draft_states import DraftStates
 from specbatch.core.step_input import Proposal, StepInput
-from specbatch.core.token_constraint import DraftStates
 from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.choose import choose_in_turn, takes_argmax
 from specbatch.drafters.dflash import Block, DFlashDrafter, DFlashTree, block_plan

@@ -298,7 +298,9 @@ class FeatureTree(FeatureChain):
             logits: torch.Tensor = head.logits(hidden).unflatten(0, (-1, width))
             return logits
 
-        drafts, ancestors = expand(head.logits(newest), self._shape, run, head.vocabulary, draft_states(step))
+        drafts, ancestors = expand(
+            head.logits(newest), self._shape, run, head.vocabulary, draft_states(step, self._vocabulary)
+        )
         drafted = step.batch.filled(self._shape.tokens, step.slots)
         return Proposal(drafts, drafted, ancestors=ancestors)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from specbatch.core.token_constraint import DraftStates
+from specbatch.core.draft_states import DraftStates
 from specbatch.draft_shape import DraftShape
 from specbatch.kernels.drafting import tree_draft
 from specbatch.kernels.drafting.tree_draft import Candidates
@@ -71,7 +71,7 @@ def expand_given(
     roots int64 [B]. `children` is called once per depth from 0 with the depth, and of the W nodes there (the root, then
     the K = shape.topk beams) the tokens int64 [B, W] and the parents' rows in the call before, int64 [B, W]. It returns
     the most likely children of each node: logarithms of their probabilities float32 and tokens int64 [B, W, K]. states:
-    of grammars, at the roots; they are those of the W nodes when `children` is called.
+    at the roots; they are those of the W nodes when `children` is called.
     """
     steps, topk, count = shape
     candidates = Candidates.room(len(roots), topk + (steps - 1) * topk * topk, roots.device)
@@ -89,8 +89,8 @@ def expand_given(
 def likeliest(
     logits: torch.Tensor, topk: int, ids: torch.Tensor | None, states: DraftStates | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The most likely children of nodes with logits [B, W, V], which a grammar changes: `topk_logprobs` of the tokens
-    that may follow."""
+    """The most likely children of nodes with logits [B, W, V], which are adjusted in place, and the logarithms of
+    their probabilities."""
     return topk_logprobs(logits if states is None else states.mask(logits, ids), topk, ids)
 
 
@@ -105,7 +105,8 @@ def expand(
     first.
 
     logits [B, V]: the predictions at the root; `run` returns those at each beam, [B, K, V], and is called steps - 1
-    times. ids int64 [V]: the token id of each column; None if they are equal. states: of grammars, at the roots.
+    times. ids int64 [V]: the token id of each column; None if they are equal. states: at the roots; None if nothing is
+    adjusted.
     """
     steps, topk, count = shape
     candidates = Candidates.room(len(logits), topk + (steps - 1) * topk * topk, logits.device)

@@ -8,14 +8,16 @@ any number of them can go on forever. This is so in Outlines (Willard and Louf 2
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from typing import Any
+from urllib.parse import unquote
 
 from specbatch.grammar.json_values import (
-    INSTEAD,
     KEYWORDS,
     SIMPLE,
+    NoValueError,
     SchemaError,
     bounds,
     integer,
@@ -25,8 +27,10 @@ from specbatch.grammar.json_values import (
     number,
     only,
     string,
+    types,
 )
 from specbatch.grammar.number_ranges import any_of
+from specbatch.grammar.schema_merge import Place, merged
 from specbatch.grammar.schema_overlap import are_disjoint
 from specbatch.text_files import UnreadableError, parse_json
 
@@ -40,7 +44,6 @@ _ANNOTATIONS = {
     "readOnly", "title", "writeOnly",
 }  # fmt: skip
 _S = "[ ]?"
-Place = tuple[Any, str, tuple[str, ...]]  # a schema, where it is, and the references that lead there
 
 
 class _TooDeep(SchemaError):
@@ -80,38 +83,38 @@ class _Schema:
         keys = schema.keys() - _ANNOTATIONS
         if not keys:
             return _anything(DEPTH)
-        if "$ref" in keys:
-            only(place, keys, {"$ref"})
+        if keys & {"$ref", "allOf"}:
             return self.regex(*self._follow(schema, place, refs))
-        for name in ("anyOf", "oneOf", "allOf"):
+        for name in ("anyOf", "oneOf"):
             if name in keys:
-                only(place, keys, {name} if name == "allOf" else {name, "discriminator"})
+                only(place, keys, {name, "discriminator"})
                 return self._choice(name, schema, place, refs)
         if keys & {"enum", "const"}:
             return literals(schema, keys, place)
-        kinds = schema.get("type")
-        kinds = kinds if isinstance(kinds, list) and kinds else [kinds]
-        if not all(isinstance(kind, str) and kind in KEYWORDS for kind in kinds):
-            if "type" in keys:
-                raise SchemaError(f"{place}/type must be one of {', '.join(KEYWORDS)}, or a list of them")
-            only(place, keys, {"type"})
+        kinds = types(schema, place) or []
         known = {"type"}.union(*(KEYWORDS[kind] for kind in kinds))
         only(place, keys, known)
         return _those_that_end(partial(self._of_type, kind, schema, place, refs) for kind in kinds)
 
     def _choice(self, name: str, schema: Mapping[str, Any], place: str, refs: tuple[str, ...]) -> str:
         given = list_of(schema, name, place)
-        if name == "allOf" and len(given) > 1:
-            raise SchemaError(f"{place}/allOf is not supported; {INSTEAD['allOf']}")
 
         def option(n: int, refs: tuple[str, ...]) -> Place:
             found = self._follow(given[n], f"{place}/{name}/{n}", refs)
             return found if "discriminator" not in schema else _discriminated(*found, schema["discriminator"], place)
 
+        def accepted(follow: Callable[..., Place], *given: Any) -> Any:
+            try:
+                return follow(*given).schema
+            except NoValueError:
+                return {"enum": []}
+
         if name == "oneOf":
-            schemas = [option(n, ())[0] for n in range(len(given))]
+            schemas = [accepted(option, n, ()) for n in range(len(given))]
             for (n, one), (m, other) in itertools.combinations(enumerate(schemas), 2):
-                if not are_disjoint(one, other, lambda schema: self._follow(schema, place, ())[0], self._compare):
+                if not are_disjoint(
+                    one, other, lambda schema: accepted(self._follow, schema, place, ()), self._compare
+                ):
                     raise SchemaError(
                         f"{place}/oneOf: schemas {n} and {m} may accept the same value; let them differ in type, in "
                         "bounds or in the const of a property that both require, or use anyOf"
@@ -128,6 +131,8 @@ class _Schema:
             return self.regex(schema, place, refs)
         except _TooDeep:
             return None
+        except NoValueError as error:  # what is around it accepts values
+            raise SchemaError(str(error)) from None
 
     def _of_type(self, kind: str, schema: Mapping[str, Any], place: str, refs: tuple[str, ...]) -> str:
         if kind == "string":
@@ -144,25 +149,52 @@ class _Schema:
 
     def _follow(self, schema: Any, place: str, refs: tuple[str, ...]) -> Place:
         """What a schema refers to, its place and the references that lead there; the schema itself if it is no
-        reference."""
+        reference. Schemas of an `allOf` are one schema then."""
         self._spend(1)
         while isinstance(schema, dict) and "$ref" in schema:
-            ref = schema["$ref"]
             only(place, schema.keys() - _ANNOTATIONS, {"$ref"})
-            if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
-                raise SchemaError(f"{place}/$ref must refer to a place in the schema, such as #/$defs/Name")
-            self._spend(len(refs))  # each of which is looked at
-            if refs.count(ref) > RECURSION:
-                raise _TooDeep(
-                    f"{place}/$ref is recursive ({ref}) without an end; let it be left out, or be something else"
-                )
-            schema, place, refs = self._root, ref, (*refs, ref)
-            for part in ref[1:].split("/")[1:]:
-                key = part.replace("~1", "/").replace("~0", "~")
-                if not isinstance(schema, dict) or key not in schema:
-                    raise SchemaError(f"{place}/$ref refers to {ref}, which is not there")
+            schema, place, refs = self._refer(schema["$ref"], place, refs)
+        if not isinstance(schema, dict) or "allOf" not in schema:
+            return Place(schema, place, refs)
+        given = [
+            part if isinstance(part, Place) else Place(part, f"{place}/allOf/{n}", refs)
+            for n, part in enumerate(list_of(schema, "allOf", place))
+        ]
+        if given[0] is schema["allOf"][0]:  # of a merge; the schema itself has no such place
+            place = given[0].place
+        if beside := {key: value for key, value in schema.items() if key != "allOf" and key not in _ANNOTATIONS}:
+            given.append(Place(beside, place, refs))
+        parts = list[Place]()
+        for part in given:
+            found = self._follow(*part)
+            if found.schema is not True and not isinstance(found.schema, dict):
+                raise SchemaError(f"{found.place} must be an object")
+            if found.schema is not True and (keys := found.schema.keys() - _ANNOTATIONS):
+                self._spend(len(found.schema))
+                parts.append(found._replace(schema={key: found.schema[key] for key in found.schema if key in keys}))
+        return parts[0] if len(parts) == 1 else Place(merged(parts) if parts else {}, place, refs)
+
+    def _refer(self, ref: Any, place: str, refs: tuple[str, ...]) -> Place:
+        """The place that a reference names, as the fragment of a URI: a JSON pointer with percent-encoded characters
+        (RFC 6901, section 6)."""
+        if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
+            raise SchemaError(f"{place}/$ref must refer to a place in the schema, such as #/$defs/Name")
+        self._spend(len(refs))  # each of which is looked at
+        pointer = unquote(ref)
+        if refs.count(pointer) > RECURSION:
+            raise _TooDeep(
+                f"{place}/$ref is recursive ({ref}) without an end; let it be left out, or be something else"
+            )
+        schema = self._root
+        for part in pointer.split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(schema, list) and re.fullmatch("0|[1-9][0-9]{0,5}", key) and int(key) < len(schema):
+                schema = schema[int(key)]
+            elif isinstance(schema, dict) and key in schema:
                 schema = schema[key]
-        return schema, place, refs
+            else:
+                raise SchemaError(f"{place}/$ref refers to {ref}, which is not there")
+        return Place(schema, ref, (*refs, pointer))
 
     def _compare(self, values: int) -> None:
         self._spend(values // _VALUES)
@@ -178,7 +210,10 @@ class _Schema:
             items = list_of(schema, "prefixItems", place)
             if not least <= len(items) <= (len(items) if most is None else most):
                 raise SchemaError(f"{place}/prefixItems has {len(items)} schemas; use as many minItems and maxItems")
-            parts = [self.regex(item, f"{place}/prefixItems/{n}", refs) for n, item in enumerate(items)]
+            try:
+                parts = [self.regex(item, f"{place}/prefixItems/{n}", refs) for n, item in enumerate(items)]
+            except NoValueError as error:  # shorter arrays may be accepted
+                raise SchemaError(str(error)) from None
             return rf"\[{_S}{f'{_S},{_S}'.join(parts)}{_S}\]"
         if most == 0:
             return rf"\[{_S}\]"
@@ -231,17 +266,17 @@ def _discriminated(schema: Any, place: str, refs: tuple[str, ...], discriminator
     if not isinstance(properties, dict) or name not in properties:
         raise SchemaError(f"{place} must have the property {name!r}, which a discriminator names")
     required = schema.get("required", [])
-    return {**schema, "required": [*required, name] if isinstance(required, list) else required}, place, refs
+    return Place({**schema, "required": [*required, name] if isinstance(required, list) else required}, place, refs)
 
 
 def _those_that_end(options: Iterable[Callable[[], str]]) -> str:
-    """Any of several expressions, without those where references go too deep."""
+    """Any of several expressions, without those that accept no value or where references go too deep."""
     found, error = list[str](), None
     for option in options:
         try:
             found.append(option())
-        except _TooDeep as deep:
-            error = deep
+        except (NoValueError, _TooDeep) as reason:
+            error = reason if error is None or isinstance(reason, _TooDeep) else error
     if error is not None and not found:
         raise error
     return any_of(found)

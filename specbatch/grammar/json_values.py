@@ -11,7 +11,7 @@ from typing import Any
 
 from specbatch.errors import MOST
 from specbatch.grammar.number_ranges import DIGITS, INTEGER, LARGEST_EXCLUSIVE, Bound, any_of, decimals, integers
-from specbatch.grammar.regex import RegexError, compile_regex, without_anchors
+from specbatch.grammar.regex import RegexError, compile_regex, match_lengths, without_anchors
 from specbatch.grammar.schema_overlap import KINDS
 from specbatch.settings import is_number, is_whole
 
@@ -25,7 +25,6 @@ KEYWORDS = {
     "object": {"properties", "required", "additionalProperties"},
 }
 INSTEAD = {
-    "allOf": "use it with one schema, or write the schemas as one",
     "uniqueItems": "leave it out, or use prefixItems",
     "multipleOf": "leave it out, or use enum",
 }
@@ -53,11 +52,15 @@ _FORMATS = {
     "email": r"[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+)*@[a-z0-9]+(?:-[a-z0-9]+)*(?:\.[a-z0-9]+(?:-[a-z0-9]+)*)+",
 }
 _UNSAFE = [*range(0x20), ord('"'), ord("\\")]  # bytes that a string of JSON does not have as they are
-_TYPES: dict[str, Any] = KINDS | {"integer": int, "number": (int, float)}
+TYPES: dict[str, Any] = KINDS | {"integer": int, "number": (int, float)}
 
 
 class SchemaError(RegexError):
     """Why a schema cannot be translated; names the place in it."""
+
+
+class NoValueError(SchemaError):
+    """A schema accepts no value. As one of several alternatives it is left out."""
 
 
 def only(place: str, keys: Collection[str], known: set[str]) -> None:
@@ -76,6 +79,17 @@ def list_of(schema: Mapping[str, Any], name: str, place: str) -> list[Any]:
     return found
 
 
+def types(schema: Mapping[str, Any], place: str) -> list[str] | None:
+    """The types that a schema states, None if it states none."""
+    if "type" not in schema:
+        return None
+    kinds = schema["type"]
+    kinds = kinds if isinstance(kinds, list) and kinds else [kinds]
+    if not all(isinstance(kind, str) and kind in KEYWORDS for kind in kinds):
+        raise SchemaError(f"{place}/type must be one of {', '.join(KEYWORDS)}, or a list of them")
+    return kinds
+
+
 def bounds(schema: Mapping[str, Any], low: str, high: str, place: str) -> tuple[int, int | None]:
     least, most = schema.get(low, 0), schema.get(high)
     for name, value in ((low, least), (high, most)):
@@ -89,16 +103,17 @@ def bounds(schema: Mapping[str, Any], low: str, high: str, place: str) -> tuple[
 def literals(schema: Mapping[str, Any], keys: Collection[str], place: str) -> str:
     only(place, keys, {"type", "enum"} if "enum" in keys else {"type", "const"})
     values = list_of(schema, "enum", place) if "enum" in keys else [schema["const"]]
-    kinds = schema.get("type", list(_TYPES))
+    kinds = schema.get("type", list(TYPES))
     kinds = kinds if isinstance(kinds, list) else [kinds]
     for value in values:
-        if not any(_is(value, kind) for kind in kinds):
+        if not any(is_of(value, kind) for kind in kinds):
             raise SchemaError(f"{place} has {json.dumps(value)}, which is not of its type")
     return any_of([literal(value, place) for value in values])
 
 
-def _is(value: Any, kind: Any) -> bool:
-    return isinstance(value, _TYPES.get(str(kind), ())) and (kind == "boolean" or not isinstance(value, bool))
+def is_of(value: Any, kind: Any) -> bool:
+    """Whether a value has a type."""
+    return isinstance(value, TYPES.get(str(kind), ())) and (kind == "boolean" or not isinstance(value, bool))
 
 
 def literal(value: Any, place: str) -> str:
@@ -119,7 +134,11 @@ def string(schema: Mapping[str, Any], place: str) -> str:
     pattern, form = schema.get("pattern"), schema.get("format")
     if "pattern" in schema and not isinstance(pattern, str):
         raise SchemaError(f"{place}/pattern must be a text")
-    if sum((pattern is not None, form is not None, bool(least or most is not None))) > 1:
+    has_lengths = bool(least or most is not None)
+    if pattern is not None and has_lengths:
+        shortest, longest = match_lengths(_inside_string(pattern, place))
+        has_lengths = shortest < least or (most is not None and longest > most)
+    if sum((pattern is not None, form is not None, has_lengths)) > 1:
         raise SchemaError(
             f"{place} has several of pattern, format and lengths; use one, such as pattern ^[a-z]{{2,9}}$"
         )
@@ -157,7 +176,7 @@ def integer(schema: Mapping[str, Any], place: str) -> str:
         else:
             most = min(most, math.ceil(value) - 1 if name == "exclusiveMaximum" else math.floor(value))
     if least > most:
-        raise SchemaError(f"{place}: no integer is within its minimum and maximum")
+        raise NoValueError(f"{place}: no integer is within its minimum and maximum")
     return integers(least, most)
 
 
@@ -176,5 +195,5 @@ def number(schema: Mapping[str, Any], place: str) -> str:
         (lower if "inimum" in name else upper).append(Bound(exact, is_open))
     found = decimals(max(lower, default=None), min(upper, key=lambda one: (one.value, not one.is_open), default=None))
     if found is None:
-        raise SchemaError(f"{place}: no number is within its minimum and maximum")
+        raise NoValueError(f"{place}: no number is within its minimum and maximum")
     return found

@@ -90,6 +90,12 @@ def without_anchors(pattern: str) -> str:
     return pattern if escaped else body
 
 
+def match_lengths(pattern: str) -> tuple[int, int]:
+    """Bounds of the number of characters of matches. Raises RegexError."""
+    shortest, longest = _parser.SubPattern(_parser.State(), list(parse_regex(pattern))).getwidth()
+    return int(shortest), int(longest)
+
+
 def compile_regex(pattern: str) -> ByteAutomaton:
     """The automaton of an expression. Raises RegexError, also for one that is too large."""
     nfa = _Nfa()

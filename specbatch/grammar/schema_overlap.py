@@ -8,15 +8,16 @@ from typing import Any
 from specbatch.settings import is_number
 
 KINDS: dict[str, type] = {"string": str, "boolean": bool, "null": type(None), "array": list, "object": dict}
-_CHOICES = ("anyOf", "oneOf", "allOf")  # the last with one schema
+_CHOICES = ("anyOf", "oneOf")
 _DEEPEST = 12  # schemas in each other
 
 
 def are_disjoint(
     one: Any, other: Any, resolve: Callable[[Any], Any], spend: Callable[[int], None], depth: int = _DEEPEST
 ) -> bool:
-    """Whether no value is accepted by both; False where that is not shown. resolve: follows references. spend: called
-    with a number of values before they are compared. Both raise an error if it is too much."""
+    """Whether no value is accepted by both; False where that is not shown. resolve: follows references
+    and merges `allOf`. spend: called with a number of values before they are compared. Both raise an error if it is too
+    much."""
     if not depth:
         return False
     one, other = resolve(one), resolve(other)

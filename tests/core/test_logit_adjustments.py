@@ -8,7 +8,9 @@ import pytest
 import torch
 from trees import ancestor_masks, path_of, random_parents
 
+from specbatch.core.draft_states import DraftStates
 from specbatch.core.logit_adjustments import ANY, Adjustments, History, adjusted_logits
+from specbatch.core.token_constraint import NEVER
 
 BATCH, VOCABULARY, WIDTH = 3, 11, 9
 
@@ -81,3 +83,45 @@ def test_only_what_is_asked_for_changes() -> None:
     assert torch.equal(adjusted_logits(logits, off, history), logits)
     biased = adjusted_logits(logits, Adjustments(torch.tensor([[2]]), torch.tensor([[1.0]]), None, prompts), history)
     assert (biased - logits).nonzero().tolist() == [[0, 0, 2]]
+
+
+@pytest.mark.parametrize("columns", ["all", "of the draft", "of each request"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_drafts_are_chosen_from_logits_adjusted_at_the_root(columns: str, dtype: torch.dtype) -> None:
+    """In all nodes; bad words of several tokens are left out, and the others stay above what a grammar forbids."""
+    torch.manual_seed(1)
+    ids = {
+        "all": torch.arange(VOCABULARY).expand(BATCH, -1),
+        "of the draft": torch.tensor([7, 0, 3, 10, 5]).expand(BATCH, -1),
+        "of each request": torch.stack([torch.randperm(VOCABULARY)[:6] for _ in range(BATCH)]),
+    }[columns]
+    tokens, lengths, prompts = torch.randint(VOCABULARY, (BATCH, WIDTH)), [4, 9, 1], [4, 2, 1]
+    penalties = [[0.5, 0.0, 1.0], [-0.3, 0.7, 1.4], [0.0, 0.0, 1.0]]
+    biases = [{3: 5.0, 10: -100.0}, {}, {}]
+    words: list[list[list[int]]] = [[[3], [5]], [[7]], []]
+    table = [[*one.items(), (0, 0.0), (0, 0.0)][:2] for one in biases]
+    longer = [[[1, token] for token in range(VOCABULARY)] + [[int(row[length - 1]), 0]]
+              for row, length in zip(tokens, lengths, strict=True)]  # fmt: skip
+    adjustments = Adjustments(
+        torch.tensor([[token for token, _ in row] for row in table]),
+        torch.tensor([[value for _, value in row] for row in table]),
+        torch.tensor(penalties),
+        torch.tensor(prompts),
+        torch.tensor([
+            [*[[ANY] * (2 - len(word)) + word for word in one + more], *[[ANY, ANY]] * (2 - len(one))]
+            for one, more in zip(words, longer, strict=True)
+        ]),
+    )  # fmt: skip
+    states = DraftStates(adjustments, History(tokens, torch.tensor(lengths)), VOCABULARY)
+    scores = (3 * torch.randn(BATCH, 3, ids.shape[1])).to(dtype)
+    before = scores.clone()
+    given = {"all": None, "of the draft": ids[0], "of each request": ids}[columns]
+    assert states.mask(scores, given) is scores
+    for one in range(BATCH):
+        history = tokens[one, : lengths[one]].tolist()
+        for node in range(3):
+            whole = torch.zeros(VOCABULARY).index_copy(0, ids[one], before[one, node].float()).tolist()
+            wanted = by_hand(whole, history, prompts[one], biases[one], penalties[one], words[one])
+            wanted = [NEVER / 2 if wanted[token] == -float("inf") else wanted[token] for token in ids[one].tolist()]
+            assert scores[one, node].tolist() == pytest.approx(wanted, rel=1e-5 if dtype == torch.float32 else 1e-2)
+    assert torch.equal(scores[2], before[2])

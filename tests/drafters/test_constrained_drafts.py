@@ -20,7 +20,7 @@ from specbatch.core.logit_adjustments import Adjustments
 from specbatch.core.sampling import SamplingFlags
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.core.token_constraint import Constraint
-from specbatch.drafters.choose import DraftChain, allowed_drafts, choose_at_once
+from specbatch.drafters.choose import DraftChain, allowed_drafts, choose_at_once, draft_states
 from specbatch.engine.acceptance import accept_ref
 from specbatch.grammar.regex import compile_regex
 from specbatch.grammar.token_automaton import FREE, compile_tokens
@@ -196,3 +196,13 @@ def test_a_draft_without_allowed_tokens_still_has_a_distribution() -> None:
     assert proposal.probabilities is not None
     assert proposal.tokens[:, 0].tolist() == [0] * 50
     assert proposal.probabilities[0].tolist() == [[1, 0, 0, 0, 0], [0.5, 0, 0, 0.5, 0]]
+
+
+def test_penalties_of_drafts_count_the_tokens_up_to_the_root() -> None:
+    adjustments = Adjustments(None, None, torch.tensor([[2.0, 0.0, 1.0]]), torch.tensor([1]))
+    step = step_of(lattice_of({}), 1)
+    step = replace(step, lengths=torch.tensor([2]), sampling=replace(step.sampling, adjustments=adjustments))
+    step.batch.tokens[1, :4] = torch.tensor([4, 0, 3, 1])  # the prompt, a token of the answer, the root, an old draft
+    states = draft_states(step, 5)
+    assert states is not None
+    assert states.mask(torch.zeros(1, 2, 5)).tolist() == [[[-2, 0, 0, -2, 0]] * 2]

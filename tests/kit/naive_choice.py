@@ -11,7 +11,19 @@ from specbatch import SamplingParams
 
 def chosen(row: torch.Tensor, history: list[int], prompt: int, params: SamplingParams, ends: tuple[int, ...]) -> int:
     """The most likely token after `history`, by the rules as OpenAI and vLLM describe them."""
-    values = row.double().tolist()
+    values = adjusted(row, history, prompt, params)
+    allowed = allowed_tokens(history[prompt:], params)
+    without = {*ends, *completing(history[prompt:], params)}
+    if allowed - without:  # else the grammar prevails: first over end tokens, then over bad words
+        allowed -= without
+    elif allowed - {*completing(history[prompt:], params)}:
+        allowed -= {*completing(history[prompt:], params)}
+    return max(allowed, key=values.__getitem__)
+
+
+def adjusted(row: torch.Tensor, history: list[int], prompt: int, params: SamplingParams) -> list[float]:
+    """The logits with biases and penalties."""
+    values: list[float] = row.double().tolist()
     for token, bias in params.logit_bias:
         values[token] += bias
     for token in set(history):
@@ -19,13 +31,7 @@ def chosen(row: torch.Tensor, history: list[int], prompt: int, params: SamplingP
         values[token] = values[token] / rule if values[token] > 0 else values[token] * rule
     for token in set(history[prompt:]):
         values[token] -= params.frequency_penalty * history[prompt:].count(token) + params.presence_penalty
-    allowed = allowed_tokens(history[prompt:], params)
-    without = {*ends, *_completing(history[prompt:], params)}
-    if allowed - without:  # else the grammar prevails: first over end tokens, then over bad words
-        allowed -= without
-    elif allowed - {*_completing(history[prompt:], params)}:
-        allowed -= {*_completing(history[prompt:], params)}
-    return max(allowed, key=values.__getitem__)
+    return values
 
 
 def allowed_tokens(answer: list[int], params: SamplingParams) -> set[int]:
@@ -42,7 +48,7 @@ def allowed_tokens(answer: list[int], params: SamplingParams) -> set[int]:
     return found | (letters.eos_ids if regex.fullmatch(params.regex, text) else set())
 
 
-def _completing(answer: list[int], params: SamplingParams) -> list[int]:
+def completing(answer: list[int], params: SamplingParams) -> list[int]:
     """Tokens that complete a bad word."""
     words = [Letters().encode(text) for text in params.bad_words]
     return [word[-1] for word in words if answer[len(answer) - len(word) + 1 :] == word[:-1]]

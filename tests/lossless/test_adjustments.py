@@ -10,7 +10,7 @@ import pytest
 from lossless import LONGER, Case, target_logits
 from naive_choice import chosen
 from stand_ins import fake_graphs, late_results, random_draft_lengths
-from targets import SPECULATIONS, Targets
+from targets import SPECULATIONS, Letters, Targets
 from thread_ranks import thread_group
 
 from specbatch import Completion, SamplingParams
@@ -75,6 +75,28 @@ def test_tokens_are_those_of_one_at_a_time(
     assert not changed[2]
     if case.keeps_seeds:
         assert [one.token_ids for one in engine.generate(prompts, SAMPLED)] == _sampled(targets, case.target)
+
+
+# Tokens per verify where all drafts of a chain, or those on one path of a tree, are accepted.
+_ALL = dict.fromkeys(("model", "eagle", "eagle3", "peagle", "mtp", "mtp-layers", "dflash", "dspark"), 4)
+_ALL |= {"model-recurrent": 4, "eagle-tree": 4, "mtp-tree": 4, "dflash-tree": 4, "dspark-tree": 4, "model-tree": 6}
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("drafter", _ALL)
+def test_drafts_know_what_is_added_to_logits(
+    targets: Targets, monkeypatch: pytest.MonkeyPatch, drafter: str, temperature: float
+) -> None:
+    """Whatever models and heads predict: with a bias that decides on each token all drafts are accepted."""
+    fake_graphs(monkeypatch)
+    case = Case(drafter, "v2", "both", "roomy", "llama")
+    engine = targets.engine("llama", drafter, "v2", dtype="float32", **case.settings())
+    params = SamplingParams(
+        max_new_tokens=25, ignore_eos=True, logit_bias={5: 100, 6: 100}, bad_words=("F",), temperature=temperature
+    )
+    for one in engine.generate(targets.prompts("llama")[:2], params):
+        assert set(one.token_ids) == {Letters().encode("E")[0]}
+        assert one.metrics.accept_length == _ALL[drafter]
 
 
 @cache

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from chi_square import p_value
 from crossed import first_quick
 from lossless import settings_of
-from naive_choice import allowed_tokens
+from naive_choice import adjusted, allowed_tokens, completing
 from targets import Targets
 
 from specbatch import SamplingParams
@@ -40,27 +42,47 @@ CASES = [
 # The second token of most texts is not one of the three most likely, and no answer ends early.
 REGEX = "[@-d][H-KO-Sa-d][@-d][@-d]+"
 CONSTRAINED = [
-    (target, drafter, REGEX)
+    (target, drafter, {"regex": REGEX})
     for target, drafter in [
         ("llama", "model"), ("llama", "dspark"), ("llama", "model-block"), ("qwen3.5", "mtp"), ("llama", "eagle-tree"),
         ("llama", "dflash2"), ("lfm2", "model-tree"), ("llama", "model-budget"), ("llama", "dflash"),
         ("llama", "peagle"), ("llama", "ngram"), ("qwen3.5", "mtp-layers"), ("llama", "model-corpus-auto"),
     ]
 ]  # fmt: skip
+# Drafts are chosen from logits that are adjusted, too.
+_HOW = {
+    "repetition_penalty": 1.4,
+    "frequency_penalty": 0.5,
+    "logit_bias": dict.fromkeys(range(0, 36, 3), 2.5),
+    "bad_words": ("F", "O", "X", "`c"),
+}
+ADJUSTED = [
+    (target, drafter, _HOW | how)
+    for target, drafter, how in [
+        ("llama", "model", {}), ("llama", "eagle3", {}), ("qwen3.5", "mtp", {"regex": REGEX}), ("llama", "dflash2", {}),
+        ("llama", "model-block", {"regex": REGEX}), ("llama", "dflash", {}), ("llama", "eagle-tree", {}),
+        ("llama", "dspark", {}), ("llama", "model-budget", {}),
+    ]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("target", "drafter", "regex"),
-    [*first_quick(3, [(*case, None) for case in CASES]), *first_quick(1, CONSTRAINED)],
+    ("target", "drafter", "how"),
+    [*first_quick(3, [(*case, {}) for case in CASES]), *first_quick(1, CONSTRAINED), *first_quick(2, ADJUSTED)],
 )
 def test_sampled_tokens_follow_the_target_distribution(
-    targets: Targets, target: str, drafter: str, regex: str | None
+    targets: Targets, target: str, drafter: str, how: dict[str, Any]
 ) -> None:
     engine = targets.engine(target, drafter, max_running=400, **settings_of(target, drafter))
     prompt = targets.prompts(target)[4]
     params = [
         SamplingParams(
-            temperature=TEMPERATURE, top_k=TOP_K, seed=seed, max_new_tokens=TOKENS, ignore_eos=not regex, regex=regex
+            temperature=TEMPERATURE,
+            top_k=TOP_K,
+            seed=seed,
+            max_new_tokens=TOKENS,
+            ignore_eos="regex" not in how,
+            **how,
         )
         for seed in range(REQUESTS)
     ]
@@ -85,12 +107,9 @@ def distribution(
         logits = targets.logits(target, [[*prompt, *text] for text in texts])
         longer = {}
         for (text, chance), rows in zip(texts.items(), logits, strict=True):
-            allowed = sorted(allowed_tokens(list(text), params))
-            best = (
-                torch.full_like(rows[-1], -torch.inf)
-                .index_copy(0, torch.tensor(allowed), rows[-1][allowed])
-                .topk(TOP_K)
-            )
+            allowed = sorted(allowed_tokens(list(text), params) - {*completing(list(text), params)})
+            values = torch.tensor(adjusted(rows[-1], [*prompt, *text], len(prompt), params))
+            best = torch.full_like(values, -torch.inf).index_copy(0, torch.tensor(allowed), values[allowed]).topk(TOP_K)
             for token, share in zip(
                 best.indices.tolist(), (best.values / TEMPERATURE).softmax(0).tolist(), strict=True
             ):
