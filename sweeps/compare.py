@@ -22,7 +22,8 @@ from typing import Any
 
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.output_files import read_output
-from specbatch.records.answers import load_answers
+from specbatch.records.answers import EvalAnswers, load_answers
+from specbatch.records.archive import unpacked
 from specbatch.records.intervals import CONFIDENCE, Interval, in_common, interval
 from specbatch.records.markdown import markdown_table
 from specbatch.records.mcnemar import changes, is_binary
@@ -188,11 +189,13 @@ def compare(base: Path, *runs: Path) -> Comparison:
     rows: list[Row] = []
     notes: dict[str, None] = {}
     differs = {}
-    for new, label in zip(others, labels[1:], strict=True):
-        found, lines, settings = _pair(old, new, label)
-        rows += found
-        notes |= dict.fromkeys(lines)
-        differs[label] = settings
+    with unpacked("base", old.path) as old_files:
+        for new, label in zip(others, labels[1:], strict=True):
+            with unpacked("run", new.path) as new_files:
+                found, lines, settings = _pair(old, new, label, (old_files, new_files))
+            rows += found
+            notes |= dict.fromkeys(lines)
+            differs[label] = settings
     if not rows:
         names = " and ".join(str(run.path) for run in every)
         raise SpecbatchError(f"{names} have no metric in common: every point of one of them failed")
@@ -212,8 +215,11 @@ def _labels(paths: Sequence[Path]) -> list[str]:
     return [f"{path} ({number})" for number, path in enumerate(paths, start=1)]
 
 
-def _pair(old: Run, new: Run, label: str) -> tuple[list[Row], list[str], dict[str, list[str]]]:
-    """Rows, notes and settings that differ, of a run and the base."""
+def _pair(
+    old: Run, new: Run, label: str, files: tuple[Path, Path]
+) -> tuple[list[Row], list[str], dict[str, list[str]]]:
+    """Rows, notes and settings that differ, of a run and the base. files: where their files are, of archives the
+    unpacked ones."""
     pairs = match(old, new)
     notes = [
         f"ONLY IN {path}: {place}"
@@ -233,7 +239,11 @@ def _pair(old: Run, new: Run, label: str) -> tuple[list[Row], list[str], dict[st
             notes += [] if point.error else list(_notes(point, where))
         notes += _same_tokens(*points)
         if not any(point.error for point in points):
-            rows += [*_answers(label, place, *points), *_numbers(label, place, *points)]
+            if all(len(point.paths) == 1 for point in points):
+                places = zip(files, (old, new), points, strict=True)
+                answers = (_answers_in(found, run.path, point.paths[0]) for found, run, point in places)
+                rows += _answers(label, place, *answers)
+            rows += _numbers(label, place, *points)
     return rows, notes, _settings(pairs)
 
 
@@ -258,11 +268,13 @@ def _numbers(label: str, place: PointKey, before: Replicates, after: Replicates)
         yield _row(label, place, metric, (old, new), found, repeats, speedup)
 
 
-def _answers(label: str, place: PointKey, before: Replicates, after: Replicates) -> Iterator[Row]:
-    """Accuracy by question under every filter, and the share of truncated answers. Needs one run per side."""
-    if len(before.paths) > 1 or len(after.paths) > 1:
-        return
-    old, new = (load_answers("run", point.paths[0]) for point in (before, after))
+def _answers_in(files: Path, run: Path, folder: Path) -> EvalAnswers | None:
+    """The answers in `folder` of `run`, whose files are in `files`."""
+    return load_answers("run", files / folder.relative_to(run) if folder.is_relative_to(run) else folder)
+
+
+def _answers(label: str, place: PointKey, old: EvalAnswers | None, new: EvalAnswers | None) -> Iterator[Row]:
+    """Accuracy by question under every filter, and the share of truncated answers, of one run per side."""
     if old is None or new is None:
         return
     values = {(score.filter, score.metric): score.value for score in new.overall}

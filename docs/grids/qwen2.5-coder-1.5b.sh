@@ -4,11 +4,13 @@
 # gsm8k_train.jsonl has question and answer in each line, mt_bench_questions.jsonl turns, humaneval_prompts.jsonl prompt.
 # Interrupted, the same command continues: with the training, and with the points that are missing.
 set -uo pipefail
+[ $# -eq 4 ] || { sed -n "2,5s/^# *//p" "$0" >&2; exit 2; }
 train=$1 mt_bench=$2 humaneval=$3 out=$4 grids=$(dirname "$0")
 mkdir -p "$out"
 "$grids/train-heads.sh" "$train" "$out/heads" || exit
+escaped=$(printf %s "$out" | sed 's/[&#\\]/\\&/g')
 for name in qwen2.5-coder-1.5b qwen2.5-coder-1.5b-drafts; do
-    sed "s#heads/#$out/heads/#" "$grids/$name.toml" > "$out/$name.toml"
+    sed "s#heads/#$escaped/heads/#" "$grids/$name.toml" > "$out/$name.toml"
 done
 how=(--model "$out/heads/mtp" --dtype bfloat16 --max-model-len 2304 --memory-fraction 0.85)
 every=("${how[@]}" --configs "$out/qwen2.5-coder-1.5b.toml")  # all schedules
@@ -19,7 +21,12 @@ run() { # NAME COMMAND...: `specbatch COMMAND`, unless it is finished
     local name=$1
     shift
     [ -e "$out/$name.done" ] && return
-    if specbatch "$@" --out "$out/$name" > "$out/$name.md"; then touch "$out/$name.done"; else failed=1; fi
+    specbatch "$@" --out "$out/$name" > "$out/$name.md"
+    case $? in
+        0) touch "$out/$name.done" ;;
+        130) exit 130 ;; # Ctrl-C
+        *) failed=1 ;;
+    esac
 }
 run gsm8k eval gsm8k "${every[@]}" --concurrency 1,8,32,128 --prompts-per-concurrency 6 --repeats 2
 run gsm8k-all eval gsm8k "${drafts[@]}" --concurrency 128 --prefix-cache

@@ -3,12 +3,15 @@
 # An H200 answers the questions in 90 s and trains the three heads at once in about 4 minutes. After Ctrl-C the same
 # command continues. heads/mtp is the model of all configurations.
 set -euo pipefail
+[ $# -eq 2 ] || { sed -n "2,4s/^# *//p" "$0" >&2; exit 2; }
 questions=$1 heads=$2
-train() {
+# Jobs in the background ignore Ctrl-C, so it is passed on.
+trap 'trap - INT TERM; kill $(jobs -p) 2> /dev/null; wait; exit 130' INT TERM
+train() { # NAME OPTIONS...: in the background
     local out=$heads/$1
     shift
     [ -e "$out/record.json" ] && [ ! -e "$out/training.pt" ] && return
-    specbatch train-draft --model qwen2.5-coder-1.5b --dtype bfloat16 --max-len 1536 \
+    exec specbatch train-draft --model qwen2.5-coder-1.5b --dtype bfloat16 --max-len 1536 \
         --batch-tokens 8192 --held-out 64 --memory-fraction 0.3 --out "$out" "$@"
 }
 # Two examples before each question, where the evaluation has five: more of a batch are answers.

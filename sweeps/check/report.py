@@ -287,8 +287,8 @@ class CheckReport:
                 )
         lines.append(
             f"* Worst token from a divergence on: {self.worst:.4g} units in the last place of {self.dtype} below the "
-            f"best; the bound is {self.bound:.4g} ({FACTOR} times the {self.noise:.4g} of the baseline's second "
-            f"noisiest prompt, at least {LEAST_UNITS[self.dtype]:g})."
+            f"best; the bound is {self.bound:.4g} ({FACTOR} times the baseline's noise of {self.noise:.4g}, and always "
+            f"{LEAST_UNITS[self.dtype]:g})."
         )
         return "\n".join(lines)
 

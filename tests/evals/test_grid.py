@@ -25,6 +25,7 @@ from specbatch.evals.run import EvalOptions, run_eval
 from specbatch.jobs.configurations import named
 from specbatch.records.archive import pack, unpacked
 from specbatch.records.runs import load_run
+from specbatch.sweeps.compare import compare
 from specbatch.sweeps.report.tables import load_records, markdown, table
 
 CONFIGS = named(EngineConfig(speculation=Speculation("ngram")), ("baseline", "v1", "v2"))
@@ -142,7 +143,10 @@ def test_table_has_accuracy_beside_speed(
     with unpacked("records", tmp_path / "records.tar.xz") as folder:
         kept = load_grid(folder)
         assert (kept.table(), kept.rows()) == (found.table(), rows)
-    # report and compare read the folder
+    # report and compare read the folder, and the archive
+    compared, packed = (compare(path, path).rows for path in (tmp_path, tmp_path / "records.tar.xz"))
+    assert {row.metric for row in compared} >= {"strict-match exact_match", "output_throughput"}
+    assert [(str(row.place), row.metric) for row in packed] == [(str(row.place), row.metric) for row in compared]
     assert list(table(load_records(tmp_path)).ratio.round(2)) == [1.0] * 6
     points = load_run("run", tmp_path, lambda path: []).points
     assert {(key.configuration, key.size) for key in points} == {(name, n) for name in CONFIGS for n in (1, 4)}
