@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -68,13 +68,14 @@ class Grid:
             "left_out": self.left_out,
         }
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, names: Sequence[str] = SUMMARY) -> None:
+        """Write the table as Markdown, CSV and JSON, with these names."""
         import pandas
 
-        texts = self.table() + "\n", pandas.DataFrame(self.rows()).to_csv(index=False)
-        for name, text in zip(SUMMARY, texts, strict=False):
-            write_atomic(folder / name, text)
-        write_json(folder / SUMMARY[-1], self.as_dict())
+        table, rows, every = (folder / name for name in names)
+        write_atomic(table, self.table() + "\n")
+        write_atomic(rows, pandas.DataFrame(self.rows()).to_csv(index=False))
+        write_json(every, self.as_dict())
 
     def _row(self, place: Place) -> dict[str, Any]:
         concurrency, name = place

@@ -12,6 +12,8 @@ from specbatch.cli.output import show
 from specbatch.errors import refuse
 from specbatch.extras import needs
 
+SCORES = ("scores.md", "scores.csv", "scores.json")
+
 
 def report(
     folder: Annotated[
@@ -46,6 +48,8 @@ def report(
 
     specbatch report results/records.tar.xz --output out/report
 
+    Of an evaluation in several configurations, scores.md, .csv and .json are its table with the scores.
+
     report.html is a single file that needs no network. Files of an earlier report are replaced; records are only read.
     """
     needs("report")
@@ -67,5 +71,19 @@ def report(
         show(lines, {"report": str(paths[0]), "files": [str(path) for path in paths]}, as_json=as_json)
         return
     paths = write_report(folder, output)
+    paths = [*_scores(folder, paths[-1].parent), *paths]
     lines = "\n".join(map(str, paths))
     show(lines, {"report": str(paths[-1]), "files": [str(path) for path in paths]}, as_json=as_json)
+
+
+def _scores(folder: Path, to: Path) -> list[Path]:
+    """Write the table of an evaluation in several configurations, with its scores, to `to`."""
+    from specbatch.evals.grid import load_grid
+    from specbatch.records.answers import QUESTIONS
+    from specbatch.records.archive import unpacked
+
+    with unpacked("folder", folder) as files:
+        if not any(files.glob(f"*/c*/r*/{QUESTIONS}")):
+            return []
+        load_grid(files).save(to, SCORES)
+    return [to / name for name in SCORES]

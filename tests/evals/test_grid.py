@@ -16,6 +16,7 @@ import pytest
 from lm_eval.api.task import ConfigurableTask
 from made_runs import make_report
 
+from specbatch.cli.report import _scores
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.evals.grid import GridOptions, _grid, load_grid, run_grid
@@ -143,6 +144,9 @@ def test_table_has_accuracy_beside_speed(
     with unpacked("records", tmp_path / "records.tar.xz") as folder:
         kept = load_grid(folder)
         assert (kept.table(), kept.rows()) == (found.table(), rows)
+    (tmp_path / "report").mkdir()
+    scores = _scores(tmp_path / "records.tar.xz", tmp_path / "report")
+    assert scores[0].read_text() == (tmp_path / "summary.md").read_text()
     # report and compare read the folder, and the archive
     compared, packed = (compare(path, path).rows for path in (tmp_path, tmp_path / "records.tar.xz"))
     assert {row.metric for row in compared} >= {"strict-match exact_match", "output_throughput"}
