@@ -66,14 +66,20 @@ class Speedup:
 
     def __str__(self) -> str:
         """For a table: "1.83 (1.77-1.89)", or "1.83 (one repeat)" where the verdict is no more than that."""
-        return f"{self.ratio:.2f} ({self.interval_text})"
+        return f"{self.ratio:.{self._decimals}f} ({self.interval_text})"
 
     @property
     def interval_text(self) -> str:
         """The interval, or why there is none."""
         if self.verdict == ONE_REPEAT or self.low is None or self.high is None:
             return self.verdict
-        return f"{self.low:.2f}-{self.high:.2f}"
+        return f"{self.low:.{self._decimals}f}-{self.high:.{self._decimals}f}"
+
+    @property
+    def _decimals(self) -> int:
+        """Two, or as many as show on which side of 1 the ends of the interval are, up to four."""
+        ends = [end for end in (self.low, self.high) if end is not None]
+        return next((n for n in (2, 3) if all((round(end, n) == 1) == (end == 1) for end in ends)), 4)
 
 
 def speedup_over_runs(before: list[float], after: list[float], better: Better | None, *, paired: bool) -> Speedup:
