@@ -28,15 +28,15 @@ run() { # NAME COMMAND...: `specbatch COMMAND`, unless it is finished
         *) failed=1 ;;
     esac
 }
-run gsm8k eval gsm8k "${every[@]}" --concurrency 1,8,32,128 --prompts-per-concurrency 6 --repeats 2
+run gsm8k eval gsm8k "${every[@]}" --concurrency 1,8,32,128 --prompts-per-concurrency 6 --repeats 3
 run gsm8k-all eval gsm8k "${drafts[@]}" --concurrency 128 --prefix-cache
 run gsm8k-deterministic eval gsm8k "${drafts[@]}" --concurrency 64 --limit 400 --deterministic
 run gsm8k-not-deterministic eval gsm8k "${drafts[@]}" --concurrency 64 --limit 400
 run platinum eval gsm8k_platinum "${drafts[@]}" --concurrency 128 --prefix-cache
-run mt-bench sweep "${drafts[@]}" --dataset "$mt_bench" --output-len 512 --concurrency 8,32 --prefix-cache --repeats 2
-run humaneval sweep "${drafts[@]}" --dataset "$humaneval" --output-len 256 --concurrency 8,32 --repeats 2
+run mt-bench sweep "${drafts[@]}" --dataset "$mt_bench" --output-len 512 --concurrency 8,32 --prefix-cache
+run humaneval sweep "${drafts[@]}" --dataset "$humaneval" --output-len 256 --concurrency 8,32
 run gsm8k-0.6 eval gsm8k "${drafts[@]}" --concurrency 8,32 --prompts-per-concurrency 12 "${sampled[@]}"
-run mt-bench-0.6 sweep "${drafts[@]}" --dataset "$mt_bench" --output-len 512 --concurrency 8 --prefix-cache --repeats 2 \
+run mt-bench-0.6 sweep "${drafts[@]}" --dataset "$mt_bench" --output-len 512 --concurrency 8 --prefix-cache \
     "${sampled[@]}"
 run reasoning eval reasoning_gym:chain_sum "${drafts[@]}" --concurrency 32 --limit 200
 exit $failed
