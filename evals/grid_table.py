@@ -136,8 +136,10 @@ class Grid:
             else "one repeat, so no interval"
         )
         records = {name: reports[0].record for (_, name), reports in self.reports.items()}
+        others = _differing({name: one.config for name, one in records.items()})
         what = "".join(
-            f"* {name}: {one.speculation}; {Graphs(**one.config['graphs'])}\n" for name, one in records.items()
+            f"* {name}: {one.speculation}; {Graphs(**one.config['graphs'])}{others[name]}\n"
+            for name, one in records.items()
         )
         examples = f"{first.num_fewshot} from {first.fewshot_source}" if first.num_fewshot else "none"
         warning = f" Warning: {first.warning}." if first.warning else ""
@@ -173,6 +175,13 @@ class Grid:
         if not names:
             return ""
         return f" Deterministic: {'yes' if len(names) == len(found) else ', '.join(names)}."
+
+
+def _differing(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """By configuration the settings in which it may differ from the others, but for speculation and graphs."""
+    settings = [name for name in next(iter(configs.values()), {}) if name not in ("speculation", "graphs")]
+    own = [name for name in settings if len({str(config[name]) for config in configs.values()}) > 1]
+    return {which: "".join(f"; {name}={config[name]}" for name in own) for which, config in configs.items()}
 
 
 def _paired(base: EvalReport, report: EvalReport) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from specbatch.cli.report import _scores
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.evals.grid import GridOptions, _grid, load_grid, run_grid
-from specbatch.evals.grid_table import Grid, _speedup
+from specbatch.evals.grid_table import Grid, _differing, _speedup
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, run_eval
 from specbatch.jobs.configurations import named
@@ -276,3 +276,10 @@ def test_repeats_that_failed_are_left_out_by_name():
     assert grid.left_out == {"v1 at concurrency 4, repeat 2 of 2": "every request failed: down (4)"}
     assert _speedup(*grid.reports.values())["speedup"] == 1.5
     assert "1 of 2" in grid.table()
+
+
+def test_settings_that_differ_are_named() -> None:
+    shared = {"model": "toy", "speculation": {"draft_tokens": 1}, "graphs": {}}
+    configs = {"a": shared | {"prefill_chunk": 8, "speculation": {}}, "b": shared | {"prefill_chunk": 16}}
+    assert _differing(configs) == {"a": "; prefill_chunk=8", "b": "; prefill_chunk=16"}
+    assert _differing({}) == {}
