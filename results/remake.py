@@ -18,7 +18,7 @@ from pathlib import Path
 
 from specbatch.evals.grid import load_grid
 from specbatch.evals.grid_table import SUMMARY
-from specbatch.records.answers import QUESTIONS
+from specbatch.records.answers import is_evaluated
 from specbatch.records.archive import unpacked
 from specbatch.records.sweep_plan import PLAN, unfinished
 from specbatch.sweeps.bench.tables import write_tables
@@ -32,7 +32,7 @@ ARCHIVE = "records.tar.xz"
 def tables_of(archive: Path) -> dict[str, str]:
     """All tables that the records of a sweep, a bench or an evaluation make: content by name."""
     with unpacked("records", archive) as folder:
-        if any(folder.rglob(QUESTIONS)):  # of eval in several configurations
+        if is_evaluated(folder):
             load_grid(folder).save(folder)
             return {name: (folder / name).read_text(encoding="utf-8") for name in SUMMARY}
         if (folder / PLAN).exists():

@@ -79,11 +79,11 @@ def report(
 def _scores(folder: Path, to: Path) -> list[Path]:
     """Write the table of an evaluation in several configurations, with its scores, to `to`."""
     from specbatch.evals.grid import load_grid
-    from specbatch.records.answers import QUESTIONS
+    from specbatch.records.answers import is_evaluated
     from specbatch.records.archive import unpacked
 
     with unpacked("folder", folder) as files:
-        if not any(files.glob(f"*/c*/r*/{QUESTIONS}")):
+        if not is_evaluated(files):
             return []
         load_grid(files).save(to, SCORES)
     return [to / name for name in SCORES]

@@ -85,6 +85,11 @@ class EvalAnswers:
         return cls(**settings, questions=questions, record=record)
 
 
+def is_evaluated(folder: Path) -> bool:
+    """Whether the points of a sweep's folder are evaluations: `eval` in several configurations wrote it."""
+    return any(folder.glob(f"*/c*/r*/{QUESTIONS}"))
+
+
 def load_answers(setting: str, folder: Path) -> EvalAnswers | None:
     """The answers in `folder`; None where another command than eval wrote it."""
     return EvalAnswers.load(folder, setting) if (folder / QUESTIONS).is_file() else None

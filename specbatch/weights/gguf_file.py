@@ -73,7 +73,6 @@ _WINDOWED = ("llama", "gemma3", "gpt-oss", "phi3")
 # LongRoPE in a file: name of the tensor -> key of a config.json.
 _FACTORS = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
 _DIVISORS, _ATTENTION_FACTOR = "rope_freqs.weight", ".rope.scaling.attn_factor"
-_LOCAL_THETA = 10_000.0  # of Gemma 3, which no file states
 _ROPE_KEYS = {
     ".rope.dimension_count",
     ".rope.freq_base",
@@ -224,10 +223,7 @@ def _gemma3(file: GgufFile, hidden: int, heads: int, head_dim: int) -> dict[str,
         "model_type": "gemma3_text",
         "sliding_window": file.count(".attention.sliding_window"),
         "query_pre_attn_scalar": hidden // heads if file.required(".block_count") == 62 else head_dim,
-        "rope_parameters": {
-            "full_attention": _rope(file, head_dim),
-            "sliding_attention": {"rope_type": "default", "rope_theta": _LOCAL_THETA},
-        },
+        "rope_parameters": {"full_attention": _rope(file, head_dim)},  # no file states that of local layers
     }
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from specbatch.atomic_file import write_atomic, writing
 from specbatch.core.sampling_params import sampling_text
 from specbatch.errors import refuse
-from specbatch.records.answers import QUESTIONS
+from specbatch.records.answers import is_evaluated
 from specbatch.records.archive import SUFFIX, unpacked
 from specbatch.records.bases import bases_sentence
 from specbatch.records.low_acceptance import is_low
@@ -95,7 +95,7 @@ def write_report(folder: Path, output: Path | None = None) -> list[Path]:
             raise refuse("folder", str(folder), f"is a file; name the folder of a sweep, or its records ({SUFFIX})")
         if output is None:
             raise refuse("output", "", "an archive is only read: name a folder for the report")
-    evaluated = any(folder.glob(f"*/c*/r*/{QUESTIONS}"))
+    evaluated = is_evaluated(folder)
     target = output or (folder / "report" if evaluated else folder)
     with unpacked("folder", folder) as place:
         records, missing = load_records(place), unfinished(place)
