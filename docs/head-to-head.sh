@@ -74,5 +74,5 @@ servers+=($!)
 wait_for http://127.0.0.1:8000 $! "$out/vllm.log"
 
 specbatch sweep --model $model --load-format $weights --dtype bfloat16 --max-model-len 4096 --kv-pages $pages \
-    --prefill-chunk 8192 --configs "docs/grids/head-to-head-$mode.toml" --concurrency $concurrency "${work[@]}" \
-    --repeats 5 --out "$out/sweep" "$@"
+    --memory-fraction 0.9 --prefill-chunk 8192 --configs "docs/grids/head-to-head-$mode.toml" \
+    --concurrency $concurrency "${work[@]}" --repeats 5 --out "$out/sweep" "$@"

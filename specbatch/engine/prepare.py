@@ -19,16 +19,12 @@ from specbatch.kernels.attention.prefill_backends import PrefillAttention, prefi
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.fp8 import FP8Weights
-from specbatch.models.int4 import Int4Weights
 from specbatch.runtime.device import find_device, find_dtype, type_name
 from specbatch.runtime.loader import quantizes_activations
 from specbatch.weights import Checkpoint, Log
 from specbatch.weights.draft_heads import check_random
 
 MOST_RANKS = 16  # that are tried when others do not work
-# What deterministic mode refuses on a CUDA device: the bits of these kernels were compared in the interpreter only.
-# `tests/lossless/test_deterministic_gpu.py` compares them there.
-NOT_COMPARED_ON_CUDA = frozenset({"INT4", "MXFP4", "FP8 experts"})
 
 
 class Prepared(NamedTuple):
@@ -172,14 +168,8 @@ def _check_deterministic_on_cuda(
 
 
 def _check_kernels_on_cuda(model: ModelConfig, whose: str = "") -> None:
-    """Refuse what only kernels run whose bits no device has shown to be equal, in a draft, too."""
-    is_fp8 = isinstance(model.quantization, FP8Weights)
-    for what, has_it, may_run in (
-        ("INT4 weights", isinstance(model.quantization, Int4Weights), "INT4" not in NOT_COMPARED_ON_CUDA),
-        ("MXFP4 experts", model.has_mxfp4, "MXFP4" not in NOT_COMPARED_ON_CUDA),
-        ("FP8 experts", is_fp8 and model.chosen is not None, "FP8 experts" not in NOT_COMPARED_ON_CUDA),
-        (f"heads of {model.head_dim} channels", model.head_dim > 256, False),
-    ):
-        if has_it and not may_run:
-            works = f"on a CUDA device the bits of {whose}{what} were not yet found equal; use device='cpu'"
-            raise refuse("deterministic", True, works)
+    """Refuse a model whose kernels no device has shown to give the same bits, also as a draft."""
+    if model.head_dim > 256:
+        what = f"{whose}heads of {model.head_dim} channels"
+        works = f"on a CUDA device the bits of {what} were not yet found equal; use device='cpu'"
+        raise refuse("deterministic", True, works)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 NAME_LENGTH = 200  # of a model, which becomes the name of a folder
 EMPTYING = ("/flush_cache", "/reset_prefix_cache")  # SGLang, vLLM
+VERSION = ("/version", "/server_info")  # vLLM, SGLang
 NOT_EMPTIED = "NOT EMPTIED"
 RETRY_S = 0.1
 EMPTYING_S = 5.0  # for which a server that is not idle yet is asked again
@@ -68,8 +69,12 @@ class HttpEngine:
         self._messages: dict[tuple[int, ...], Messages] = {}
         kind = found.get("owned_by")
         self._is_sglang = kind == SGLANG
-        owner = f" ({http_client.one_line(kind, NAME_LENGTH)})" if isinstance(kind, str) else ""
-        self._name = f"server{owner} at {server.base_url}, prompts as {server.send}"
+        owner = http_client.one_line(kind, NAME_LENGTH) if isinstance(kind, str) else ""
+        if (version := self._version()) is not None:
+            self.caps["server_version"] = version
+            owner = f"{owner} {version}".lstrip()
+        about = f" ({owner})" if owner else ""
+        self._name = f"server{about} at {server.base_url}, prompts as {server.send}"
         self._log(f"{self._name}, model {self.model}")
         self._before: dict[str, float] = {}
         self._start_window()
@@ -275,6 +280,15 @@ class HttpEngine:
         except SpecbatchError as error:
             works = f"that of the server's model {name} is not available here; give the same one as a folder ({error})"
             raise refuse("tokenizer", None, works) from None
+
+    def _version(self) -> str | None:
+        """The server's own version, if it has an endpoint for that."""
+        for path in VERSION:
+            with suppress(ValueError, RecursionError):
+                found = json.loads(self._get_text(path))
+                if isinstance(found, dict) and _is_name(version := found.get("version")):
+                    return version
+        return None
 
     def _empty(self) -> str:
         """How the prefix cache was emptied, or why it was not. A server refuses while it still ends a request: SGLang

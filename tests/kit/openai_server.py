@@ -32,6 +32,7 @@ class Script:
     empties: str | None = "/flush_cache"
     extra_prompt_tokens: int = 0
     models: list[dict[str, Any]] | None = None
+    about: dict[str, str] = field(default_factory=dict)  # text of other endpoints
 
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -53,6 +54,8 @@ def serving(script: Script) -> Iterator[str]:
                 self.send_text(200, json.dumps({"data": script.models or [{"id": script.model, "max_model_len": 512}]}))
             elif self.path == "/metrics" and script.metrics is not None:
                 self.send_text(200, script.metrics(script))
+            elif self.path in script.about:
+                self.send_text(200, script.about[self.path])
             else:
                 self.send_text(*NOT_FOUND)
 

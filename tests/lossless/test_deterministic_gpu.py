@@ -17,7 +17,6 @@ from stand_ins import late_results, random_draft_lengths
 from targets import LATENT, SIZES, SPECULATIONS, TargetCheckpoint, Targets, random_weights
 
 from specbatch import Completion, SamplingParams
-from specbatch.engine import prepare
 from specbatch.kernels.attention import span_attention_triton
 from specbatch.kernels.gemm import fixed_order, skinny_gemm_triton
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
@@ -34,11 +33,6 @@ BF16, FP16 = torch.bfloat16, torch.float16
 RECURRENT = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "nemotron-h", "nemotron-h-moe", "lfm2")
 WINDOWS = ("mistral", "ministral", "gemma3", "gpt-oss")
 OTHERS = ("phi3", "glm4-moe", "gemma4", "gemma4-moe", "lfm2-moe")
-
-
-@pytest.fixture(autouse=True)
-def _every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "NOT_COMPARED_ON_CUDA", frozenset())
 
 
 class Wide(TargetCheckpoint):

@@ -247,6 +247,24 @@ def test_prefix_cache_is_flushed_if_there_is_an_endpoint(serve):
     assert (record.config["tokenizer"], record.config["speculation"]["algorithm"]) == ("bytes", "none")
 
 
+@pytest.mark.parametrize(
+    ("owner", "about", "shown"),
+    [
+        ("vllm", {"/version": '{"version": "0.33.0"}'}, " (vllm 0.33.0)"),
+        ("sglang", {"/server_info": '{"tp_size": 1, "version": "0.5.23"}'}, " (sglang 0.5.23)"),
+        ("vllm", {"/version": "0.33.0"}, " (vllm)"),
+        ("vllm", {"/version": '{"version": 33}'}, " (vllm)"),
+        (None, {"/version": '{"version": "2"}'}, " (2)"),
+        (None, {}, ""),
+    ],
+)
+def test_version_of_the_server_is_recorded(serve, owner, about, shown):
+    _, record = run(serve(Script(models=[{"id": "org/toy"} | ({"owned_by": owner} if owner else {})], about=about)))
+    assert record.config["server"].startswith(f"server{shown} at http://")
+    version = shown.strip(" ()").split(" ")[-1]
+    assert record.caps.get("server_version") == (version if version[:1].isdigit() else None)
+
+
 def test_model_must_be_named_if_there_are_several(serve):
     models = [{"id": "a"}, {"id": "b", "root": "org/toy"}]
     with pytest.raises(SpecbatchError, match=r"model=None: the server at .* has a, b; name one"):
