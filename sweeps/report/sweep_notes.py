@@ -254,11 +254,13 @@ def _simulated(records: list[RunRecord]) -> Iterator[Note]:
 
 
 def _tokens(records: list[RunRecord]) -> Iterator[Note]:
-    """Whether all configurations generated the same answers, simulated acceptance left out, and if not, which not."""
+    """Whether all configurations generated the same answers, and if not, which not. Simulated acceptance is left out,
+    and servers with random weights, which are their own."""
     rounds: dict[tuple[int, int], dict[str, RunRecord]] = {}
     for record in records:
         work = record.workload
-        if record.simulated_accept_length is None:
+        has_other_weights = "server" in record.config and record.config.get("load_format") == "dummy"
+        if record.simulated_accept_length is None and not has_other_weights:
             rounds.setdefault((work["concurrency"], work["repeat"]), {})[work["configuration"]] = record
     differing: dict[int, dict[str, str]] = {}  # by concurrency and configuration, in the first round that shows it
     every: dict[int, dict[str, None]] = {}  # the others at each concurrency

@@ -332,7 +332,7 @@ def _measure(
         record.metrics |= workload.slo.metrics(record.requests, record.metrics["duration_s"])
     record.workload["output_sha256"] = sha256_of([item.token_ids or item.text for item in completions])
     real = record.simulated_accept_length is None  # a simulated accept length makes the text meaningless
-    record.workload["warnings"] = list(warnings(workload, completions, params)) if real else []
+    record.workload["warnings"] = list(warnings(workload, completions, params, drafts=record.drafts)) if real else []
     if replaced := record.counters.get("replaced_replicas"):  # the times include the loss
         record.workload["error"] = f"{counted(replaced, 'replica')} ended and had to be replaced"
         record.metrics, record.counters, record.requests = {}, {}, []

@@ -19,8 +19,11 @@ LONGEST_PERIOD = 16  # tokens
 LEAST_LOOP = 32  # tokens at the end of an answer that repeat others
 
 
-def warnings(workload: Workload, completions: list[Completion], params: list[SamplingParams]) -> Iterator[str]:
-    """Problems with the answers of a point, one line each. Aborted requests are ignored."""
+def warnings(
+    workload: Workload, completions: list[Completion], params: list[SamplingParams], *, drafts: bool
+) -> Iterator[str]:
+    """Problems with the answers of a point, one line each. Aborted requests are ignored. drafts: the answers were
+    drafted, so that loops count."""
     ended = [item for item in completions if item.is_complete]
     if not ended:
         return
@@ -34,8 +37,7 @@ def warnings(workload: Workload, completions: list[Completion], params: list[Sam
     )
     if sent != counted:
         yield f"{counted} input tokens were counted where {sent} were sent: the server tokenizes prompts differently"
-    loops = sum(ends_in_loop(item.token_ids) for item in ended)
-    if loops:
+    if drafts and (loops := sum(ends_in_loop(item.token_ids) for item in ended)):
         yield f"{of_all(loops)} end in a loop, which is easy to draft: acceptance is higher than on other text"
     if workload.is_random:
         short = sum(item.metrics.output_tokens < params[item.index].max_new_tokens for item in ended)

@@ -26,8 +26,8 @@ def asked(tmp_path):
     return make
 
 
-def found(workload, completions):
-    return " | ".join(warnings(workload, completions, workload.params(len(completions))))
+def found(workload, completions, *, drafts=True):
+    return " | ".join(warnings(workload, completions, workload.params(len(completions)), drafts=drafts))
 
 
 def test_good_answers_give_no_warning(asked):
@@ -96,3 +96,4 @@ def test_answers_that_end_in_a_loop_are_counted(asked) -> None:
     one.token_ids = [3, 4] * 40
     for workload in (asked(), Workload(output_len=9)):
         assert "1 of 2 answers end in a loop, which is easy to draft" in found(workload, [one, other])
+        assert "loop" not in found(workload, [one, other], drafts=False)
