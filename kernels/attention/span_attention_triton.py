@@ -40,6 +40,7 @@ FP8_ROWS = 32
 FP32_ROWS, FP32_LAUNCH = 16, (8, 2)  # without TF32, in registers
 LAUNCHES = {16: (2, 4), 32: (2, 4), 64: (4, 3)}  # by rows of a tile: warps and stages
 SHARED_LAUNCH = 4, 3  # where programs share the spans of a tile
+WIDE_LAUNCH = 8, 2  # of heads of more than 256 channels, whose keys fill the shared memory
 LOG2E = 1.4426950408889634
 _LOG2E = tl.constexpr(LOG2E)
 PROGRAMS = 2  # for each processor; with fewer tiles than that, spans are shared out
@@ -200,6 +201,8 @@ def _launch(
     warps, stages = LAUNCHES.get(rows, (8, 2)) if splits == 1 or rows > 64 else SHARED_LAUNCH
     if q.element_size() == 4:
         warps, stages = FP32_LAUNCH
+    elif block > 256:
+        warps, stages = WIDE_LAUNCH
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     nodes, seen, width = (None, None, 0) if lineages is None else (*lineages, lineages.nodes.shape[1])
     partials, arrivals = out, out

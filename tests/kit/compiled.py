@@ -63,10 +63,13 @@ def attention(
     has_window: bool = False,
     has_sinks: bool = False,
     dtype: str = "bf16",
+    dim: int = 128,
 ) -> dict[str, Any]:
     warps, stages = spans.SHARED_LAUNCH if is_spread else spans.LAUNCHES[rows]
     if dtype == "fp32":
         warps, stages = spans.FP32_LAUNCH
+    elif dim > 256:
+        warps, stages = spans.WIDE_LAUNCH
     at_once = max(1, min(16, 32 * warps // few))
     kinds = dict.fromkeys(("q", "out"), f"*{dtype}") | dict.fromkeys(("k_cache", "v_cache"), f"*{cache}")
     kinds |= dict.fromkeys(("starts", "ends", "rows", "offsets", "tiles", "page_table"), "*i64")
@@ -80,7 +83,7 @@ def attention(
         "scale": "fp32",
     }
     fixed = {
-        "GROUP": 4, "KV": 8, "DIM": 128, "BLOCK_D": 128, "PAGE": 16, "TOKENS": rows // 4, "ROWS": rows, "FEW": few,
+        "GROUP": 4, "KV": 8, "DIM": dim, "BLOCK_D": dim, "PAGE": 16, "TOKENS": rows // 4, "ROWS": rows, "FEW": few,
         "KEYS": spans.KEYS, "SPAN": spans.SPAN, "SPREAD": is_spread, "AT_ONCE": at_once, "PDL": True,
     }  # fmt: skip
     fixed |= {} if is_prompt else {"tiles": None}
@@ -278,6 +281,13 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     yield (
         "verify, window and sinks",
         attention(64, 64, is_prompt=False, is_spread=True, has_window=True, has_sinks=True),
+    )
+    for rows, few, is_prompt, cache in ((64, 64, True, "bf16"), (32, 32, True, "fp8e4nv"), (16, 4, False, "bf16")):
+        name = f"wide heads, {rows} rows, {cache}"
+        yield name, attention(rows, few, is_prompt=is_prompt, is_spread=not is_prompt, cache=cache, dim=512)
+    yield (
+        "FP32 prompt, wide heads",
+        attention(16, 16, is_prompt=True, is_spread=False, dtype="fp32", cache="fp32", dim=512),
     )
     yield "sinks", verify(is_tree=False)
     yield "sinks of a tree", verify(is_tree=True)

@@ -127,6 +127,24 @@ def test_logits_of_latent_attention_do_not_depend_on_company(
     assert differing(company, [rng.randrange(1, 60) for _ in range(128)], rng, 1) == 0
 
 
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(BF16, None), (FP16, None), (BF16, torch.float8_e4m3fn)])
+@pytest.mark.parametrize("name", ["gemma-4-31b", "gemma-4-e2b"])
+def test_logits_of_wide_heads_do_not_depend_on_company(
+    name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
+    """Heads of 512 channels beside those of 256, which `prepare` refuses until this has passed."""
+    few: dict[str, Any] = {"num_hidden_layers": 6, "vocab_size": 1000, "layer_types": None, "eos_token_id": None}
+    if name == "gemma-4-e2b":
+        few |= {"vocab_size_per_layer_input": 1000, "num_kv_shared_layers": 5}
+        few |= {"num_hidden_layers": 10, "layer_types": SHAPES[name]["layer_types"][:10]}
+    config = ModelConfig.from_dict(SHAPES[name] | few)
+    assert config.head_dim == 512
+    target = DummyCheckpoint(config, name="wide", seed=0, tokenizer=None, device="cuda")
+    company, rng = Company(target, dtype, device=torch.device("cuda"), kv_dtype=kv_dtype), Random(name)
+    assert differing(company, [600, 150, 9, 70, 300], rng, 3) == 0
+    assert differing(company, [rng.randrange(1, 60) for _ in range(128)], rng, 1) == 0
+
+
 def test_fp8_logits_do_not_depend_on_company() -> None:
     sizes = Wide("Qwen3ForCausalLM").sizes | {"quantization_config": SHAPES["qwen3-8b-fp8"]["quantization_config"]}
     checkpoint = DummyCheckpoint(ModelConfig.from_dict(sizes), name="fp8", seed=0, tokenizer=None, device="cuda")
