@@ -60,8 +60,7 @@ class GptOssConfig(ModelConfig):
                 "head_dim": count_of(config, "head_dim", 64),
                 "attention_bias": flag_of(config, "attention_bias", True),
                 "sliding_window": config.get("sliding_window", _WINDOW),
-                "layer_types": config.get("layer_types")
-                or [FULL if layer % 2 else SLIDING for layer in range(layers)],
+                "layer_types": config.get("layer_types") or [FULL if layer % 2 else SLIDING for layer in range(layers)],
                 "rms_norm_eps": positive_of(config, "rms_norm_eps", 1e-5),
                 "rope_scaling": None,
                 "rope_parameters": rope,
