@@ -98,6 +98,11 @@ def report(found: dict[str, Any]) -> str:
         "mtp needs a checkpoint with an MTP head (`mtp.*` tensors, or of DeepSeek-V3 and GLM-4.5 the layers after the "
         "last); eagle, eagle3, peagle, dflash, dflash2 and dspark need a draft that was trained for the target."
     )
+    notes.append(
+        "Settings were tried with a target that has attention in all layers. A draft with recurrent layers (a draft "
+        "model that has some, or self:skip of Qwen3-Next, Qwen3.5, Nemotron-H and LFM2) makes chains of a fixed number "
+        "of tokens: without tree (--draft-topk) and --draft-tokens auto."
+    )
     notes.append(f"Settings that run with a draft run together, except {conflicts}.")
     return "\n\n".join([*tables, *matrices, "\n".join(f"* {note}" for note in notes)])
 

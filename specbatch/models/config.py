@@ -49,7 +49,7 @@ _OTHERS = {
     "Lfm2MoeForCausalLM": ("lfm2_moe", "lfm2", "Lfm2Config"),
 }
 DTYPES = ("float32", "bfloat16", "float16")
-_DEEPEST = 10_000  # layers; configs list them
+DEEPEST = 10_000  # layers; configs list them
 _MOST_TOKENS = 1 << 22  # of a vocabulary; tokenizers list them
 
 
@@ -116,7 +116,7 @@ class ModelConfig:
         family = _family(config)
         if config.get("hidden_act") not in (None, "silu"):
             raise refuse("hidden_act", config["hidden_act"], f"the {family} layers here use 'silu'")
-        layers, heads = count_of(config, "num_hidden_layers", most=_DEEPEST), count_of(config, "num_attention_heads")
+        layers, heads = count_of(config, "num_hidden_layers", most=DEEPEST), count_of(config, "num_attention_heads")
         hidden = count_of(config, "hidden_size")
         kv_heads = count_of(config, "num_key_value_heads", heads)
         if heads % kv_heads:

@@ -18,7 +18,7 @@ from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.elementwise.activations import gelu_and_mul
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.models.config import FULL, SLIDING, ModelConfig
+from specbatch.models.config import DEEPEST, FULL, SLIDING, ModelConfig
 from specbatch.models.layers import Attention, Layer, Reader, Tables
 from specbatch.models.llama import qkv_rows
 from specbatch.models.qwen3_next import centred
@@ -49,8 +49,9 @@ class Gemma3Config(ModelConfig):
             raise refuse(key, config[key], "the MLPs of Gemma 3 here use 'gelu_pytorch_tanh'")
         dim = count_of(config, "head_dim", 256)
         pattern = count_of(config, "sliding_window_pattern", count_of(config, "_sliding_window_pattern", 6))
-        layers = range(1, count_of(config, "num_hidden_layers", 26) + 1) if config.get("layer_types") is None else ()
-        kinds = names_of(config, "layer_types") or [SLIDING if layer % pattern else FULL for layer in layers]
+        depth = count_of(config, "num_hidden_layers", 26, most=DEEPEST)
+        kinds = names_of(config, "layer_types")
+        kinds = kinds or [SLIDING if layer % pattern else FULL for layer in range(1, depth + 1)]
         tables = table_of(config, "rope_parameters") or {}
         ropes = {kind: table_of(tables, kind) for kind in (FULL, SLIDING)} if FULL in tables else {FULL: tables}
         plain = ModelConfig.from_dict(

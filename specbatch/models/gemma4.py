@@ -24,7 +24,7 @@ from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.moe.experts import Experts
 from specbatch.kernels.moe.routing import Routing
-from specbatch.models.config import FULL, SLIDING, Ends, ModelConfig
+from specbatch.models.config import DEEPEST, FULL, SLIDING, Ends, ModelConfig
 from specbatch.models.gemma3 import NormedGeGlu
 from specbatch.models.layers import Layer, Mlp, Reader, Tables
 from specbatch.models.llama import final_norm  # noqa: F401 (`decoder` calls it)
@@ -38,7 +38,7 @@ _ROPES: dict[str, dict[str, Any]] = {  # of a config that states none
     FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
 _PROPORTIONAL = {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
-_PATTERN, _DEEPEST = 6, 1 << 14
+_PATTERN = 6
 _SPARE = tuple(f"model.{part}_{kind}." for part, kind in (("vision", "tower"), ("audio", "tower")))
 _SPARE += ("model.embed_vision.", "model.embed_audio.")
 
@@ -74,7 +74,7 @@ class Gemma4Config(ModelConfig):
             ends = {key: text[key] if text.get(key) is not None else config.get(key) for key in _ENDS}
             return replace(cls.from_dict(text | ends | {"tie_word_embeddings": tied}), prefix="model.language_model.")
         _refuse_others(config)
-        depth = min(count_of(config, "num_hidden_layers", 30), _DEEPEST)
+        depth = count_of(config, "num_hidden_layers", 30, most=DEEPEST)
         kinds = list(names_of(config, "layer_types") or ())
         kinds = kinds or [FULL if index % _PATTERN == 0 else SLIDING for index in range(1, depth + 1)]
         kinds[-1:] = [FULL]  # as in transformers, whatever the config states
@@ -94,7 +94,7 @@ class Gemma4Config(ModelConfig):
                 "model_type": "ministral",  # whose configs state windows alike
                 "hidden_act": None,
                 "layer_types": kinds,
-                "num_hidden_layers": count_of(config, "num_hidden_layers", 30),
+                "num_hidden_layers": depth,
                 "head_dim": max(own.dim, wide.dim),
                 "num_key_value_heads": max(own.kv, wide.kv),
                 "sliding_window": config.get("sliding_window", 512),

@@ -19,7 +19,7 @@ from specbatch.kernels.gemm.weight import MX_BLOCK, Weight
 from specbatch.kernels.moe.experts import Biases, Experts
 from specbatch.kernels.moe.routing import Routing
 from specbatch.models import llama
-from specbatch.models.config import FULL, SLIDING, ModelConfig, shared_out
+from specbatch.models.config import DEEPEST, FULL, SLIDING, ModelConfig, shared_out
 from specbatch.models.layers import Layer, Reader, Tables
 from specbatch.models.moe import Mixture, MoeMlp, mixture_of
 from specbatch.models.mxfp4 import METHOD, check_width, is_mxfp4, stored_shapes
@@ -49,7 +49,7 @@ class GptOssConfig(ModelConfig):
         for key, works in (("swiglu_alpha", GATE_SLOPE), ("swiglu_limit", GATE_LIMIT)):
             if config.get(key) not in (None, works):
                 raise refuse(key, config[key], f"the experts of gpt-oss here have {works}")
-        layers = count_of(config, "num_hidden_layers", _LAYERS)
+        layers = count_of(config, "num_hidden_layers", _LAYERS, most=DEEPEST)
         rope = table_of(config, "rope_scaling") or table_of(config, "rope_parameters") or _YARN
         plain = ModelConfig.from_dict(
             {key: value for key, value in config.items() if key != "quantization_config"}
@@ -60,8 +60,7 @@ class GptOssConfig(ModelConfig):
                 "head_dim": count_of(config, "head_dim", 64),
                 "attention_bias": flag_of(config, "attention_bias", True),
                 "sliding_window": config.get("sliding_window", _WINDOW),
-                "layer_types": config.get("layer_types")
-                or [FULL if layer % 2 else SLIDING for layer in range(min(layers, 1 << 14))],
+                "layer_types": config.get("layer_types") or [FULL if layer % 2 else SLIDING for layer in range(layers)],
                 "rms_norm_eps": positive_of(config, "rms_norm_eps", 1e-5),
                 "rope_scaling": None,
                 "rope_parameters": rope,

@@ -100,7 +100,8 @@ class Lfm2Config(ModelConfig):
 
     def fit(self, found: Shapes) -> Self:
         """The width of MLPs is taken from their tensors, as configs state it in several ways."""
-        width, _ = found.get("model.layers.0.feed_forward.w1.weight", (self.intermediate_size, 0))
+        shape = found.get("model.layers.0.feed_forward.w1.weight", ())
+        width = shape[0] if shape else self.intermediate_size  # other wrong shapes are refused later
         fused = any(name.endswith("experts.gate_up_proj") for name in found)
         mixture = self.mixture and replace(self.mixture, fused=fused)
         return replace(super().fit(found), intermediate_size=width, mixture=mixture)

@@ -51,6 +51,8 @@ def open_draft(draft: str) -> DraftFiles:
     """Open a folder, or a hub id `owner/name`, optionally with `@revision`. Raises SpecbatchError for `draft`."""
     folder = Path(os.path.expanduser(draft))
     if not os.path.isdir(folder):
+        if draft == "dummy":
+            raise refuse("draft", draft, "is a draft with random weights only; add --load-format dummy")
         works = "give a folder with config.json and safetensors, or a hub id"
         if draft.count("/") != 1 or draft.startswith((".", "~", "/")):
             raise refuse("draft", draft, f"no such folder; {works}")

@@ -73,6 +73,8 @@ _WINDOWED = ("llama", "gemma3", "gpt-oss", "phi3")
 # LongRoPE in a file: name of the tensor -> key of a config.json.
 _FACTORS = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
 _DIVISORS, _ATTENTION_FACTOR = "rope_freqs.weight", ".rope.scaling.attn_factor"
+_LOCAL_THETA = ".rope.freq_base_swa"
+_ROPE_KEYS_OF = {(_ATTENTION_FACTOR, "phi3"), (_LOCAL_THETA, "gemma3")}
 _ROPE_KEYS = {
     ".rope.dimension_count",
     ".rope.freq_base",
@@ -166,7 +168,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     if file.arch == "gemma3":
         own = _gemma3(file, hidden, heads, head_dim)
     elif is_mixture:
-        own = gguf_mixtures.mixture_config(file)
+        own = gguf_mixtures.mixture_config(file) | (_layer_types(file) if file.arch == "gpt-oss" else {})
     elif file.arch == "llama" and window:
         own = _mistral(file)
     else:  # without a window, files of Phi-4 state 0
@@ -203,38 +205,53 @@ def read_config(file: GgufFile) -> dict[str, Any]:
 def _mistral(file: GgufFile) -> dict[str, Any]:
     """Settings of a file of "llama" with windows, in all layers or in those for which its pattern has true."""
     own = {"sliding_window": file.count(".attention.sliding_window")}
-    pattern = file.metadata(".attention.sliding_window_pattern")
-    if pattern is None:
+    kinds = _layer_types(file)
+    if not kinds:
         return own | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
-    if not isinstance(pattern, list) or not all(isinstance(slides, bool) for slides in pattern):
-        works = "it must have true or false for each layer"
-        raise refuse(file.full(".attention.sliding_window_pattern"), pattern, works)
-    kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
-    return own | {"model_type": "ministral", "architectures": ["MinistralForCausalLM"], "layer_types": kinds}
+    return own | kinds | {"model_type": "ministral", "architectures": ["MinistralForCausalLM"]}
+
+
+def _layer_types(file: GgufFile) -> dict[str, Any]:
+    """Which layers have windows, as in a config.json. Empty if the file does not state it. llama.cpp reads a number n,
+    by which every n-th layer has full attention, or true for each layer with a window."""
+    key, arch = ".attention.sliding_window_pattern", file.arch
+    pattern = file.metadata(key)
+    if pattern is None or (arch == "gpt-oss" and pattern == 2):  # its default
+        return {}
+    if isinstance(pattern, list) and all(isinstance(slides, bool) for slides in pattern):
+        return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]}
+    if arch == "gemma3" and not isinstance(pattern, list):
+        return {"sliding_window_pattern": file.count(key)}
+    works = f"it must {'be 2 or ' if arch == 'gpt-oss' else ''}have true or false for each layer"
+    raise refuse(file.full(key), pattern, works)
 
 
 def _gemma3(file: GgufFile, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
-    """Settings of Gemma 3. A file does not state the pattern of its layers, which is the default, nor the factor of
-    scores: llama.cpp takes that of the 27B, which differs, for models of 62 layers."""
+    """Settings of Gemma 3. Most files do not state the pattern of its layers, which is the default, and none the factor
+    of scores: llama.cpp takes that of the 27B, which differs, for models of 62 layers."""
     for key in (".attn_logit_softcapping", ".final_logit_softcapping"):
         if file.metadata(key):
             raise refuse(file.full(key), file.metadata(key), "soft caps are not supported")
+    ropes: dict[str, Any] = {"full_attention": _rope(file, head_dim)}
+    if file.metadata(_LOCAL_THETA) is not None:  # files of old converters leave it to the default
+        ropes["sliding_attention"] = {"rope_type": "default", "rope_theta": _short(file.number(_LOCAL_THETA))}
     return {
         "model_type": "gemma3_text",
         "sliding_window": file.count(".attention.sliding_window"),
         "query_pre_attn_scalar": hidden // heads if file.required(".block_count") == 62 else head_dim,
-        "rope_parameters": {"full_attention": _rope(file, head_dim)},  # no file states that of local layers
-    }
+        "rope_parameters": ropes,
+    } | _layer_types(file)
 
 
 def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
     for key in file.keys(".rope."):
-        if key not in _ROPE_KEYS and not (key == _ATTENTION_FACTOR and file.arch == "phi3"):
+        if key not in _ROPE_KEYS and (key, file.arch) not in _ROPE_KEYS_OF:
             raise refuse(file.full(key), file.metadata(key), "rope with this key is not supported")
     rope: dict[str, Any] = {"rope_type": "default"}
     if file.metadata(".rope.freq_base") is not None:
         rope["rope_theta"] = _short(file.number(".rope.freq_base"))
-    kind = file.metadata(".rope.scaling.type", "none")
+    has_factor = file.metadata(".rope.scaling.factor") is not None
+    kind = file.metadata(".rope.scaling.type", "linear" if has_factor else "none")  # as in llama.cpp
     if kind in ("linear", "yarn"):
         rope |= {"rope_type": kind, "factor": _short(file.number(".rope.scaling.factor"))}
     elif kind != "none":

@@ -50,18 +50,11 @@ def write_tokenizer(path: Path, folder: Path) -> None:
         raise file.refusal(f"its metadata has {len(tokens)} tokens and the types of {len(types)}")
     backend = _backend(file, tokens, types)
 
-    def identity(key: str) -> int | None:
-        name = f"tokenizer.ggml.{key}_token_id"
-        found = file.metadata(name)
-        if found is not None and (type(found) is not int or not 0 <= found < len(tokens)):
-            raise refuse(name, found, f"it must be the id of one of {len(tokens)} tokens")
-        return found
-
     def token(key: str) -> str | None:
-        found = identity(key)
+        found = _identity(file, key, tokens)
         return None if found is None else tokens[found]
 
-    ends = [identity("eot")]  # in addition to the eos token below
+    ends = [_identity(file, "eot", tokens)]  # in addition to the eos token below
     ends += [tokens.index(mark) for mark in END_MARKS if mark in tokens and types[tokens.index(mark)] == CONTROL]
     pre = file.required("tokenizer.ggml.pre", str)
     described = {
@@ -75,6 +68,15 @@ def write_tokenizer(path: Path, folder: Path) -> None:
     write_atomic(folder / "generation_config.json", json.dumps({"eos_token_id": unique}) + "\n")
     write_json(folder / "tokenizer_config.json", described)
     write_atomic(folder / "tokenizer.json", backend.to_str())  # last: it marks the files as complete
+
+
+def _identity(file: GgufFile, key: str, tokens: list[str]) -> int | None:
+    """The id of a token with a role, such as "bos"; None if the file states none."""
+    name = f"tokenizer.ggml.{key}_token_id"
+    found = file.metadata(name)
+    if found is not None and (type(found) is not int or not 0 <= found < len(tokens)):
+        raise refuse(name, found, f"it must be the id of one of {len(tokens)} tokens")
+    return found
 
 
 def _list(file: GgufFile, key: str, kind: type) -> list[Any]:
@@ -130,9 +132,11 @@ def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
             pairs = [(token[:place], token[place:]) for place in range(1, len(token))]
             known = [(one, two) for one, two in pairs if one in vocabulary and two in vocabulary]
             merges += sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-    unknown = tokens[file.required("tokenizer.ggml.unknown_token_id", int)]
+    unknown = _identity(file, "unknown", tokens)
+    if unknown is None:
+        raise file.refusal("its metadata has no tokenizer.ggml.unknown_token_id")
     try:
-        model = models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        model = models.BPE(vocabulary, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
     except Exception as error:  # the library raises plain Exception, among others
         raise file.refusal(f"its tokenizer cannot be read ({error})") from None
     backend = Tokenizer(model)

@@ -27,4 +27,5 @@ def test_doctor_gives_a_reason_for_everything(run, monkeypatch, tmp_path):
     assert "| feature" in text
     assert re.search(r"\| LFM2 +\| yes +\| yes +\| yes ", text)
     assert re.search(r"\| tree \(--draft-topk\) .*\| no \(1\) +\| yes +\| yes +\| yes +\| yes +\|\n", text)
+    assert "A draft with recurrent layers" in text
     assert "* no (1): draft_topk=2: 'peagle' drafts chains only; use 1\n" in text

@@ -33,6 +33,14 @@ def test_refusals_are_those_of_an_engine():
     assert "needs a CUDA device" in found["--decode-graph whole", "mtp"].why
 
 
+@pytest.mark.parametrize("family", ["Qwen3-Next", "Qwen3.5", "Nemotron-H", "LFM2"])
+@pytest.mark.parametrize("setting", ["tree (--draft-topk)", "--draft-tokens auto"])
+def test_recurrent_drafts_make_chains_of_a_fixed_number(family: str, setting: str) -> None:
+    """As a note of `doctor` says, whose table of settings has a target with attention in all layers."""
+    why = support.refusal("self:skip", support.FAMILIES[family], "", [setting], device="cpu")
+    assert "recurrent layers" in why
+
+
 @pytest.mark.slow
 def test_every_family_runs_with_every_draft():
     assert [item for item in support.of_families("cpu") if not item.runs] == []

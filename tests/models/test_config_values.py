@@ -22,6 +22,7 @@ from specbatch.models.dflash2 import DFlash2Config
 from specbatch.models.draft_head import layer_config
 from specbatch.models.dspark import DSparkConfig
 from specbatch.models.eagle3 import Eagle3Config
+from specbatch.weights.folder import check_tensors
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
@@ -262,6 +263,15 @@ def read_dense(family: str = "llama", **changes: Any) -> ModelConfig:
     return ModelConfig.from_dict(DENSE[family][1] | changes)
 
 
+@pytest.mark.parametrize("shape", [(), (48,), (48, 40, 1)])
+def test_a_matrix_of_other_dimensions_is_refused(shape: tuple[int, ...]) -> None:
+    """The width of LFM2's MLPs is taken from the shape of one."""
+    config = ModelConfig.from_dict(SIZES | TARGETS["lfm2"])
+    shapes = config.tensor_shapes() | {"model.layers.0.feed_forward.w1.weight": shape}
+    with pytest.raises(SpecbatchError, match=r"feed_forward\.w1\.weight is"):
+        check_tensors(config.fit(shapes).tensor_shapes(), shapes, "model.gguf")
+
+
 def test_defaults_of_dense_families() -> None:
     config = read_dense(num_key_value_heads=None, head_dim=None, eos_token_id=[7, 9, 7], bos_token_id=1)
     heads, size = SIZES["num_attention_heads"], SIZES["hidden_size"]
@@ -334,6 +344,7 @@ def test_disabled_sliding_window_is_ignored(family: str, changes: dict[str, Any]
         ("llama", {"intermediate_size": 2**31 - 1, "hidden_size": 2**20}),
         ("llama", {"num_hidden_layers": 10_000, "vocab_size": 2**31 - 1, "hidden_size": 2**12}),
         ("llama", {"vocab_size": 2**23}),
+        ("gemma3", {"num_hidden_layers": 2**31 - 1}),
         ("lfm2", {"hidden_size": 2**31 - 4}),
         ("qwen3-moe", {"num_experts": 2**31 - 1}),
         ("qwen3-moe", {"num_experts": 2**16, "num_hidden_layers": 10_000}),

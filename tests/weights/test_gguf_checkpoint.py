@@ -140,6 +140,10 @@ def test_rope_scaling_is_converted(tiny_model: Make, write_gguf: Make) -> None:
     config = open_checkpoint(str(path)).config
     assert (config.rope.kind, config.rope.factor, config.max_position) == ("yarn", 4.0, 2048)
 
+    path = write_gguf("qwen2", name="linear", metadata={"qwen2.rope.scaling.factor": 4.0})
+    rope = open_checkpoint(str(path)).config.rope
+    assert (rope.kind, rope.factor) == ("linear", 4.0)  # which a factor without a type is in llama.cpp
+
 
 def test_per_layer_values_must_be_equal(tiny_model: Make, write_gguf: Make) -> None:
     model = tiny_model("llama")

@@ -21,7 +21,7 @@ TOKENS, TYPES = [*CONTROL, *BYTES, "\u2581\u2581", *PIECES], [3] * 4 + [6] * 256
 SCORES = [0.0] * 261 + [-float(index) for index in range(len(PIECES))]
 
 
-def write(path: Path, model: Any, **more: Any) -> str:
+def write(path: Path, model: Any, unknown: int = 3, pattern: int | list[bool] | None = None, **more: Any) -> str:
     config, ours = model.config, {theirs: name for name, theirs in (_NAMES | _GEMMA3_NAMES).items()}
     writer = GGUFWriter(path, "gemma3")
     sizes = {
@@ -33,12 +33,14 @@ def write(path: Path, model: Any, **more: Any) -> str:
         writer.add_uint32(f"gemma3.{key}", value)
     for key, number in {"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1e6, **more}.items():
         writer.add_float32(f"gemma3.{key}", number)
+    if pattern is not None:
+        writer.add_sliding_window_pattern(pattern)
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(TOKENS)
     writer.add_token_scores(SCORES)
     writer.add_token_types(TYPES)
-    for key, index in {"eos": 1, "bos": 2, "unknown": 3}.items():
+    for key, index in {"eos": 1, "bos": 2, "unknown": unknown}.items():
         writer.add_uint32(f"tokenizer.ggml.{key}_token_id", index)
     writer.add_add_bos_token(True)
     writer.add_add_space_prefix(False)
@@ -94,6 +96,26 @@ def test_tokenizer(tmp_path: Path, model: Any) -> None:
     assert pieces(" ab") == ["\u2581", "ab"]  # "ab" has a higher score than " a"
     assert pieces("a  b") == ["a", "\u2581\u2581", "b"]
     assert pieces("\u00e9") == ["<0xC3>", "<0xA9>"]
+
+
+def test_windows_and_ropes_that_a_file_states(tmp_path: Path, model: Any) -> None:
+    """Current converters write the theta of local layers, and llama.cpp reads which layers are local."""
+
+    def read(name: str, **how: Any) -> Any:
+        return open_checkpoint(write(tmp_path / f"{name}.gguf", model, **how)).config
+
+    plain = read("plain")
+    assert (plain.windows, plain.local_rope.theta, plain.rope.theta) == ((8, 8), 1e4, 1e6)
+    assert read("theta", **{"rope.freq_base_swa": 2e4}).local_rope.theta == 2e4
+    assert read("period", pattern=2).windows == (8, None)
+    assert read("list", pattern=[False, True]).windows == (None, 8)
+    with pytest.raises(SpecbatchError, match="sliding_window_pattern=0"):
+        read("none", pattern=0)
+
+
+def test_the_unknown_token_is_one_of_the_vocabulary(tmp_path: Path, model: Any) -> None:
+    with pytest.raises(SpecbatchError, match="unknown_token_id=999: it must be the id of one of"):
+        open_checkpoint(write(tmp_path / "model.gguf", model, unknown=999)).tokenizer()
 
 
 def test_soft_caps_are_refused(tmp_path: Path, model: Any) -> None:

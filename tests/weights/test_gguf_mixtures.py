@@ -211,6 +211,21 @@ def test_words_of_gpt_oss() -> None:
     assert words == ["hello", "World's", " ", "123", "45", " ABCdef", "//\n"]
 
 
+def test_windows_of_gpt_oss(tmp_path: Path) -> None:
+    model, key = made("gpt-oss"), "attention.sliding_window_pattern"
+    tensors = stored("gpt-oss", model.state_dict())
+
+    def windows(pattern: Any) -> tuple[int | None, ...]:
+        return open_checkpoint(
+            write(tmp_path / "model.gguf", "gpt-oss", model.config, tensors, **{key: pattern})
+        ).config.windows
+
+    assert windows(2) == (6, None)
+    assert windows([False, True]) == (None, 6)
+    with pytest.raises(SpecbatchError, match="sliding_window_pattern=3: it must be 2 or have true or false"):
+        windows(3)
+
+
 def test_refusals(tmp_path: Path) -> None:
     model = made("qwen3moe")
     tensors = stored("qwen3moe", model.state_dict())

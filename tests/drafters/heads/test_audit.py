@@ -277,6 +277,11 @@ def test_mtp_head_of_a_nested_text_config(tmp_path: Path) -> None:
     assert "5 experts" in line
 
 
+def test_dummy_drafts_need_dummy_weights() -> None:
+    with pytest.raises(SpecbatchError, match=r"draft='dummy': .* add --load-format dummy"):
+        open_draft("dummy")
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
