@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 SHARD_BYTES = 1 << 30  # size of the files with converted weights, which bounds the memory in use
-FORMAT = "gguf-1"  # the cache's subfolder; raise the number when the conversion changes
+FORMAT = "gguf-2"  # the cache's subfolder; raise the number when the conversion changes
 
 
 class GgufCheckpoint(FolderCheckpoint):

@@ -38,6 +38,11 @@ NEXT = MOE | {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
+E2B = LLAMA | {
+    "architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 4, "global_head_dim": 64, "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 7, "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 41, "tie_word_embeddings": True,
+}  # fmt: skip
 NAME = "model.layers.1.mlp.down_proj"
 
 
@@ -74,8 +79,8 @@ def load(config: ModelConfig, tensor: Any, device: str = "cpu") -> Decoder:
 
 NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"))
 EVERY = [("llama", form) for form in FORMATS] + [("moe", "channel"), ("moe", "modelopt"), ("next", "channel")]
-EVERY += [("moe", "awq"), ("next", "gptq")]
-MODELS = {"llama": LLAMA, "moe": MOE, "next": NEXT}
+EVERY += [("moe", "awq"), ("next", "gptq"), ("e2b", "channel"), ("e2b", "awq")]
+MODELS = {"llama": LLAMA, "moe": MOE, "next": NEXT, "e2b": E2B}
 
 
 @pytest.mark.parametrize(
