@@ -87,6 +87,8 @@ def accepted(
     """Acceptance between two readings of the counters. drafting: what SGLang reported of the completions."""
     if found := list(drafting):
         return _of_requests(found, completions)
+    if before and not after:
+        return Accepted("/metrics no longer answered at the end: the server has stopped")
     grown = {name: after[name] - before.get(name, 0.0) for name in after}
     if any(value < 0 for value in grown.values()):
         return Accepted("the server's counters went back: it was restarted")
@@ -101,7 +103,7 @@ def accepted(
         return Accepted("SGLang's counter of verifies", dict(length))
     if any(name in after for name in (DRAFTS, VERIFIES)):
         return Accepted("the server's counters show no drafts")
-    return Accepted("/metrics has no counter of drafts (SGLang needs --enable-metrics, vLLM speculation)")
+    return Accepted("/metrics has no counter of drafts: no speculation, or SGLang without --enable-metrics")
 
 
 def _of_vllm(grown: dict[str, float], completions: Sequence[Completion]) -> Accepted:
@@ -133,6 +135,9 @@ def _of_vllm(grown: dict[str, float], completions: Sequence[Completion]) -> Acce
 
 def _of_requests(found: list[Drafting], completions: Sequence[Completion]) -> Accepted:
     verifies, right, proposed = (sum(getattr(one, n) for one in found) for n in ("verifies", "accepted", "proposed"))
+    if right > proposed > 0:
+        text = f"SGLang reports {proposed} drafted tokens, but {right} accepted ones"
+        return Accepted(text, {"accept_length": None, "verify_steps": None})
     metrics: dict[str, float | None] = {
         "untrimmed_accept_length": 1 + right / verifies,
         "untrimmed_accept_rate": right / proposed if proposed else None,
