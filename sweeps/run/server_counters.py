@@ -5,10 +5,10 @@ verifies emitted over verifies, those without drafts included, the first token o
 past a stop left out. What servers count is converted to it:
 
 * vLLM (checked with 0.33.0: vllm/v1/spec_decode/metrics.py, vllm/v1/metrics/loggers.py and stats.py) counts verifies
-  with drafts, and accepted drafts before tokens past a stop are trimmed. But it observes one inter-token latency for
-  each step of a request that emitted tokens after its first ones, and one time to first token for each request. So
-  accept length is (generated tokens - times to first token) / inter-token latencies. Its own figure,
-  1 + accepted / drafts, is the metric `untrimmed_accept_length`.
+  with drafts (those of n-gram lookup that finds nothing, too: it drafts the last token), and accepted drafts before
+  tokens past a stop are trimmed. But it observes one inter-token latency for each step of a request that emitted tokens
+  after its first ones, and one time to first token for each request. So accept length is (generated tokens - times to
+  first token) / inter-token latencies. Its own figure, 1 + accepted / drafts, is the metric `untrimmed_accept_length`.
 * SGLang (checked with 0.5.23: sglang/srt/managers/tokenizer_manager.py and entrypoints/openai/protocol.py) reports
   `spec_verify_ct` of each request that asks for it (`return_spec_tokens_details`). Its `spec_accept_length` divides all
   tokens by that, the first one included; here it is left out. Releases without these details have a counter of verifies
