@@ -269,7 +269,7 @@ def sweep(
 
     Each point writes record.json and requests.jsonl, from which the summary is computed. Suspicious outputs are
     reported: truncated answers, reasoning with --no-thinking, chat template tokens in plain text. To continue an
-    interrupted sweep, run the same command with its folder as --out.
+    interrupted sweep, run the same command with its folder as --out. Points of a server with failed requests run again.
 
     A configuration that fails (it does not fit into memory, its draft is unknown) does not end the sweep: the summary
     shows the reason, the exit status is 1, and the same command with the folder as --out runs it again.

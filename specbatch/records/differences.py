@@ -46,6 +46,17 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def shortened_pair(before: object, after: object) -> tuple[str, str]:
+    """Two different values, shortened; from the word that differs where their beginnings are the same."""
+    old, new = shortened(before), shortened(after)
+    if old == new:
+        whole = str(before), str(after)
+        same = next((at for at, (a, b) in enumerate(zip(*whole, strict=False)) if a != b), min(map(len, whole)))
+        start = max(whole[0].rfind(" ", 0, same) + 1, same - SHOWN // 2)  # a word may be a long path
+        old, new = (shortened(f"...{text[start:]}") for text in whole)
+    return old, new
+
+
 def shortened(value: object) -> str:
     text = str(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."

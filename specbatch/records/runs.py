@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.archive import unpacked
-from specbatch.records.differences import conflicts, flatten, shortened
+from specbatch.records.differences import conflicts, flatten, shortened_pair
 from specbatch.records.run_record import CAPS, RunRecord
 from specbatch.records.store import EARLIER, ReadRows, find_records, load_output, output_of
 from specbatch.records.sweep_plan import unfinished
@@ -186,7 +186,7 @@ def differences(pairs: Pairs) -> dict[str, list[str]]:
             old, new = old | started[0], new | started[1]
         for name in dict.fromkeys([*old, *new]):
             if old.get(name) != new.get(name):
-                found.setdefault(name, {})[f"{shortened(old.get(name))} -> {shortened(new.get(name))}"] = None
+                found.setdefault(name, {})[" -> ".join(shortened_pair(old.get(name), new.get(name)))] = None
     return {name: list(texts) for name, texts in found.items()}
 
 

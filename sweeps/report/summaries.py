@@ -15,9 +15,11 @@ def run_on(records: list[RunRecord]) -> dict[str, str]:
     records = own or records
     first = records[0]
     config, device = first.config, first.processor
+    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
     if "server" in config:
         device = f"unknown; client on {device}"
-    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
+        known = first.caps.get("server_version")
+        versions = f"{f'server {known}' if known else 'unknown'}; client with {versions}"
     origin = "" if config["load_format"] == "auto" else f" ({config['load_format']})"
     if not origin and "server" not in config and (known := KNOWN_MODELS.get(config["model"])):
         origin = f" ({known.format})"  # Q4_1 says that its scores are not those of the original weights
@@ -27,7 +29,7 @@ def run_on(records: list[RunRecord]) -> dict[str, str]:
         **({"replicas": str(first.replicas)} if first.replicas > 1 else {}),
         "dtype": _resolved("dtype", records),
         **({"deterministic": _deterministic(records)} if any(one.is_deterministic for one in records) else {}),
-        "versions": f"unknown; client with {versions}" if "server" in config else versions,
+        "versions": versions,
     }
 
 

@@ -19,6 +19,7 @@ CONNECT_S = 10.0  # to connect, and for a whole answer of read_text()
 BUFFER_BYTES = 2**16  # per connection; a line of a stream has at most twice as many
 BODY_BYTES = 2**24  # of an answer that is not streamed
 ERROR_BYTES = 2**16  # read of the body of an error
+MESSAGE_LENGTH = 160  # of a server's error, which says how long a prompt may be in its second sentence
 DONE = b"[DONE]"
 LINGER_S = 0.1  # after [DONE], for the end of the answer, so that the connection can be used again
 
@@ -37,6 +38,7 @@ class StatusError(Failed):
 
 # What aiohttp raises for a server that breaks the protocol, the connection or a limit.
 ERRORS = (aiohttp.ClientError, HttpProcessingError, OSError, TimeoutError, ValueError, Failed)
+_BROKEN = (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionResetError)
 
 
 def session(headers: dict[str, str], timeout: aiohttp.ClientTimeout | None = None) -> aiohttp.ClientSession:
@@ -143,12 +145,13 @@ def message_of(text: str) -> str:
         error = body.get("error", body)
         found = error.get("message") or error if isinstance(error, dict) else error
         text = found if isinstance(found, str) else json.dumps(found)
-    return one_line(text, 120) or "no reason given"
+    return one_line(text, MESSAGE_LENGTH) or "no reason given"
 
 
 def one_line(text: str, most: int) -> str:
-    """Text of a server as part of a message: one line of printable characters."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text[: 8 * most]).split())[:most]
+    """Text of a server as part of a message: one line of at most `most` printable characters, shortened if longer."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text[: 8 * most]).split())
+    return line if len(line) <= most else f"{line[: most - 3].rsplit(' ', 1)[0]}..."
 
 
 def describe(error: BaseException) -> str:
@@ -157,4 +160,6 @@ def describe(error: BaseException) -> str:
         return str(error)
     if isinstance(error, TimeoutError):
         return f"no answer within {CONNECT_S:g} s"
+    if isinstance(error, _BROKEN) or type(error) is aiohttp.ClientOSError:  # a subclass: never connected
+        return f"the connection broke before the answer ended ({type(error).__name__})"
     return f"{type(error).__name__}: {message_of(str(error))}"

@@ -259,6 +259,9 @@ class HttpEngine:
         except (LookupError, TypeError, RecursionError, json.JSONDecodeError):
             raise refuse("base_url", url, "/v1/models did not answer with OpenAI's list of models") from None
         except ERRORS as error:
+            if isinstance(error, StatusError) and error.status in (401, 403):
+                works = f"the server at {url} refuses it ({error}); name the environment variable with its key"
+                raise refuse("api_key_env", self.server.api_key_env, works) from None
             raise refuse("base_url", url, f"no answer from /v1/models ({describe(error)}); is the server up?") from None
         names = http_client.one_line(", ".join(item["id"] for item in models), 1_000)
         if wanted is None and len(models) == 1:

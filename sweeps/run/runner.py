@@ -198,7 +198,12 @@ def further_rounds(configs: Iterable[str], options: SweepOptions, folder: Path) 
 
 
 def is_measured(point: Point, folder: Path) -> bool:
-    return point.is_finished(folder) and load_record("output", point.folder(folder)).error is None
+    """Whether a point has a record, of a server without failed requests: where it has stopped, the first ones may have
+    ended before."""
+    if not point.is_finished(folder):
+        return False
+    record = load_record("output", point.folder(folder))
+    return record.error is None and not ("server" in record.config and record.counters.get("errors"))
 
 
 def measured_points(

@@ -40,9 +40,13 @@ def warnings(
     if drafts and (loops := sum(ends_in_loop(item.token_ids) for item in ended)):
         yield f"{of_all(loops)} end in a loop, which is easy to draft: acceptance is higher than on other text"
     if workload.is_random:
-        short = sum(item.metrics.output_tokens < params[item.index].max_new_tokens for item in ended)
-        if short:
-            yield f"{of_all(short)} are shorter than requested: the engine stops at end tokens"
+        short = [item for item in ended if item.metrics.output_tokens < params[item.index].max_new_tokens]
+        cut = sum(item.finish_reason == "length" for item in short)  # vLLM ends an answer at its max_model_len
+        if cut:
+            works = "use a smaller --input-len or --output-len, or start it with a larger one"
+            yield f"{of_all(cut)} were cut off at the server's maximum length of prompt and answer: {works}"
+        if len(short) > cut:
+            yield f"{of_all(len(short) - cut)} are shorter than requested: the engine stops at end tokens"
         return
     thought = sum(OPEN in text or CLOSE in text for text in texts)
     if workload.thinking is False and thought:

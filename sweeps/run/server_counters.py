@@ -5,10 +5,10 @@ verifies emitted over verifies, those without drafts included, the first token o
 past a stop left out. What servers count is converted to it:
 
 * vLLM (checked with 0.33.0: vllm/v1/spec_decode/metrics.py, vllm/v1/metrics/loggers.py and stats.py) counts verifies
-  with drafts, and accepted drafts before tokens past a stop are trimmed. But it observes one inter-token latency for
-  each step of a request that emitted tokens after its first ones, and one time to first token for each request. So
-  accept length is (generated tokens - times to first token) / inter-token latencies. Its own figure,
-  1 + accepted / drafts, is the metric `untrimmed_accept_length`.
+  with drafts (those of n-gram lookup that finds nothing, too: it drafts the last token), and accepted drafts before
+  tokens past a stop are trimmed. But it observes one inter-token latency for each step of a request that emitted tokens
+  after its first ones, and one time to first token for each request. So accept length is (generated tokens - times to
+  first token) / inter-token latencies. Its own figure, 1 + accepted / drafts, is the metric `untrimmed_accept_length`.
 * SGLang (checked with 0.5.23: sglang/srt/managers/tokenizer_manager.py and entrypoints/openai/protocol.py) reports
   `spec_verify_ct` of each request that asks for it (`return_spec_tokens_details`). Its `spec_accept_length` divides all
   tokens by that, the first one included; here it is left out. Releases without these details have a counter of verifies
@@ -87,6 +87,8 @@ def accepted(
     """Acceptance between two readings of the counters. drafting: what SGLang reported of the completions."""
     if found := list(drafting):
         return _of_requests(found, completions)
+    if before and not after:
+        return Accepted("/metrics no longer answered at the end: the server has stopped")
     grown = {name: after[name] - before.get(name, 0.0) for name in after}
     if any(value < 0 for value in grown.values()):
         return Accepted("the server's counters went back: it was restarted")
@@ -101,7 +103,7 @@ def accepted(
         return Accepted("SGLang's counter of verifies", dict(length))
     if any(name in after for name in (DRAFTS, VERIFIES)):
         return Accepted("the server's counters show no drafts")
-    return Accepted("/metrics has no counter of drafts (SGLang needs --enable-metrics, vLLM speculation)")
+    return Accepted("/metrics has no counter of drafts: no speculation, or SGLang without --enable-metrics")
 
 
 def _of_vllm(grown: dict[str, float], completions: Sequence[Completion]) -> Accepted:
@@ -133,6 +135,9 @@ def _of_vllm(grown: dict[str, float], completions: Sequence[Completion]) -> Acce
 
 def _of_requests(found: list[Drafting], completions: Sequence[Completion]) -> Accepted:
     verifies, right, proposed = (sum(getattr(one, n) for one in found) for n in ("verifies", "accepted", "proposed"))
+    if right > proposed > 0:
+        text = f"SGLang reports {proposed} drafted tokens, but {right} accepted ones"
+        return Accepted(text, {"accept_length": None, "verify_steps": None})
     metrics: dict[str, float | None] = {
         "untrimmed_accept_length": 1 + right / verifies,
         "untrimmed_accept_rate": right / proposed if proposed else None,

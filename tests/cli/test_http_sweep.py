@@ -41,7 +41,7 @@ def records(folder: Path) -> dict[str, dict]:
 
 
 def test_points_records_and_table(sweep, run, engine, tmp_path):
-    script = Script(model="org/toy")
+    script = Script(model="org/toy", about={"/version": '{"version": "0.33.0"}'})
     result = sweep(script, "--concurrency", "1,3", "--repeats", 2, *TINY_SWEEP)
     assert result.exit_code == 0, result.output
     found = records(tmp_path / "out")
@@ -55,8 +55,9 @@ def test_points_records_and_table(sweep, run, engine, tmp_path):
     assert all(float(row["output_throughput"]) > 0 and row["accept_length"] == row["ratio"] == "" for row in table)
     summary = (tmp_path / "out/summary.md").read_text()
     assert "| org/toy" in summary
-    assert "server at http://127.0.0.1:" in summary
+    assert "server (0.33.0) at http://127.0.0.1:" in summary
     assert "emptied by /flush_cache" in summary
+    assert "versions: server 0.33.0; client with " in summary
     assert "device: http://127.0.0.1:" in summary
     assert "unknown; client on" in summary
     assert summary.count("No accept length: /metrics has no counter of drafts") == 1
@@ -122,18 +123,21 @@ def test_failed_requests_are_in_the_table_and_exit_with_1(sweep, tmp_path):
     assert record["metrics"]["goodput"] == 2 / record["metrics"]["duration_s"]
 
 
-def test_same_command_continues_after_a_server_failed(run, tmp_path, tokenizer):
-    script = Script(fails=lambda number: {"status": 502, "message": "gone"} if 5 <= number < 9 else None)
+@pytest.mark.parametrize("first", [5, 7])
+def test_same_command_continues_after_a_server_failed(run, tmp_path, tokenizer, first):
+    """Repeat 2 fails as a whole, or from its third request on."""
+    script = Script(fails=lambda number: {"status": 502, "message": "gone"} if first <= number < 9 else None)
     with serving(script) as url:
         words = ("sweep", "--engine", "http", "--base-url", url, "--concurrency", "1", "--repeats", 3, *TINY_SWEEP)
         result = run(*words, "--output", tmp_path / "out")
         assert result.exit_code == 1, result.output
-        where = "org/toy at concurrency 1, repeat 2"
-        assert f"failed: {where}: every request failed: HTTP 502: gone (4)" in result.stderr
+        error = "every request failed: HTTP 502: gone (4)" if first == 5 else None
         found = records(tmp_path / "out")
         failed = [record["workload"].get("error") for record in found.values()]
-        assert failed == [None, "every request failed: HTTP 502: gone (4)", None]
-        assert "every request failed: HTTP 502: gone" in (tmp_path / "out/summary.md").read_text()
+        assert failed == [None, error, None]
+        if error:
+            assert f"failed: org/toy at concurrency 1, repeat 2: {error}" in result.stderr
+        assert (error or "2 requests: HTTP 502: gone.") in (tmp_path / "out/summary.md").read_text()
         again = run(*words, "--output", tmp_path / "out")
         assert again.exit_code == 0, again.output
     assert list(records(tmp_path / "out")) == [f"org_toy/c1/r{repeat}" for repeat in (1, 2, 3)]

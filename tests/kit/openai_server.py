@@ -32,6 +32,7 @@ class Script:
     empties: str | None = "/flush_cache"
     extra_prompt_tokens: int = 0
     models: list[dict[str, Any]] | None = None
+    key: str | None = None  # of GET requests
     about: dict[str, str] = field(default_factory=dict)  # text of other endpoints
 
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -50,7 +51,9 @@ def serving(script: Script) -> Iterator[str]:
 
     class Handler(QuietHandler):
         def do_GET(self) -> None:
-            if self.path == "/v1/models":
+            if script.key is not None and self.headers["Authorization"] != f"Bearer {script.key}":
+                self.send_text(401, '{"error":"Unauthorized"}')
+            elif self.path == "/v1/models":
                 self.send_text(200, json.dumps({"data": script.models or [{"id": script.model, "max_model_len": 512}]}))
             elif self.path == "/metrics" and script.metrics is not None:
                 self.send_text(200, script.metrics(script))

@@ -15,6 +15,7 @@ from swept import saved
 
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError
+from specbatch.records.differences import shortened_pair
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
 from specbatch.records.verdicts import LOSES, NOT_JUDGED, ONE_REPEAT, PAYS, UNDECIDED
@@ -184,6 +185,15 @@ def test_other_differences_are_listed(tmp_path):
         "hardware": ["abacus, 2 cores -> slide rule, 2 cores"],
     }
     assert "DIFFERENT HARDWARE" in result.markdown()
+
+
+def test_long_differences_show_the_words_that_differ(tmp_path):
+    before, after = (make_record([metrics_of()] * 12) for _ in range(2))
+    for record, send in ((before, "ids"), (after, "text")):
+        record.config["server"] = f"server (vllm 0.33.0) at http://127.0.0.1:8000, prompts as {send}"
+    result = compare(saved(tmp_path / "a", before), saved(tmp_path / "b", after))
+    assert shortened_pair("/m" * 30, "/m" * 31) == (f"...{'/m' * 10}", f"...{'/m' * 11}")
+    assert result.differs["b"] == {"server": ["...ids -> ...text"]}
 
 
 def test_expected_false_positives_are_noted(tmp_path):

@@ -229,7 +229,20 @@ def test_without_counters_the_reason_is_kept(serve):
     _, record = run(serve(Script(metrics=lambda script: "vllm:spec_decode_num_drafts_total 7\n")))
     assert record.metrics["accept_length"] is None
     assert "show no drafts" in record.counters["no_accept_length"]
-    assert accepted({}, counters_of("vllm:spec_decode_num_drafts 0\n"), []).metrics == {}
+    counters = counters_of("vllm:spec_decode_num_drafts 0\n")
+    assert accepted({}, counters, []).metrics == {}
+    assert accepted(counters, {}, []).source == "/metrics no longer answered at the end: the server has stopped"
+
+
+def test_impossible_counts_of_requests_give_no_accept_length():
+    """More accepted than drafted tokens, as a broken kernel counts them."""
+    details = {"spec_verify_ct": 2, "spec_num_correct_drafts": 7, "spec_num_proposed_drafts": 6}
+    answer = Answer(0, [5], 1.0, max_tokens=4)
+    answer.take({"choices": [], "sglext": {"spec_tokens_details": details}}, 2.0)
+    answer.take({"choices": [{"text": "abcd", "finish_reason": "length"}], "usage": {"completion_tokens": 4}}, 3.0)
+    found = accepted({}, {}, [answer.completion()], [answer.drafting])
+    assert found.counters == {"no_accept_length": "SGLang reports 6 drafted tokens, but 7 accepted ones"}
+    assert found.metrics["accept_length"] is found.metrics["verify_steps"] is None
 
 
 def test_prefix_cache_is_flushed_if_there_is_an_endpoint(serve):
@@ -297,7 +310,11 @@ def test_api_key_is_sent_and_never_stored(serve, monkeypatch):
     with pytest.raises(SpecbatchError, match="api_key_env='SECRET': no such environment variable"):
         Server("http://h:1", api_key_env="SECRET")
     monkeypatch.setenv("SECRET", "hush-hush")
-    script = Script()
+    script = Script(key="hush-hush")
+    with pytest.raises(
+        SpecbatchError, match=r"api_key_env=None: the server at .* refuses it \(HTTP 401: Unauthorized\)"
+    ):
+        serve(script)
     _, record = run(serve(script, api_key_env="SECRET"))
     assert script.headers[0]["Authorization"] == "Bearer hush-hush"
     assert "hush" not in record.summary()

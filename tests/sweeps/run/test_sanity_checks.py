@@ -76,6 +76,9 @@ def test_whole_warnings(asked):
     assert found(asked("prompt"), cut) == "all answers were cut off at 16 tokens: use a larger --output-len"
     short = "2 of 2 answers are shorter than requested: the engine stops at end tokens"
     assert found(Workload(output_len=16), answers("", "", tokens=15)) == short
+    limit = "2 of 3 answers were cut off at the server's maximum length of prompt and answer: "
+    limited = [*answers("", "", tokens=15, reason="length"), *answers("", tokens=16, reason="length")]
+    assert found(Workload(output_len=16), limited).startswith(limit)
     tokens = "8 input tokens were counted where 6 were sent: the server tokenizes prompts differently"
     assert found(asked(), answers("a", "b", counted=4)) == tokens
     assert found(Workload(output_len=16), answers("a", "b", counted=4, tokens=16)) == tokens
