@@ -26,7 +26,8 @@ FILES = {
 }
 RECORD = {
     "config": "settings of the engine, as they were resolved",
-    "caps": "what the engine could hold after the memory plan, and its device, dtype and backends",
+    "caps": "what the engine could hold after the memory plan, and its device, dtype and backends; of a server "
+    "`server_version`, if it tells",
     "metrics": "the numbers of the run: the table of metrics below",
     "counters": "counts that metrics and tables are computed from: iterations, graph replays, acceptance by draft "
     "position and by context; of a server `errors`, `server_acceptance` (verifies with drafts, and how many accepted "
