@@ -157,6 +157,15 @@ def _decode(
     return out.flatten(1)
 
 
+def warps_and_stages(rows: int, block: int, *, is_fp32: bool, is_spread: bool) -> tuple[int, int]:
+    """Of a tile of `rows`, whose heads are padded to `block` channels; is_spread: programs share its spans."""
+    if is_fp32:
+        return FP32_LAUNCH
+    if block > 256:
+        return WIDE_LAUNCH
+    return SHARED_LAUNCH if is_spread and rows <= 64 else LAUNCHES.get(rows, (8, 2))
+
+
 def _launch(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -198,11 +207,7 @@ def _launch(
     if splits is None:
         splits = max(1, min(PROGRAMS * _processors(q.device) // programs, spans))
         splits = splits if 4 * cells <= WORKSPACE else 1
-    warps, stages = LAUNCHES.get(rows, (8, 2)) if splits == 1 or rows > 64 else SHARED_LAUNCH
-    if q.element_size() == 4:
-        warps, stages = FP32_LAUNCH
-    elif block > 256:
-        warps, stages = WIDE_LAUNCH
+    warps, stages = warps_and_stages(rows, block, is_fp32=q.element_size() == 4, is_spread=splits > 1)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     nodes, seen, width = (None, None, 0) if lineages is None else (*lineages, lineages.nodes.shape[1])
     partials, arrivals = out, out

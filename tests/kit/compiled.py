@@ -65,11 +65,7 @@ def attention(
     dtype: str = "bf16",
     dim: int = 128,
 ) -> dict[str, Any]:
-    warps, stages = spans.SHARED_LAUNCH if is_spread else spans.LAUNCHES[rows]
-    if dtype == "fp32":
-        warps, stages = spans.FP32_LAUNCH
-    elif dim > 256:
-        warps, stages = spans.WIDE_LAUNCH
+    warps, stages = spans.warps_and_stages(rows, dim, is_fp32=dtype == "fp32", is_spread=is_spread)
     at_once = max(1, min(16, 32 * warps // few))
     kinds = dict.fromkeys(("q", "out"), f"*{dtype}") | dict.fromkeys(("k_cache", "v_cache"), f"*{cache}")
     kinds |= dict.fromkeys(("starts", "ends", "rows", "offsets", "tiles", "page_table"), "*i64")
