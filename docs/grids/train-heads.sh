@@ -1,33 +1,41 @@
 #!/usr/bin/env bash
-# Trains the drafts of qwen2.5-coder-1.5b.toml, on one GPU: docs/grids/train-heads.sh gsm8k_train.jsonl heads
-# An H200 answers the questions in 90 s and trains the three heads at once in about 4 minutes. After Ctrl-C the same
-# command continues. heads/mtp is the model of all configurations.
+# Trains the drafts of qwen2.5-coder-1.5b-drafts.toml, on one GPU:
+#   docs/grids/train-heads.sh gsm8k_train.jsonl heads
+#   docs/grids/train-heads.sh gsm8k_train.jsonl heads eagle3 dflash mtp   (only these)
+# An H200 answers the questions in 90 s and trains three heads at once in about 4 minutes. After Ctrl-C the same command
+# continues. heads/mtp is the model of all configurations.
 set -euo pipefail
-[ $# -eq 2 ] || { sed -n "2,4s/^# *//p" "$0" >&2; exit 2; }
+[ $# -ge 2 ] || { sed -n "2,6s/^# *//p" "$0" >&2; exit 2; }
 questions=$1 heads=$2
+shift 2
+names=" ${*:-eagle3 dflash mtp peagle dflash2 dspark} "
+answers=$heads/eagle3/answers.jsonl
+jobs=()
 # Jobs in the background ignore Ctrl-C, so it is passed on.
 trap 'trap - INT TERM; kill $(jobs -p) 2> /dev/null; wait; exit 130' INT TERM
-train() { # NAME OPTIONS...: in the background
-    local out=$heads/$1
+train() { # NAME OPTIONS...: in the background, if it was asked for and is not finished
+    local name=$1 out=$heads/$1
     shift
+    [[ $names = *" $name "* ]] || return 0
     [ -e "$out/record.json" ] && [ ! -e "$out/training.pt" ] && return
-    exec specbatch train-draft --model qwen2.5-coder-1.5b --dtype bfloat16 --max-len 1536 \
-        --batch-tokens 8192 --held-out 64 --memory-fraction 0.3 --out "$out" "$@"
+    specbatch train-draft --model qwen2.5-coder-1.5b --dtype bfloat16 --max-len 1536 --batch-tokens 8192 \
+        --held-out 64 --memory-fraction 0.3 --out "$out" --algorithm "$name" "$@" &
+    jobs+=($!)
 }
+finish() { for job in "${jobs[@]}"; do wait "$job"; done; jobs=(); }
+answered() { [ -e "$answers" ] && [ "$(wc -l < "$answers")" -gt "$(wc -l < "$questions")" ]; } # a header, and a line each
+
 # Two examples before each question, where the evaluation has five: more of a batch are answers.
-train eagle3 --task gsm8k --num-fewshot 2 --data "$questions" --max-new-tokens 256 --max-running 256 \
-    --algorithm eagle3 --unroll 4 --steps 700 &
-eagle3=$!
-answers=$heads/eagle3/answers.jsonl
-# The others train on the same answers: one line each after a header.
-until [ -e "$answers" ] && [ "$(wc -l < "$answers")" -gt "$(wc -l < "$questions")" ]; do
-    kill -0 $eagle3 2> /dev/null || break
+train eagle3 --task gsm8k --num-fewshot 2 --data "$questions" --max-new-tokens 256 --max-running 256 --unroll 4 --steps 700
+# The others train on the same answers.
+until answered; do
+    kill -0 "${jobs[@]}" 2> /dev/null || { finish; break; }
     sleep 1
 done
-train dflash --answers "$answers" --algorithm dflash --block-size 8 --draft-layers 3 --anchors 64 --steps 800 --lr 6e-4 &
-dflash=$!
-train mtp --answers "$answers" --algorithm mtp --unroll 4 --steps 600 &
-mtp=$!
-wait $eagle3
-wait $dflash
-wait $mtp
+train dflash --answers "$answers" --block-size 8 --draft-layers 3 --anchors 64 --steps 800 --lr 6e-4
+train mtp --answers "$answers" --unroll 4 --steps 600
+finish
+train peagle --answers "$answers" --unroll 4 --steps 700
+train dflash2 --answers "$answers" --block-size 8 --draft-layers 3 --anchors 64 --steps 800 --lr 6e-4
+train dspark --answers "$answers" --block-size 7 --draft-layers 3 --anchors 64 --steps 800 --lr 6e-4
+finish
