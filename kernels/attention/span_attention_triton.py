@@ -37,6 +37,7 @@ ROWS = 64  # of a tile of a prompt
 # With FP8 caches: above, Hopper's `wgmma` multiplies, and Triton's `mma.sync` groups the columns of converted operands
 # in another order.
 FP8_ROWS = 32
+WIDE_ROWS = 32  # of heads of more than 256 channels, whose sums fill the registers
 FP32_ROWS, FP32_LAUNCH = 16, (8, 2)  # without TF32, in registers
 LAUNCHES = {16: (2, 4), 32: (2, 4), 64: (4, 3)}  # by rows of a tile: warps and stages
 SHARED_LAUNCH = 4, 3  # where programs share the spans of a tile
@@ -399,6 +400,8 @@ def _span_attention(
 def _most_rows(q: torch.Tensor, cache: torch.Tensor) -> int:
     if q.element_size() == 4:
         return FP32_ROWS
+    if q.shape[2] > 256:
+        return WIDE_ROWS
     return FP8_ROWS if cache.element_size() == 1 else ROWS
 
 

@@ -278,9 +278,14 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
         "verify, window and sinks",
         attention(64, 64, is_prompt=False, is_spread=True, has_window=True, has_sinks=True),
     )
-    for rows, few, is_prompt, cache in ((64, 64, True, "bf16"), (32, 32, True, "fp8e4nv"), (16, 4, False, "bf16")):
-        name = f"wide heads, {rows} rows, {cache}"
-        yield name, attention(rows, few, is_prompt=is_prompt, is_spread=not is_prompt, cache=cache, dim=512)
+    for rows, few, is_prompt, is_spread, cache in (
+        (32, 32, True, False, "bf16"),
+        (32, 32, True, True, "bf16"),
+        (32, 32, True, True, "fp8e4nv"),
+        (16, 4, False, True, "bf16"),
+    ):
+        name = f"wide heads, {rows} rows, {cache}{', spread' * is_spread}"
+        yield name, attention(rows, few, is_prompt=is_prompt, is_spread=is_spread, cache=cache, dim=512)
     yield (
         "FP32 prompt, wide heads",
         attention(16, 16, is_prompt=True, is_spread=False, dtype="fp32", cache="fp32", dim=512),
