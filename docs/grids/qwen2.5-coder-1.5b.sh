@@ -9,8 +9,8 @@ train=$1 mt_bench=$2 humaneval=$3 out=$4 grids=$(dirname "$0")
 mkdir -p "$out"
 "$grids/train-heads.sh" "$train" "$out/heads" || exit
 escaped=$(printf %s "$out" | sed 's/[&#\\]/\\&/g')
-for name in qwen2.5-coder-1.5b qwen2.5-coder-1.5b-drafts; do
-    sed "s#heads/#$escaped/heads/#" "$grids/$name.toml" > "$out/$name.toml"
+for file in "$grids"/qwen2.5-coder-1.5b*.toml; do
+    sed "s#heads/#$escaped/heads/#; s#\"first\"#\"$escaped/first\"#" "$file" > "$out/${file##*/}"
 done
 how=(--model "$out/heads/mtp" --dtype bfloat16 --max-model-len 2304 --memory-fraction 0.85)
 every=("${how[@]}" --configs "$out/qwen2.5-coder-1.5b.toml")  # all schedules
@@ -33,10 +33,20 @@ run gsm8k-all eval gsm8k "${drafts[@]}" --concurrency 128 --prefix-cache
 run gsm8k-deterministic eval gsm8k "${drafts[@]}" --concurrency 64 --limit 400 --deterministic
 run gsm8k-not-deterministic eval gsm8k "${drafts[@]}" --concurrency 64 --limit 400
 run platinum eval gsm8k_platinum "${drafts[@]}" --concurrency 128 --prefix-cache
-run mt-bench sweep "${drafts[@]}" --dataset "$mt_bench" --output-len 512 --concurrency 8,32 --prefix-cache
-run humaneval sweep "${drafts[@]}" --dataset "$humaneval" --output-len 256 --concurrency 8,32
-run gsm8k-0.6 eval gsm8k "${drafts[@]}" --concurrency 8,32 --prompts-per-concurrency 12 "${sampled[@]}"
-run mt-bench-0.6 sweep "${drafts[@]}" --dataset "$mt_bench" --output-len 512 --concurrency 8 --prefix-cache \
-    "${sampled[@]}"
+# One prompt for each request in flight: the 80 conversations of MT-Bench and the 164 prompts of HumanEval are few.
+loads=(--output-len 256 --concurrency 1,8,32,128 --prompts-per-concurrency 1)
+grid=(--concurrency 1,8,32,128 --prompts-per-concurrency 3)
+run mt-bench sweep "${drafts[@]}" --dataset "$mt_bench" --prefix-cache "${loads[@]}"
+run humaneval sweep "${drafts[@]}" --dataset "$humaneval" "${loads[@]}"
+run gsm8k-drafts eval gsm8k "${drafts[@]}" "${grid[@]}" --repeats 3
+run gsm8k-0.6 eval gsm8k "${drafts[@]}" "${grid[@]}" --repeats 3 "${sampled[@]}"
+run mt-bench-0.6 sweep "${drafts[@]}" --dataset "$mt_bench" --prefix-cache "${loads[@]}" "${sampled[@]}"
+run humaneval-0.6 sweep "${drafts[@]}" --dataset "$humaneval" "${loads[@]}" "${sampled[@]}"
 run reasoning eval reasoning_gym:chain_sum "${drafts[@]}" --concurrency 32 --limit 200
+for head in dspark eagle3; do
+    run "budgets-$head" eval gsm8k "${how[@]}" --configs "$out/qwen2.5-coder-1.5b-budgets-$head.toml" \
+        --concurrency 8,32,128 --prompts-per-concurrency 3 --repeats 3
+done
+run first eval gsm8k "${how[@]}" --spec off --limit 256 --concurrency 128
+run corpus eval gsm8k "${how[@]}" --configs "$out/qwen2.5-coder-1.5b-corpus.toml" "${grid[@]}" --repeats 3
 exit $failed
