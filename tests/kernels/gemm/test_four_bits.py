@@ -1,23 +1,19 @@
-"""Packing of 4-bit weights, and the assembly that unpacks them and FP8, which the interpreter does not run."""
+"""Packing of 4-bit weights, and the assembly that unpacks them and FP8."""
 
 from __future__ import annotations
 
-import operator
-import re
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from assembly import run, values_of
 
 from specbatch.kernels.gemm import four_bits_mainloop_triton as loops
 from specbatch.kernels.gemm import fp8_few_rows_triton, gemm_mainloop_triton
 from specbatch.kernels.gemm import int4_few_rows_triton as few_rows
 from specbatch.kernels.gemm.four_bits import pack_four_bits, unpack_four_bits
 from specbatch.kernels.gemm.mxfp4 import _VALUES
-
-WORD = (1 << 32) - 1
 
 
 @pytest.mark.parametrize(("shape", "chunk"), [((3, 256), 128), ((2, 5, 64), 64), ((4, 96), 32)])
@@ -40,73 +36,6 @@ def test_bytes_of_a_thread() -> None:
         bytes_of = zip(low[thread, group].tolist(), high[thread, group].tolist(), strict=True)
         found = [(a & 15 | (b & 15) << 4, a >> 4 | (b >> 4) << 4) for a, b in bytes_of]
         assert found == [(column, column + 64) for column in expected]
-
-
-def run(
-    code: str,
-    given: dict[str, torch.Tensor],
-    shared: dict[str, str],
-    results: tuple[str, ...] = ("$0", "$1"),
-    dtype: torch.dtype = torch.bfloat16,
-) -> list[torch.Tensor]:
-    """The results of inline assembly for words int64 [n] by their names, of the instructions that are used here.
-    shared: which result has the register of which word: the compiler may choose any, as none is marked as written
-    early."""
-    registers = dict(given)
-
-    def value(name: str) -> torch.Tensor:
-        name = shared.get(name, name)
-        return registers[name] if name in registers else torch.tensor(int(name, 0))
-
-    for operation, arguments in re.findall(r"^(\w[\w.]*) (.*);$", code, re.MULTILINE):
-        to, *names = [part.strip() for part in arguments.split(",")]
-        read = [value(name) for name in names]
-        if operation.endswith("16x2"):
-            found = of_pairs(operation, dtype, read)
-        elif operation != ".reg":
-            found = INSTRUCTIONS[operation](*read)
-        registers[shared.get(to, to)] = found & WORD
-    return [value(name) for name in results]
-
-
-def and_or(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    assert table == 0xEA, "lop3 with another table"
-    return a & b | c
-
-
-def permuted(low: torch.Tensor, high: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
-    chosen = [int(selector) >> 4 * place & 15 for place in range(4)]
-    found = torch.zeros_like(high)
-    for place, byte in enumerate(chosen):
-        found = found | ((low, high)[byte // 4] >> 8 * (byte % 4) & 255) << 8 * place
-    return found
-
-
-def of_pairs(operation: str, dtype: torch.dtype, words: list[torch.Tensor]) -> torch.Tensor:
-    """A product, or a product and a sum rounded once, of 16-bit values, subnormal ones too."""
-    name, _, kind = operation.split(".")
-    assert kind == {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}[dtype]
-    shape = torch.broadcast_shapes(*(part.shape for part in words))
-    x, y, *z = (values_of(part.expand(shape), dtype) for part in words)
-    assert len(z) == {"mul": 0, "fma": 1}[name]
-    bits = (x * y + sum(z)).to(dtype).view(torch.int16).long() & 0xFFFF
-    return bits[..., 0] | bits[..., 1] << 16
-
-
-INSTRUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "shl.b32": operator.lshift,
-    "shr.u32": operator.rshift,
-    "and.b32": operator.and_,
-    "mov.b32": lambda x: x,
-    "lop3.b32": and_or,
-    "prmt.b32": permuted,
-    "mul.lo.u32": operator.mul,
-}
-
-
-def values_of(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float64 [n, 2]: the 16-bit values in words [n], low one first."""
-    return torch.stack([words & 0xFFFF, words >> 16], -1).to(torch.int16).view(dtype).double()
 
 
 def every_byte() -> torch.Tensor:

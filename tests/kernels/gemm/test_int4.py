@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from assembly import create_inline_asm
 
 from specbatch.kernels.gemm import int4_triton
 from specbatch.kernels.gemm.few_rows_triton import FewRowsTile
@@ -16,11 +17,10 @@ TILES = [FewRowsTile(64, 1, 4, 3, False, 8), FewRowsTile(128, 3, 4, 3, True, 0),
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
 
 
-@pytest.fixture
-def dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    if dtype == torch.float16 and device.type != "cuda":
-        pytest.skip("the interpreter runs no inline assembly, which unpacks to float16")
-    return dtype
+@pytest.fixture(autouse=True)
+def interpreted_assembly(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type != "cuda":
+        monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_inline_asm", create_inline_asm)
 
 
 def random_weight(n: int, k: int, group: int, device: torch.device) -> tuple[Weight, torch.Tensor]:
