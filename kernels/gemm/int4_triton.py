@@ -1,6 +1,6 @@
 """Triton kernels for INT4 weights: a GEMM that unpacks them in registers, for few rows, and dequantization for many.
 
-With few rows the GEMM is split over K until its programs fill the device.
+With few rows the GEMM is split over K until its programs fill the device; with fewer still it is `int4_few_rows`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.dispatch import is_deterministic
+from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, FewRowsTile, few_rows_tile_for
 from specbatch.kernels.gemm.four_bits_mainloop_triton import gemm_mainloop_int4
 from specbatch.kernels.gemm.four_bits_triton import fragment_rows, in_column_order
 from specbatch.kernels.gemm.int4 import chunk_of
+from specbatch.kernels.gemm.int4_few_rows_triton import int4_few_rows
 from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
 from specbatch.kernels.gemm.weight import Weight
 
@@ -33,10 +35,12 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_for(rows: int, n: int, k: int, item: int) -> Tile:
+def tile_for(rows: int, n: int, k: int, item: int) -> Tile | FewRowsTile:
     """The tile of a GEMM of so many rows of x [rows, k], of `item` bytes a value, with a weight [n, k].
 
     To tune: `python -m specbatch.sweeps.microbench gemm-tiles`."""
+    if item == 2 and rows <= MOST_ROWS and not is_deterministic():  # there a row is summed as among many
+        return few_rows_tile_for(rows, n, k)
     block = 16 if rows <= 16 else 32 if rows <= 32 or item == 4 else 64
     outputs, warps = (32, 4) if item == 4 else (64, 4) if rows <= 64 else (128, 8)
     programs = triton.cdiv(n, outputs) * triton.cdiv(rows, block)
@@ -51,7 +55,7 @@ def int4_linear(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    tile: Tile | None = None,
+    tile: Tile | FewRowsTile | None = None,
 ) -> torch.Tensor:
     """`int4_linear_ref`: x [T, K], weight [N, K] -> [T, N], in `out` if given. Rows of x, residual and out may be
     apart. tile: chosen by the shapes if None."""
@@ -71,6 +75,8 @@ def int4_linear(
         return y if residual is None else y.add_(residual)
     chunk, group, words = chunk_of(k), k // scales.shape[1], weight.values.view(torch.int32)
     tile = tile or tile_for(rows, n, k, x.element_size())
+    if isinstance(tile, FewRowsTile):
+        return int4_few_rows(x, weight, bias, residual, y, tile)
     steps = k // chunk
     splits = triton.cdiv(steps, triton.cdiv(steps, tile.splits))  # no program without a part of K
     programs = triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.outputs)

@@ -25,10 +25,13 @@ from specbatch.kernels.collectives import push_triton as one_shots
 from specbatch.kernels.collectives import two_shot_triton as two_shots
 from specbatch.kernels.collectives.peer_words_triton import EMPTY, KINDS
 from specbatch.kernels.gemm import fixed_order_gemm_triton as gemms
+from specbatch.kernels.gemm import fp8_few_rows_triton as fp8_few_rows
 from specbatch.kernels.gemm import fp8_linear_triton as fp8s
 from specbatch.kernels.gemm import head_gemm_triton as head_gemms
+from specbatch.kernels.gemm import int4_few_rows_triton as int4_few_rows
 from specbatch.kernels.gemm import int4_triton as int4s
 from specbatch.kernels.gemm import skinny_gemm_triton as skinny
+from specbatch.kernels.gemm.few_rows_triton import FewRowsTile
 from specbatch.kernels.gemm.skinny_gemm_configs import undivided_tile_for
 from specbatch.kernels.moe import experts_triton as experts
 
@@ -227,12 +230,26 @@ def fp8(rows: int, *, per_channel: bool, quantized: bool) -> dict[str, Any]:
     kinds |= {"x": "*fp8e4nv", "x_scales": "*fp32"} if quantized else {}
     kinds |= {"partial": "*fp32", "counters": "*i32"}
     tile = fp8s.tile_for(rows, 4096, 12288, 1 if quantized else 2)
-    fixed: dict[str, Any] = {
-        "QUANTIZED": quantized, "PER_CHANNEL": per_channel, "HAS_BIAS": False, "HAS_RESIDUAL": True, "SCALE_BLOCK": 128,
-        "EVEN_K": True, "SPLITS": tile.splits, "BM": tile.rows, "BN": tile.outputs, "BK": tile.k, "PDL": True,
+    fixed: dict[str, Any] = {"PER_CHANNEL": per_channel, "HAS_BIAS": False, "HAS_RESIDUAL": True}
+    if isinstance(tile, FewRowsTile):
+        return of_few_rows(
+            fp8_few_rows._fp8_few_rows_kernel, kinds | {"weight": "*i32"}, fixed | {"SIDE": 128}, rows, tile
+        )
+    fixed |= {
+        "QUANTIZED": quantized, "SCALE_BLOCK": 128, "EVEN_K": True, "SPLITS": tile.splits, "BM": tile.rows,
+        "BN": tile.outputs, "BK": tile.k, "PDL": True,
     }  # fmt: skip
     fixed |= {} if quantized else {"x_scales": None}
     return compiled(fp8s._fp8_linear_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def of_few_rows(
+    kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], rows: int, tile: FewRowsTile
+) -> dict[str, Any]:
+    _, settings = tile.settings(torch.empty(rows, 12288, device="meta"), 4096, 96)
+    settings.pop("launch_pdl")
+    options = {name: settings.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in settings}
+    return compiled(kernel, kinds, fixed | settings | {"PDL": True}, **options)
 
 
 def int4(rows: int, kind: str, group: int) -> dict[str, Any]:
@@ -240,9 +257,11 @@ def int4(rows: int, kind: str, group: int) -> dict[str, Any]:
     kinds = dict.fromkeys(("x", "bias", "residual", "y"), f"*{kind}") | {"scales": "*fp16"}
     kinds |= {"weight": "*i32", "zeros": "*u8", "partial": "*fp32", "counters": "*i32"}
     kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "residual_stride", "y_stride"), "i32")
-    fixed: dict[str, Any] = {
-        "HAS_BIAS": False, "HAS_RESIDUAL": True, "GROUP": group, "CHUNK": 128, "SPLITS": tile.splits, "BM": tile.rows,
-        "BN": tile.outputs, "WARPS": tile.warps, "PDL": True,
+    fixed: dict[str, Any] = {"HAS_BIAS": False, "HAS_RESIDUAL": True, "CHUNK": 128}
+    if isinstance(tile, FewRowsTile):
+        return of_few_rows(int4_few_rows._int4_few_rows_kernel, kinds, fixed | {"GROUPS": 128 // group}, rows, tile)
+    fixed |= {
+        "GROUP": group, "SPLITS": tile.splits, "BM": tile.rows, "BN": tile.outputs, "WARPS": tile.warps, "PDL": True
     }  # fmt: skip
     return compiled(int4s._int4_linear_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
@@ -331,10 +350,19 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"GEMM of {rows} rows", gemm(rows)
     for n, k, gated in ((6144, 4096, False), (4096, 4096, False), (151936, 4096, False), (12288, 4096, True)):
         yield f"GEMM of few rows, {n} x {k}", few_rows(n, k, gated=gated)
-    for rows, kind, group in ((16, "bf16", 128), (32, "bf16", 64), (64, "fp16", 128), (64, "bf16", 32)):
+    cases = (
+        (16, "bf16", 128),
+        (32, "fp16", 128),
+        (32, "bf16", 64),
+        (16, "bf16", 32),
+        (64, "fp16", 128),
+        (64, "bf16", 32),
+    )
+    for rows, kind, group in cases:
         yield f"INT4 GEMM of {rows} rows, {kind}, groups of {group}", int4(rows, kind, group)
-    for rows, quantized in ((16, False), (128, False), (64, True)):
+    for rows, quantized in ((16, False), (32, False), (128, False), (64, True)):
         yield f"FP8 GEMM of {rows} rows, scaled per output", fp8(rows, per_channel=True, quantized=quantized)
+    yield "FP8 GEMM of 16 rows, scaled per block", fp8(16, per_channel=False, quantized=False)
     for ranks in (2, 4, 8):
         yield f"one-shot of {ranks} ranks", collective(ranks)
         yield f"one-shot of {ranks} ranks, gathering", collective(ranks, "fp32", reduces=False)

@@ -1,22 +1,19 @@
-"""Packing of 4-bit weights, and the assembly that unpacks them and FP8, which the interpreter does not run."""
+"""Packing of 4-bit weights, and the assembly that unpacks them and FP8."""
 
 from __future__ import annotations
 
-import operator
-import re
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from assembly import run, values_of
 
 from specbatch.kernels.gemm import four_bits_mainloop_triton as loops
-from specbatch.kernels.gemm import gemm_mainloop_triton
+from specbatch.kernels.gemm import fp8_few_rows_triton, gemm_mainloop_triton
+from specbatch.kernels.gemm import int4_few_rows_triton as few_rows
 from specbatch.kernels.gemm.four_bits import pack_four_bits, unpack_four_bits
 from specbatch.kernels.gemm.mxfp4 import _VALUES
-
-WORD = (1 << 32) - 1
 
 
 @pytest.mark.parametrize(("shape", "chunk"), [((3, 256), 128), ((2, 5, 64), 64), ((4, 96), 32)])
@@ -41,58 +38,6 @@ def test_bytes_of_a_thread() -> None:
         assert found == [(column, column + 64) for column in expected]
 
 
-def run(code: str, words: torch.Tensor, given: str = "") -> list[torch.Tensor]:
-    """The two results of inline assembly for words int64 [n], of the instructions that are used here. given: which of
-    the results has the register of the word: the compiler may choose either, as none is marked as written early."""
-    registers = {"$2": words}
-    places = {given: "$2"}
-
-    def value(name: str) -> torch.Tensor:
-        name = places.get(name, name)
-        return registers[name] if name in registers else torch.tensor(int(name, 0))
-
-    for operation, arguments in re.findall(r"^(\w[\w.]*) (.*);$", code, re.MULTILINE):
-        to, *names = [part.strip() for part in arguments.split(",")]
-        read = [value(name) for name in names]
-        registers[places.get(to, to)] = INSTRUCTIONS[operation](*read) & WORD
-    return [value(name) for name in ("$0", "$1")]
-
-
-def and_or(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    assert table == 0xEA, "lop3 with another table"
-    return a & b | c
-
-
-def permuted(low: torch.Tensor, high: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
-    chosen = [int(selector) >> 4 * place & 15 for place in range(4)]
-    found = torch.zeros_like(high)
-    for place, byte in enumerate(chosen):
-        found = found | ((low, high)[byte // 4] >> 8 * (byte % 4) & 255) << 8 * place
-    return found
-
-
-def product_of_pairs(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    left, right = (values_of(part.expand_as(x), torch.bfloat16) for part in (x, y))
-    bits = (left * right).bfloat16().view(torch.int16).long() & 0xFFFF
-    return bits[..., 0] | bits[..., 1] << 16
-
-
-INSTRUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "shl.b32": operator.lshift,
-    "shr.u32": operator.rshift,
-    "and.b32": operator.and_,
-    "mov.b32": lambda x: x,
-    "lop3.b32": and_or,
-    "prmt.b32": permuted,
-    "mul.rn.bf16x2": product_of_pairs,
-}
-
-
-def values_of(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float64 [n, 2]: the 16-bit values in words [n], low one first."""
-    return torch.stack([words & 0xFFFF, words >> 16], -1).to(torch.int16).view(dtype).double()
-
-
 def every_byte() -> torch.Tensor:
     """Words int64 [1024] with every byte in every place, beside random ones."""
     rng = torch.Generator().manual_seed(0)
@@ -101,7 +46,7 @@ def every_byte() -> torch.Tensor:
     return (others & ~(255 << shifts) | torch.arange(256) << shifts).flatten()
 
 
-@pytest.mark.parametrize("given", ["", "$0", "$1"])
+@pytest.mark.parametrize("given", [{}, {"$0": "$2"}, {"$1": "$2"}])
 @pytest.mark.parametrize(
     ("code", "shift", "dtype", "base"),
     [
@@ -114,23 +59,56 @@ def every_byte() -> torch.Tensor:
     ],
 )
 def test_assembly_unpacks_bytes_0_2_1_and_3(
-    code: Any, shift: int, dtype: torch.dtype, base: int | None, given: str
+    code: Any, shift: int, dtype: torch.dtype, base: int | None, given: dict[str, str]
 ) -> None:
     words = every_byte()
     codes = torch.stack([words >> 8 * byte + shift & 15 for byte in (0, 2, 1, 3)], -1)
-    found = torch.cat([values_of(pair, dtype) for pair in run(code.value, words, given)], -1)
+    found = torch.cat([values_of(pair, dtype) for pair in run(code.value, {"$2": words}, given)], -1)
     if base is None:  # e2m1 below its other bias
         assert torch.equal(found * 2.0**126, torch.tensor(_VALUES, dtype=torch.float64)[codes])
     else:
         assert torch.equal(found, (base + codes).double())
 
 
-@pytest.mark.parametrize("given", ["", "$0", "$1"])
-def test_assembly_converts_e4m3(given: str) -> None:
-    """A word is four neighbours, the first in byte 0."""
-    words, code = every_byte(), gemm_mainloop_triton._WIDEN.value
-    stored = torch.stack([words >> 8 * byte & 255 for byte in range(4)], -1).to(torch.uint8)
+@pytest.mark.parametrize(
+    "given", [{}, *({f"${place}": f"${word}"} for place, word in product((0, 1, 2, 3), (4, 5, 6)))], ids=str
+)
+@pytest.mark.parametrize(
+    ("unpack", "negate", "dtype", "unit"),
+    [
+        (few_rows._UNPACK_BF16, few_rows._NEGATE_BF16, torch.bfloat16, 64),
+        (few_rows._UNPACK_FP16, few_rows._NEGATE_FP16, torch.float16, 512),
+    ],
+)
+def test_assembly_subtracts_zero_points(
+    unpack: Any, negate: Any, dtype: torch.dtype, unit: int, given: dict[str, str]
+) -> None:
+    """Low bits of bytes 0 and 2, of 1 and 3, then the high bits of both pairs, less each zero point."""
+    words, zeros = every_byte().repeat(16), torch.arange(16).repeat_interleave(1024)
+    low, high = (run(negate.value, {"$1": zero}, {}, ("$0",), dtype)[0] for zero in (zeros, 15 - zeros))
+    places = ("$0", "$1", "$2", "$3")
+    found = run(unpack.value, {"$4": words, "$5": low, "$6": high}, given, places, dtype)
+    for pair, (byte, shift) in zip(found, ((0, 0), (1, 0), (0, 4), (1, 4)), strict=True):
+        codes = torch.stack([words >> 8 * place + shift & 15 for place in (byte, byte + 2)], -1)
+        zero = 15 - zeros if shift else zeros
+        assert torch.equal(values_of(pair, dtype) * unit, (codes - zero[:, None]).double())
+
+
+@pytest.mark.parametrize("given", [{}, {"$0": "$2"}, {"$1": "$2"}])
+@pytest.mark.parametrize(
+    ("code", "dtype", "order"),
+    [
+        (gemm_mainloop_triton._WIDEN, torch.bfloat16, (0, 1, 2, 3)),
+        (fp8_few_rows_triton._WIDEN_BF16, torch.bfloat16, (0, 2, 1, 3)),
+        (fp8_few_rows_triton._WIDEN_FP16, torch.float16, (0, 2, 1, 3)),
+    ],
+)
+def test_assembly_converts_e4m3(code: Any, dtype: torch.dtype, order: tuple[int, ...], given: dict[str, str]) -> None:
+    """order: the bytes of a word whose values the results have."""
+    words = every_byte()
+    stored = torch.stack([words >> 8 * byte & 255 for byte in order], -1).to(torch.uint8)
     expected = stored.view(torch.float8_e4m3fn).double()
-    found = torch.cat([values_of(pair, torch.bfloat16) for pair in run(code, words, given)], -1)
+    results = run(code.value, {"$2": words}, given, dtype=dtype)
+    found = torch.cat([values_of(pair, dtype) for pair in results], -1)
     is_number = ~expected.isnan()  # weights have no NaN
     assert torch.equal(found[is_number], expected[is_number])

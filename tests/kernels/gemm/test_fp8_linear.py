@@ -7,18 +7,28 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from assembly import create_inline_asm
 from dtypes import HALVES
 
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8_ref
 from specbatch.kernels.elementwise.norm import rms_norm_ref
+from specbatch.kernels.gemm import fp8_linear_triton
+from specbatch.kernels.gemm.few_rows_triton import FewRowsTile
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.gemm.fp8_linear import ConcatLinear, FP8Linear, fp8_linear_ref, linear
 from specbatch.kernels.gemm.fp8_linear_triton import fp8_linear
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.weight import Weight
 
+TILES = [FewRowsTile(64, 1, 4, 3, False, 8), FewRowsTile(128, 3, 4, 3, True, 0)]
 # A tensor core's error in a sum of 128 FP8 products, about 2^-13 of the largest, is below these FP16/BF16 bounds.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
+
+
+@pytest.fixture(autouse=True)
+def interpreted_assembly(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type != "cuda":
+        monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_inline_asm", create_inline_asm)
 
 
 def random_weight(n: int, k: int, device: torch.device, scaled: str = "blocks") -> tuple[Weight, torch.Tensor]:
@@ -62,15 +72,42 @@ def test_fp8_linear_matches_reference(
     check(fp8_linear(x, weight, bias, residual), expected, dtype)
 
 
-@pytest.mark.parametrize("rows", [1, 40, 130])
-def test_every_fp8_value_is_exact(rows: int, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize(("rows", "tile"), [(1, None), (40, None), (130, None), *((32, tile) for tile in TILES)])
+def test_every_fp8_value_is_exact(
+    rows: int, tile: FewRowsTile | None, dtype: torch.dtype, device: torch.device
+) -> None:
     """Including subnormals and both zeros: each is the only term of its sum."""
     bits = torch.arange(256, dtype=torch.uint8)[(torch.arange(256) & 127) != 127].repeat(128)[: 128 * 250]
     values = bits.view(250, 128).to(device).view(torch.float8_e4m3fn)
     weight = Weight(values, torch.ones(2, 1, device=device))
     column = torch.arange(rows, device=device) * 37 % 128
     x = F.one_hot(column, 128).to(dtype)
-    assert torch.equal(fp8_linear(x, weight).float(), values.float().t()[column])
+    assert torch.equal(fp8_linear(x, weight, tile=tile).float(), values.float().t()[column])
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "scaled"), [(1, 130, 512, "blocks"), (17, 72, 384, "blocks"), (16, 200, 256, "outputs")]
+)
+def test_few_rows_match_reference(
+    tile: FewRowsTile, rows: int, n: int, k: int, scaled: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    weight, dequantized = random_weight(n, k, device, scaled)
+    x, bias = torch.randn(rows, k + 16).to(device, dtype)[:, 8 : 8 + k], torch.randn(n).to(device, dtype)
+    residual = torch.randn(rows, n + 5).to(device, dtype)[:, 3 : 3 + n]
+    expected = x.double() @ dequantized.t()
+    check(fp8_linear(x, weight, tile=tile), expected, dtype)
+    out = torch.full((rows, n + 4), 7.0, device=device, dtype=dtype)
+    fp8_linear(x, weight, bias, residual, out[:, 2 : n + 2], tile)
+    check(out[:, 2 : n + 2], expected + bias.double() + residual.double(), dtype)
+    assert (out[:, :2] == 7).all()
+    assert (out[:, n + 2 :] == 7).all()
+
+
+def test_few_rows_are_those_of_half_precision() -> None:
+    assert isinstance(fp8_linear_triton.tile_for(16, 4096, 4096, 2), FewRowsTile)
+    for rows, k, item in ((33, 4096, 2), (16, 4032, 2), (16, 4096, 4), (16, 4096, 1)):
+        assert isinstance(fp8_linear_triton.tile_for(rows, 4096, k, item), fp8_linear_triton.Tile)
 
 
 @pytest.mark.parametrize("kernels", [False, True])

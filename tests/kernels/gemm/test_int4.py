@@ -5,20 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from assembly import create_inline_asm
 
 from specbatch.kernels.gemm import int4_triton
-from specbatch.kernels.gemm.int4 import int4_linear_ref, pack_int4
+from specbatch.kernels.gemm.few_rows_triton import FewRowsTile
+from specbatch.kernels.gemm.int4 import chunk_of, int4_linear_ref, pack_int4
 from specbatch.kernels.gemm.int4_triton import int4_linear
 from specbatch.kernels.gemm.weight import INT4_GROUPS, Weight
 
+TILES = [FewRowsTile(64, 1, 4, 3, False, 8), FewRowsTile(128, 3, 4, 3, True, 0), FewRowsTile(32, 2, 2, 3, False, 2)]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
 
 
-@pytest.fixture
-def dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    if dtype == torch.float16 and device.type != "cuda":
-        pytest.skip("the interpreter runs no inline assembly, which unpacks to float16")
-    return dtype
+@pytest.fixture(autouse=True)
+def interpreted_assembly(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type != "cuda":
+        monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_inline_asm", create_inline_asm)
 
 
 def random_weight(n: int, k: int, group: int, device: torch.device) -> tuple[Weight, torch.Tensor]:
@@ -69,15 +71,47 @@ def test_int4_linear_matches_reference(
     assert (out[:, n + 2 :] == 7).all()
 
 
-@pytest.mark.parametrize("rows", [1, 40, 300])
-def test_every_value_and_zero_point_is_exact(rows: int, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize(("rows", "tile"), [(1, None), (40, None), (300, None), *((16, tile) for tile in TILES)])
+def test_every_value_and_zero_point_is_exact(
+    rows: int, tile: FewRowsTile | None, dtype: torch.dtype, device: torch.device
+) -> None:
     """Each is the only term of its sum."""
     values, zeros = torch.arange(256)[:, None] % 16, torch.arange(256)[:, None] // 16
     weight = Weight(pack_int4(values.byte().expand(256, 32)), torch.ones(256, 1).half(), zeros.byte())
     weight = Weight(*(part.to(device) for part in (weight.values, weight.scales, weight.zeros)))  # type: ignore[union-attr]
     column = torch.arange(rows, device=device) * 7 % 32
-    y = int4_linear(F.one_hot(column, 32).to(dtype), weight)
+    y = int4_linear(F.one_hot(column, 32).to(dtype), weight, tile=tile)
     assert torch.equal(y.float(), (values - zeros).float().t().expand(rows, 256).to(device))
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "group"),
+    [(1, 130, 512, 128), (4, 16, 192, 64), (16, 64, 128, 128), (17, 72, 96, 32), (3, 40, 256, 64), (20, 24, 256, 32)],
+)
+def test_few_rows_match_reference(
+    tile: FewRowsTile, rows: int, n: int, k: int, group: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Tiles of two warps are multiplied by other instructions than those of four. 512 columns are four steps."""
+    weight, meant = random_weight(n, k, group, device)
+    tile = tile if group == chunk_of(k) else tile._replace(early=False)
+    x, bias = torch.randn(rows, k + 16).to(device, dtype)[:, 8 : 8 + k], torch.randn(n).to(device, dtype)
+    residual = torch.randn(rows, n + 5).to(device, dtype)[:, 3 : 3 + n]
+    expected = x.double() @ meant.t()
+    check(int4_linear(x, weight, tile=tile), expected, dtype)
+    out = torch.full((rows, n + 4), 7.0, device=device, dtype=dtype)
+    int4_linear(x, weight, bias, residual, out[:, 2 : n + 2], tile)
+    check(out[:, 2 : n + 2], expected + bias.double() + residual.double(), dtype)
+    assert (out[:, :2] == 7).all()
+    assert (out[:, n + 2 :] == 7).all()
+
+
+def test_few_rows_are_those_of_half_precision() -> None:
+    tile = int4_triton.tile_for(16, 4096, 4096, 2)
+    assert isinstance(tile, FewRowsTile)
+    assert tile.splits == 8
+    for rows, item in ((33, 2), (16, 4)):
+        assert isinstance(int4_triton.tile_for(rows, 4096, 4096, item), int4_triton.Tile)
 
 
 @pytest.mark.parametrize("group", INT4_GROUPS)

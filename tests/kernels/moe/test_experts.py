@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from assembly import create_inline_asm
 from crossed import crossed, first_quick, slow_but
 from dtypes import HALVES
 from mxfp4_encoding import encoded
@@ -255,9 +256,11 @@ def test_mxfp4_weights(tokens: int, dtype: torch.dtype, device: torch.device) ->
 
 
 @pytest.mark.parametrize(("tokens", "group"), slow_but([(5, 32)], [(1, 128), (5, 32), (19, 64)]))
-def test_int4_weights(tokens: int, group: int, dtype: torch.dtype, device: torch.device) -> None:
-    if dtype == torch.float16 and device.type != "cuda":
-        pytest.skip("the interpreter runs no inline assembly, which unpacks to float16")
+def test_int4_weights(
+    tokens: int, group: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type != "cuda":
+        monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_inline_asm", create_inline_asm)
     case = Case(RULES["plain"], tokens, device, dtype, hidden=256, inner=128)
     packed = []
     for matrices in (case.up, case.down):
