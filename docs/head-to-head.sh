@@ -23,7 +23,7 @@ eagle3)
         \"rejection_sample_method\": \"synthetic\", \"synthetic_acceptance_rates\": [1.0, 0.4, 0.0]}")
     ;;
 dflash)
-    concurrency=1,8,32
+    concurrency=1,8,32 pages=4000
     export SGLANG_SIMULATE_ACC_LEN=6.35 SGLANG_SIMULATE_ACC_METHOD=match-expected
     export SGLANG_SIMULATE_ACC_TOKEN_MODE=real-draft-token
     head=z-lab/Qwen3-8B-DFlash-b16

@@ -1,6 +1,7 @@
 """What GEMMs of at most 32 rows of 16-bit activations with a weight that is unpacked in registers have in common.
 
-Their programs are split over K. Before it waits for the previous kernel, a program asks for its first weights.
+Their programs are split over K. Before it waits for the previous kernel, a program fetches its first weights to the L2
+cache. Loading them to registers by then was slower on an H200, as was a limit of the registers of a thread.
 """
 
 from __future__ import annotations
@@ -18,28 +19,23 @@ MOST_ROWS = 32
 
 
 class FewRowsTile(NamedTuple):
-    """outputs of a program; splits: programs that share the K of a tile; stages of the pipeline.
-
-    What a program asks for before it waits for the previous kernel: if `early` the first weights of its pipeline, with
-    rows of x in registers; and `ahead` pieces of 64 bytes of each row of the weight, for the L2 cache."""
+    """outputs of a program; splits: programs that share the K of a tile; stages of the pipeline; ahead: pieces of 64
+    bytes of each row of the weight that a program fetches to the L2 cache before it waits for the previous kernel."""
 
     outputs: int
     splits: int
     warps: int
     stages: int
-    early: bool
     ahead: int
-    registers: int | None = None  # of a thread, at most
 
     def settings(self, x: torch.Tensor, n: int, steps: int) -> tuple[int, dict[str, Any]]:
         """How many programs for x [rows, K], n outputs and this number of steps over K, and what a kernel is launched
         with."""
         assert len(x) <= MOST_ROWS, f"{len(x)} rows are not few"
         splits = triton.cdiv(steps, triton.cdiv(steps, self.splits))  # no program without a part of K
-        found = {"SPLITS": splits, "BM": rows_of_tile(len(x)), "BN": self.outputs, "EARLY": self.early}
+        found = {"SPLITS": splits, "BM": rows_of_tile(len(x)), "BN": self.outputs}
         found |= {"WARPS": min(self.warps, self.outputs // 16), "AHEAD": self.ahead, **pdl(x)}
         found |= {"num_warps": self.warps, "num_stages": self.stages}
-        found |= {} if self.registers is None else {"maxnreg": self.registers}
         return triton.cdiv(n, self.outputs) * splits, found
 
 
@@ -48,13 +44,13 @@ def rows_of_tile(rows: int) -> int:
 
 
 def few_rows_tile_for(rows: int, n: int, k: int) -> FewRowsTile:
-    """The tile of a GEMM of so many rows with a weight [n, k]: two programs for each multiprocessor leave room for as
-    many of the next kernel.
+    """The tile of a GEMM of so many rows with a weight [n, k].
 
     To tune: `python -m specbatch.sweeps.microbench gemm-tiles`."""
-    outputs = 128 if n >= 2048 else 64
-    splits = splits_for(triton.cdiv(n, outputs), outputs * rows_of_tile(rows), k, 2)
-    return FewRowsTile(outputs, splits, 4, 4, False, 8, 128 if rows <= 16 else None)
+    is_wide = n >= 16384
+    outputs, resident = (128, 3 if rows <= 16 else 2) if is_wide else (64, 2)
+    splits = splits_for(triton.cdiv(n, outputs), outputs * rows_of_tile(rows), k, resident)
+    return FewRowsTile(outputs, splits, 4, 4, 8)
 
 
 @triton.jit

@@ -94,7 +94,7 @@ def in_order_of_words(rows):
 def _fp8_few_rows_kernel(
     x, weight, scales, bias, residual, y, partial, counters, M, N, K, x_stride, residual_stride, y_stride,
     PER_CHANNEL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SIDE: tl.constexpr,
-    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
+    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr,
     AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The weights are exact in the type of x, and sums of products are scaled: no value is rounded on the way."""
@@ -114,21 +114,11 @@ def _fp8_few_rows_kernel(
     if PDL and AHEAD > 0:
         fetch_words_to_l2(weight_row, first * WORDS, last * WORDS, AHEAD)
     scale_next = tl.load(scale_row if PER_CHANNEL else scale_row + first).to(tl.float32)
-    x_next = tl.zeros([BM, SIDE], kind)
     total = tl.zeros([BN, BM], tl.float32)
-    if not EARLY:
-        wait_for_previous_kernel(PDL)
+    wait_for_previous_kernel(PDL)
     for step in tl.range(first, last):
         words = tl.load(weight_tile + step * WORDS, eviction_policy="evict_first")
-        if EARLY:  # as in the INT4 kernel
-            rows = x_next
-            if step == first:
-                wait_for_previous_kernel(PDL)
-                rows = tl.load(x_tile + step * SIDE, exists, other=0.0)
-            more = row < tl.where(step + 1 < last, M, 0)
-            x_next = tl.load(x_tile + (step + 1) * SIDE, more[:, None], other=0.0)
-        else:
-            rows = tl.load(x_tile + step * SIDE, exists, other=0.0)
+        rows = tl.load(x_tile + step * SIDE, exists, other=0.0)
         values, rows = widened(words, kind, WARPS), in_order_of_words(rows)
         if PER_CHANNEL:
             total = tl.dot(values, rows.T, total, input_precision="ieee")

@@ -34,7 +34,6 @@ def int4_few_rows(
     assert scales is not None
     chunk = chunk_of(k)
     groups = scales.shape[1] * chunk // k
-    assert groups == 1 or not tile.early, "only rows of chunks of one group pass through registers"
     partial, counters = workspace(x.device)
     programs, settings = tile.settings(x, n, k // chunk)
     _int4_few_rows_kernel[(programs,)](
@@ -186,8 +185,7 @@ def _add_group(total, values, x_tile, exists, scale, kind: tl.constexpr, WARPS: 
 def _int4_few_rows_kernel(
     x, weight, scales, zeros, bias, residual, y, partial, counters, M, N, K, x_stride, residual_stride, y_stride,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The weight is the first operand of the products, as in `gemm_mainloop_int4`: a group's products with its whole
     numbers are exact, and their sums are scaled. GROUPS: of a chunk."""
@@ -212,27 +210,15 @@ def _int4_few_rows_kernel(
         fetch_to_l2(zero_row + (last - 1) * GROUPS)
     scale_next = unscaled(tl.load(scale_row + first * GROUPS), kind)
     offset_next = offsets(tl.load(zero_row + first * GROUPS), kind)
-    x_next = tl.zeros([BM, SIZE], kind)
     total = tl.zeros([BN, BM], tl.float32)
-    if not EARLY:
-        wait_for_previous_kernel(PDL)
+    wait_for_previous_kernel(PDL)
     for step in tl.range(first, last):
         words = tl.load(weight_tile + step * WORDS, eviction_policy="evict_first")
         if GROUPS > 1:
             scale, zero = scale_row + step * GROUPS, zero_row + step * GROUPS
             total = _add_groups(total, words, x_tile + step * CHUNK, exists, scale, zero, GROUPS, kind, WARPS)
         else:
-            if EARLY:
-                # The compiler's pipeline fetches weights ahead of the loop, hence before the wait; rows of x come after
-                # it, as they pass through a branch and a variable of the loop.
-                rows = x_next
-                if step == first:
-                    wait_for_previous_kernel(PDL)
-                    rows = tl.load(x_tile + step * CHUNK, exists, other=0.0)
-                more = row < tl.where(step + 1 < last, M, 0)
-                x_next = tl.load(x_tile + (step + 1) * CHUNK, more[:, None], other=0.0)
-            else:
-                rows = tl.load(x_tile + step * CHUNK, exists, other=0.0)
+            rows = tl.load(x_tile + step * CHUNK, exists, other=0.0)
             scale, offset = scale_next, tl.broadcast_to(offset_next[:, None], words.shape)
             following = tl.minimum(step + 1, last - 1)
             scale_next = unscaled(tl.load(scale_row + following), kind)

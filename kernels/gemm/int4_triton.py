@@ -18,7 +18,7 @@ from specbatch.kernels.gemm.four_bits_mainloop_triton import gemm_mainloop_int4
 from specbatch.kernels.gemm.four_bits_triton import fragment_rows, in_column_order
 from specbatch.kernels.gemm.int4 import chunk_of
 from specbatch.kernels.gemm.int4_few_rows_triton import int4_few_rows
-from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
+from specbatch.kernels.gemm.split_k_triton import MULTIPROCESSORS, is_last_split, splits_for, sum_of_splits, workspace
 from specbatch.kernels.gemm.weight import Weight
 
 _MANY = 256  # rows from which to write and read a dequantized weight takes less time than to unpack it for each tile
@@ -39,7 +39,9 @@ def tile_for(rows: int, n: int, k: int, item: int) -> Tile | FewRowsTile:
     """The tile of a GEMM of so many rows of x [rows, k], of `item` bytes a value, with a weight [n, k].
 
     To tune: `python -m specbatch.sweeps.microbench gemm-tiles`."""
-    if item == 2 and rows <= MOST_ROWS and not is_deterministic():  # there a row is summed as among many
+    # With a very wide weight and at most 16 rows the GEMM below took less time on an H200.
+    is_very_wide = rows <= 16 and triton.cdiv(n, 128) > 3 * MULTIPROCESSORS
+    if item == 2 and rows <= MOST_ROWS and not is_very_wide and not is_deterministic():  # a row is summed as among many
         return few_rows_tile_for(rows, n, k)
     block = 16 if rows <= 16 else 32 if rows <= 32 or item == 4 else 64
     outputs, warps = (32, 4) if item == 4 else (64, 4) if rows <= 64 else (128, 8)

@@ -34,7 +34,7 @@ from specbatch.sweeps.microbench.tile_search import compile_all, fastest
 ROWS, SPLITS = (16, 32, 64, 128), (1, 2, 3, 4, 6, 8, 12, 16)
 BLOCKS = {16: (16,), 32: (16, 32), 64: (32, 64), 128: (64, 128)}  # rows of a tile, by rows of x
 SHARED_BYTES = 227 * 1024  # of a multiprocessor of an H200
-FEW_ROWS = f"to {MOST_ROWS} rows outputs, splits, warps, stages, early, ahead, registers"
+FEW_ROWS = f"to {MOST_ROWS} rows outputs, splits, warps, stages, ahead"
 KINDS = {
     "BF16": "outputs, k, splits, warps, stages",
     "INT4": f"rows, outputs, splits, warps, stages; {FEW_ROWS}",
@@ -92,10 +92,10 @@ def grid(kind: str, name: str, rows: int) -> list[Any]:
             if fits and not is_split and _fills(outputs // halves, n, rows, rows, splits):
                 tiles.append(skinny_gemm_configs.Tile(n, k, splits, warps, stages))
     elif kind in ("INT4", "FP8") and rows <= MOST_ROWS:
-        few_shapes, asked = [(64, 4, None), (128, 4, None), (128, 4, 128), (128, 8, None)], ((True, 0), (False, 8))
-        for (n, warps, most), splits, stages, (early, ahead) in itertools.product(few_shapes, SPLITS, (4, 6), asked):
+        few_shapes = (64, 4), (128, 4), (128, 8)
+        for (n, warps), splits, stages, ahead in itertools.product(few_shapes, SPLITS, (4, 6), (0, 8)):
             if _fills(outputs, n, rows, rows, splits):
-                tiles.append(FewRowsTile(n, splits, warps, stages, early, ahead, most))
+                tiles.append(FewRowsTile(n, splits, warps, stages, ahead))
     elif kind == "INT4":
         shapes = [(64, 4), (128, 8)]  # with fewer warps, weights go through shared memory twice
         for block, (n, warps), splits, stages in itertools.product(BLOCKS[rows], shapes, SPLITS, range(3, 7)):

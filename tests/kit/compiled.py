@@ -248,7 +248,7 @@ def of_few_rows(
 ) -> dict[str, Any]:
     _, settings = tile.settings(torch.empty(rows, 12288, device="meta"), 4096, 96)
     settings.pop("launch_pdl")
-    options = {name: settings.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in settings}
+    options = {name: settings.pop(name) for name in ("num_warps", "num_stages")}
     return compiled(kernel, kinds, fixed | settings | {"PDL": True}, **options)
 
 

@@ -20,7 +20,7 @@ from specbatch.kernels.gemm.fp8_linear_triton import fp8_linear
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.weight import Weight
 
-TILES = [FewRowsTile(64, 1, 4, 3, False, 8), FewRowsTile(128, 3, 4, 3, True, 0)]
+TILES = [FewRowsTile(64, 1, 4, 3, 8), FewRowsTile(128, 3, 4, 3, 0)]
 # A tensor core's error in a sum of 128 FP8 products, about 2^-13 of the largest, is below these FP16/BF16 bounds.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
 

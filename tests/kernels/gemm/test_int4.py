@@ -9,11 +9,11 @@ from assembly import create_inline_asm
 
 from specbatch.kernels.gemm import int4_triton
 from specbatch.kernels.gemm.few_rows_triton import FewRowsTile
-from specbatch.kernels.gemm.int4 import chunk_of, int4_linear_ref, pack_int4
+from specbatch.kernels.gemm.int4 import int4_linear_ref, pack_int4
 from specbatch.kernels.gemm.int4_triton import int4_linear
 from specbatch.kernels.gemm.weight import INT4_GROUPS, Weight
 
-TILES = [FewRowsTile(64, 1, 4, 3, False, 8), FewRowsTile(128, 3, 4, 3, True, 0), FewRowsTile(32, 2, 2, 3, False, 2)]
+TILES = [FewRowsTile(64, 1, 4, 3, 8), FewRowsTile(128, 3, 4, 3, 0), FewRowsTile(32, 2, 2, 3, 2)]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
 
 
@@ -94,7 +94,6 @@ def test_few_rows_match_reference(
 ) -> None:
     """Tiles of two warps are multiplied by other instructions than those of four. 512 columns are four steps."""
     weight, meant = random_weight(n, k, group, device)
-    tile = tile if group == chunk_of(k) else tile._replace(early=False)
     x, bias = torch.randn(rows, k + 16).to(device, dtype)[:, 8 : 8 + k], torch.randn(n).to(device, dtype)
     residual = torch.randn(rows, n + 5).to(device, dtype)[:, 3 : 3 + n]
     expected = x.double() @ meant.t()
@@ -109,9 +108,10 @@ def test_few_rows_match_reference(
 def test_few_rows_are_those_of_half_precision() -> None:
     tile = int4_triton.tile_for(16, 4096, 4096, 2)
     assert isinstance(tile, FewRowsTile)
-    assert tile.splits == 8
-    for rows, item in ((33, 2), (16, 4)):
-        assert isinstance(int4_triton.tile_for(rows, 4096, 4096, item), int4_triton.Tile)
+    assert (tile.outputs, tile.splits) == (64, 4)
+    for rows, n, item in ((33, 4096, 2), (16, 4096, 4), (16, 57344, 2)):
+        assert isinstance(int4_triton.tile_for(rows, n, 4096, item), int4_triton.Tile)
+    assert isinstance(int4_triton.tile_for(32, 57344, 4096, 2), FewRowsTile)
 
 
 @pytest.mark.parametrize("group", INT4_GROUPS)
