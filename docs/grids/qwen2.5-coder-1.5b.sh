@@ -33,7 +33,8 @@ run gsm8k-all eval gsm8k "${drafts[@]}" --concurrency 128 --prefix-cache
 run gsm8k-deterministic eval gsm8k "${drafts[@]}" --concurrency 64 --limit 400 --deterministic
 run gsm8k-not-deterministic eval gsm8k "${drafts[@]}" --concurrency 64 --limit 400
 run platinum eval gsm8k_platinum "${drafts[@]}" --concurrency 128 --prefix-cache
-# One prompt for each request in flight: the 80 conversations of MT-Bench and the 164 prompts of HumanEval are few.
+# One prompt for each request in flight: the 80 conversations of MT-Bench and the 164 prompts of HumanEval are few (at
+# 128 requests, 48 conversations are asked twice).
 loads=(--output-len 256 --concurrency 1,8,32,128 --prompts-per-concurrency 1)
 grid=(--concurrency 1,8,32,128 --prompts-per-concurrency 3)
 run mt-bench sweep "${drafts[@]}" --dataset "$mt_bench" --prefix-cache "${loads[@]}"

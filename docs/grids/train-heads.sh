@@ -2,13 +2,18 @@
 # Trains the drafts of qwen2.5-coder-1.5b-drafts.toml, on one GPU:
 #   docs/grids/train-heads.sh gsm8k_train.jsonl heads
 #   docs/grids/train-heads.sh gsm8k_train.jsonl heads eagle3 dflash mtp   (only these)
-# An H200 answers the questions in 90 s and trains three heads at once in about 4 minutes. After Ctrl-C the same command
-# continues. heads/mtp is the model of all configurations.
+# eagle3 writes the answers that the others train on: train it first, or with them. An H200 answers the questions in 90 s
+# and trains three heads at once in about 4 minutes, all six in two such rounds. After Ctrl-C the same command continues.
+# heads/mtp is the model of all configurations.
 set -euo pipefail
-[ $# -ge 2 ] || { sed -n "2,6s/^# *//p" "$0" >&2; exit 2; }
+[ $# -ge 2 ] || { sed -n "2,7s/^# *//p" "$0" >&2; exit 2; }
 questions=$1 heads=$2
 shift 2
-names=" ${*:-eagle3 dflash mtp peagle dflash2 dspark} "
+all="eagle3 dflash mtp peagle dflash2 dspark"
+names=" ${*:-$all} "
+for name in $names; do
+    [[ " $all " = *" $name "* ]] || { echo "$name: unknown; use some of $all" >&2; exit 2; }
+done
 answers=$heads/eagle3/answers.jsonl
 jobs=()
 # Jobs in the background ignore Ctrl-C, so it is passed on.
@@ -22,7 +27,12 @@ train() { # NAME OPTIONS...: in the background, if it was asked for and is not f
         --held-out 64 --memory-fraction 0.3 --out "$out" --algorithm "$name" "$@" &
     jobs+=($!)
 }
-finish() { for job in "${jobs[@]}"; do wait "$job"; done; jobs=(); }
+finish() { # waits for all jobs; if one has failed, this script fails
+    local failed=0
+    for job in "${jobs[@]}"; do wait "$job" || failed=$?; done
+    jobs=()
+    return $failed
+}
 answered() { [ -e "$answers" ] && [ "$(wc -l < "$answers")" -gt "$(wc -l < "$questions")" ]; } # a header, and a line each
 
 # Two examples before each question, where the evaluation has five: more of a batch are answers.
