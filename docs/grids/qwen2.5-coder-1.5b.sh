@@ -36,11 +36,11 @@ run platinum eval gsm8k_platinum "${drafts[@]}" --concurrency 128 --prefix-cache
 # One prompt for each request in flight: the 80 conversations of MT-Bench and the 164 prompts of HumanEval are few (at
 # 128 requests, 48 conversations are asked twice).
 loads=(--output-len 256 --concurrency 1,8,32,128 --prompts-per-concurrency 1)
-grid=(--concurrency 1,8,32,128 --prompts-per-concurrency 3)
+grid=(--concurrency 1,8,32,128 --prompts-per-concurrency 3 --repeats 3)
 run mt-bench sweep "${drafts[@]}" --dataset "$mt_bench" --prefix-cache "${loads[@]}"
 run humaneval sweep "${drafts[@]}" --dataset "$humaneval" "${loads[@]}"
-run gsm8k-drafts eval gsm8k "${drafts[@]}" "${grid[@]}" --repeats 3
-run gsm8k-0.6 eval gsm8k "${drafts[@]}" "${grid[@]}" --repeats 3 "${sampled[@]}"
+run gsm8k-drafts eval gsm8k "${drafts[@]}" "${grid[@]}"
+run gsm8k-0.6 eval gsm8k "${drafts[@]}" "${grid[@]}" "${sampled[@]}"
 run mt-bench-0.6 sweep "${drafts[@]}" --dataset "$mt_bench" --prefix-cache "${loads[@]}" "${sampled[@]}"
 run humaneval-0.6 sweep "${drafts[@]}" --dataset "$humaneval" "${loads[@]}" "${sampled[@]}"
 run reasoning eval reasoning_gym:chain_sum "${drafts[@]}" --concurrency 32 --limit 200
@@ -49,5 +49,5 @@ for head in dspark eagle3; do
         --concurrency 8,32,128 --prompts-per-concurrency 3 --repeats 3
 done
 run first eval gsm8k "${how[@]}" --spec off --limit 256 --concurrency 128
-run corpus eval gsm8k "${how[@]}" --configs "$out/qwen2.5-coder-1.5b-corpus.toml" "${grid[@]}" --repeats 3
+run corpus eval gsm8k "${how[@]}" --configs "$out/qwen2.5-coder-1.5b-corpus.toml" "${grid[@]}"
 exit $failed

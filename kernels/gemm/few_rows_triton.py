@@ -32,6 +32,7 @@ class FewRowsTile(NamedTuple):
         """How many programs for x [rows, K], n outputs and this number of steps over K, and what a kernel is launched
         with."""
         assert len(x) <= MOST_ROWS, f"{len(x)} rows are not few"
+        assert min(self.outputs // 16, self.warps) >= 4, "weights are in the order of a warpgroup's operand"
         splits = triton.cdiv(steps, triton.cdiv(steps, self.splits))  # no program without a part of K
         found = {"SPLITS": splits, "BM": rows_of_tile(len(x)), "BN": self.outputs}
         found |= {"WARPS": min(self.warps, self.outputs // 16), "AHEAD": self.ahead, **pdl(x)}

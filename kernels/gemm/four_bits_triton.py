@@ -32,26 +32,12 @@ def in_fragment_order(a, b, c, d, WARPS: tl.constexpr):
 
 @triton.jit
 def chunk_in_fragment_order(a, b, c, d, e, f, g, h, WARPS: tl.constexpr):
-    """`in_fragment_order` of both halves of a chunk: a to d of the low bits, e to h of the high bits -> [N, 8 * W].
-    Fewer than four warps multiply by mma.sync; their columns are in the order `for_few_warps`."""
+    """`in_fragment_order` of both halves of a chunk: a to d of the low bits, e to h of the high bits -> [N, 8 * W]."""
     N: tl.constexpr = a.shape[0]
     W: tl.constexpr = a.shape[1]
     found = tl.join(_by_byte(a, b, c, d), _by_byte(e, f, g, h))
     found = tl.reshape(found, [N // (16 * WARPS), 2, WARPS, 8, 4, W // 4, 2, 2, 2])
-    if WARPS >= 4:
-        found = tl.permute(found, [0, 2, 1, 3, 8, 5, 7, 4, 6])
-    else:
-        found = tl.permute(found, [0, 2, 1, 3, 8, 5, 4, 7, 6])
-    return tl.reshape(found, [N, 8 * W])
-
-
-@triton.jit
-def for_few_warps(x):
-    """Rows [M, K] with the columns of each 16 in the order of the thread that has them: for an operand that joins
-    values, the compiler gives a thread four neighbours."""
-    M: tl.constexpr = x.shape[0]
-    K: tl.constexpr = x.shape[1]
-    return tl.reshape(tl.permute(tl.reshape(x, [M, K // 16, 2, 4, 2]), [0, 1, 3, 2, 4]), [M, K])
+    return tl.reshape(tl.permute(found, [0, 2, 1, 3, 8, 5, 7, 4, 6]), [N, 8 * W])
 
 
 @triton.jit

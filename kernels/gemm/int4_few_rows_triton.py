@@ -16,7 +16,6 @@ from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
 from specbatch.kernels.gemm.few_rows_triton import FewRowsTile, fetch_to_l2, fetch_words_to_l2, store_rows
 from specbatch.kernels.gemm.four_bits_triton import (
     chunk_in_fragment_order,
-    for_few_warps,
     fragment_rows,
     split_columns,
 )
@@ -139,10 +138,8 @@ def unscaled(scale, kind: tl.constexpr):
 
 
 @triton.jit
-def _times(values, rows, WARPS: tl.constexpr):
+def _times(values, rows):
     """values [N, K] of `differences` @ rows [M, K].T, float32 [N, M]."""
-    if WARPS < 4:
-        rows = for_few_warps(rows)
     zeros = tl.zeros([values.shape[0], rows.shape[0]], tl.float32)
     return tl.dot(values, rows.T, zeros, input_precision="ieee")
 
@@ -159,25 +156,25 @@ def _add_groups(
         low = tl.broadcast_to(offsets(tl.load(zero), kind)[:, None], words.shape)
         high = tl.broadcast_to(offsets(tl.load(zero + 1), kind)[:, None], words.shape)
         left, right = split_columns(differences(words, low, high, kind, WARPS))
-        total = _add_group(total, left, x_tile, exists, scale, kind, WARPS)
-        total = _add_group(total, right, x_tile + SIZE, exists, scale + 1, kind, WARPS)
+        total = _add_group(total, left, x_tile, exists, scale, kind)
+        total = _add_group(total, right, x_tile + SIZE, exists, scale + 1, kind)
     else:
         is_second = (tl.arange(0, WORDS) % 4 >= 2)[None, :]  # a thread's first two words are columns of the first group
         low = tl.where(is_second, offsets(tl.load(zero + 1), kind)[:, None], offsets(tl.load(zero), kind)[:, None])
         high = tl.where(is_second, offsets(tl.load(zero + 3), kind)[:, None], offsets(tl.load(zero + 2), kind)[:, None])
         left, right = split_columns(differences(words, low, high, kind, WARPS))
         first, second = split_columns(left)
-        total = _add_group(total, first, x_tile, exists, scale, kind, WARPS)
-        total = _add_group(total, second, x_tile + SIZE, exists, scale + 1, kind, WARPS)
+        total = _add_group(total, first, x_tile, exists, scale, kind)
+        total = _add_group(total, second, x_tile + SIZE, exists, scale + 1, kind)
         first, second = split_columns(right)
-        total = _add_group(total, first, x_tile + 2 * SIZE, exists, scale + 2, kind, WARPS)
-        total = _add_group(total, second, x_tile + 3 * SIZE, exists, scale + 3, kind, WARPS)
+        total = _add_group(total, first, x_tile + 2 * SIZE, exists, scale + 2, kind)
+        total = _add_group(total, second, x_tile + 3 * SIZE, exists, scale + 3, kind)
     return total
 
 
 @triton.jit
-def _add_group(total, values, x_tile, exists, scale, kind: tl.constexpr, WARPS: tl.constexpr):
-    part = _times(values, tl.load(x_tile, exists, other=0.0), WARPS)
+def _add_group(total, values, x_tile, exists, scale, kind: tl.constexpr):
+    part = _times(values, tl.load(x_tile, exists, other=0.0))
     return total + part * unscaled(tl.load(scale), kind)[:, None]
 
 
@@ -223,7 +220,7 @@ def _int4_few_rows_kernel(
             following = tl.minimum(step + 1, last - 1)
             scale_next = unscaled(tl.load(scale_row + following), kind)
             offset_next = offsets(tl.load(zero_row + following), kind)
-            total += _times(differences(words, offset, offset, kind, WARPS), rows, WARPS) * scale[:, None]
+            total += _times(differences(words, offset, offset, kind, WARPS), rows) * scale[:, None]
     if SPLITS > 1:
         if not is_last_split(total, partial, counters, tile, split, SPLITS):
             return
