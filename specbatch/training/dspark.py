@@ -3,9 +3,12 @@
 "DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation" and its code
 (github.com/deepseek-ai/DeepSpec). Blocks are filled as in the training of DFLASH drafts, but row j learns the token
 after anchor + j, so that the anchor's row learns, too. The Markov head reads the target's tokens. A row's loss is
-0.1 * cross entropy with the target's token + 0.9 * L1 distance from the target's distribution + the cross entropy of
+a * cross entropy with the target's token + (1 - a) * L1 distance from the target's distribution + the cross entropy of
 the confidence head with the chance that a draft sampled there is accepted, 1 - L1 / 2. Row j has the loss weight
 exp(-j / 4). Losses are averaged by row, where DeepSpec averages over all rows.
+
+In DeepSpec a is 0.1. Here it falls from 1 at the start of the training to 0.1 at the end: the gradient of the distance
+is small as long as the draft gives the right token almost no probability, and short trainings would end there.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target
 
 ARCHITECTURE = "Qwen3DSparkModel"
-TOKENS, DISTANCE = 0.1, 0.9  # weights of the losses
+TOKENS = 0.1  # weight of the cross entropy at the end of the training
 DECAY = 4.0  # rows after which the weight of a row has fallen to 1 / e
 
 
@@ -68,6 +71,7 @@ class DSparkHead(DFlashHead):
         before = self.markov_head.markov_w1(truth)
         alive = torch.ones(len(truth), dtype=torch.bool, device=truth.device)
         guesses = []
+        share = 1 - (1 - TOKENS) * self.progress  # of the cross entropy
         for row in range(self.drafts):
             here = indices(drawn & (places[..., row + 1] < batch.lengths[:, None]), truth.device)
             own, embedded = hidden[here, row], before[here, row]
@@ -77,7 +81,7 @@ class DSparkHead(DFlashHead):
             distance = (logits.softmax(-1) - theirs).abs().sum(-1)
             confidence = self.confidence_head.proj(torch.cat([own, embedded], -1))[..., 0].float()
             accepted = (1 - distance.detach() / 2).clamp(0, 1)
-            losses = TOKENS * F.cross_entropy(logits, wanted, reduction="none") + DISTANCE * distance
+            losses = share * F.cross_entropy(logits, wanted, reduction="none") + (1 - share) * distance
             losses = losses + F.binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
             hits = logits.argmax(-1) == wanted
             alive[here] &= hits

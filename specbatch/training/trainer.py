@@ -144,6 +144,7 @@ def train(
             evaluate()
         for group in batches:
             with DeferredInterrupts():  # half of a step, such as its random numbers, would be saved with the state
+                head.progress = history.steps / recipe.steps
                 with _precision(target):
                     scores = head.score(Batch.of(group, target.device), target, generator)
                 loss = AsyncCopy(scores.loss.detach(), stream=copying)
@@ -176,6 +177,7 @@ def measure(head: Head, target: Target, examples: Sequence[Example], recipe: Rec
     """Evaluate on `examples`, with the same random numbers each time."""
     generator = torch.Generator().manual_seed(recipe.seed)
     sums = torch.zeros(4, head.drafts, dtype=torch.float64, device=target.device)
+    head.progress = 1.0
     for group in groups(examples, recipe.batch_tokens):
         with _precision(target):
             sums += head.score(Batch.of(group, target.device), target, generator).sums

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -15,10 +16,12 @@ from .conftest import CPU, MAX_LEN, VOCABULARY
 BLOCK, RANK = 3, 5
 
 
-def test_loss_follows_the_formulas(target, examples):
+@pytest.mark.parametrize(("progress", "weight"), [(1.0, 0.1), (0.5, 0.55), (0.0, 1.0)])
+def test_loss_follows_the_formulas(target, examples, progress, weight):
     batch = Batch.of(sorted(examples, key=lambda item: len(item.tokens))[:2], CPU)
     sizes = {"layers": 1, "anchors": MAX_LEN, "mask_token": VOCABULARY - 1, "max_len": MAX_LEN}
     head = DSparkHead(target, rank=RANK, block=BLOCK, seed=3, **sizes)
+    head.progress = progress
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in (*head.markov_head.parameters(), *head.confidence_head.parameters()):
@@ -39,7 +42,8 @@ def test_loss_follows_the_formulas(target, examples):
                     distance = float((logits.softmax(-1) - p).abs().sum())
                     confidence = torch.sigmoid(head.confidence_head.proj(torch.cat([hidden[row], e])))[0]
                     chance = 1 - distance / 2
-                    loss = 0.1 * float(F.cross_entropy(logits, tokens[anchor + row + 1])) + 0.9 * distance
+                    cross_entropy = float(F.cross_entropy(logits, tokens[anchor + row + 1]))
+                    loss = weight * cross_entropy + (1 - weight) * distance
                     loss -= chance * math.log(confidence) + (1 - chance) * math.log(1 - confidence)
                     losses[row].append(loss)
     means = torch.tensor([sum(row) / len(row) for row in losses])
