@@ -44,9 +44,9 @@ run gsm8k-0.6 eval gsm8k "${drafts[@]}" "${grid[@]}" "${sampled[@]}"
 run mt-bench-0.6 sweep "${drafts[@]}" --dataset "$mt_bench" --prefix-cache "${loads[@]}" "${sampled[@]}"
 run humaneval-0.6 sweep "${drafts[@]}" --dataset "$humaneval" "${loads[@]}" "${sampled[@]}"
 run reasoning eval reasoning_gym:chain_sum "${drafts[@]}" --concurrency 32
-for head in dspark eagle3; do
+for head in dflash dspark eagle3; do
     run "budgets-$head" eval gsm8k "${how[@]}" --configs "$out/qwen2.5-coder-1.5b-budgets-$head.toml" \
-        --concurrency 8,32,128 --prompts-per-concurrency 3 --repeats 3
+        --concurrency 8,32,128 --prompts-per-concurrency 3 --repeats 3 --prefix-cache
 done
 run first eval gsm8k "${how[@]}" --spec off --limit 256 --concurrency 128
 run corpus eval gsm8k "${how[@]}" --configs "$out/qwen2.5-coder-1.5b-corpus.toml" "${grid[@]}"
