@@ -11,11 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from specbatch.core.packed_rows import PackedContext, PackedRows
+from specbatch.core.packed_rows import PackedContext
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import Drafter
 from specbatch.engine.acceptance import Accepted, accept, logprobs_of, top_logprobs_of
 from specbatch.engine.verify_budget import VerifyBudget
+from specbatch.kernels.common.packed_rows import PackedRows
+from specbatch.kernels.elementwise.gather_rows import gather_rows
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.sampling.argmax_topk import Maxima, Scores, argmax_keys
 from specbatch.kernels.sampling.token_digest import token_digest
@@ -88,7 +90,7 @@ class DecodeStep:
             scores = self.model.scores(features.last, greedy=is_greedy)
         else:
             context = PackedContext(context, packed, positions)
-            features = self.model.forward(packed.pack(tokens), packed.pack(positions), context)
+            features = self.model.forward(*gather_rows(tokens, positions, packed.places), context)
             scores = _spread_scores(self.model.scores(features.last, greedy=is_greedy), packed, greedy=is_greedy)
             last, aux = features
             features = Features(packed.spread(last), None if aux is None else packed.spread(aux))
