@@ -35,6 +35,8 @@ def _spend_kernel(
     batch,
     total,
     columns,
+    spacing,
+    draft_spacing,
     DRAFTS: tl.constexpr,
     BATCH: tl.constexpr,
     NODES: tl.constexpr,
@@ -58,7 +60,8 @@ def _spend_kernel(
         accepted = tl.load(recent + columns + slot, real, other=0.0)
         sure = tl.div_rn(accepted + GUESS * GUESSED, compared + GUESSED)[:, None] + tl.zeros([BATCH, NODES], tl.float32)
     else:
-        sure = tl.load(confidence + cell, is_draft, other=0.0)
+        apart = request[:, None] * spacing + place[None, :] * draft_spacing
+        sure = tl.load(confidence + apart, is_draft, other=0.0)
     sure = tl.where(sure > 0.0, tl.minimum(sure, 1.0), 0.0)  # 0 for NaN
     level = tl.minimum((sure * LEVELS).to(tl.int64), LEVELS - 1)
     if temperature is not None:
@@ -112,10 +115,10 @@ def spend(
     temperature: torch.Tensor | None,
     total: int,
 ) -> Spending:
-    """`verify_budget.spend_ref`."""
+    """`verify_budget.spend_ref`; confidence may be strided."""
     batch, most = proposal.tokens.shape
     assert batch <= total <= batch * (most + 1), "every request has its newest token verified, and at most all drafts"
-    confidence = None if proposal.confidence is None else proposal.confidence.contiguous()
+    confidence = proposal.confidence
     verified, levels = torch.empty_like(slots), slots.new_empty(batch, most)
     places, rows, firsts = (slots.new_empty(size) for size in (total, batch * (most + 1), batch + 1))
     block, nodes = triton.next_power_of_2(batch), triton.next_power_of_2(most + 1)
@@ -134,6 +137,7 @@ def spend(
         batch,
         total,
         recent.stride(0),
+        *((0, 0) if confidence is None else confidence.stride()),
         DRAFTS=most,
         BATCH=block,
         NODES=nodes,

@@ -287,7 +287,7 @@ def spending(batch: int, drafts: int, *, has_confidence: bool) -> dict[str, Any]
     """The choice of drafts of a sampled step."""
     kinds = dict.fromkeys(("counts", "slots", "drafted", "verified", "levels", "places", "rows", "firsts"), "*i64")
     kinds |= dict.fromkeys(("recent", "confidence", "temperature"), "*fp32")
-    kinds |= dict.fromkeys(("batch", "total", "columns"), "i32")
+    kinds |= dict.fromkeys(("batch", "total", "columns", "spacing", "draft_spacing"), "i32")
     block, nodes = triton.next_power_of_2(batch), triton.next_power_of_2(drafts + 1)
     fixed: dict[str, Any] = {
         "DRAFTS": drafts, "BATCH": block, "NODES": nodes, "VALUE_BITS": budgets.VALUE_BITS,

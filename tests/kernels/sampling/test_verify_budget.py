@@ -85,7 +85,7 @@ def test_any_total_is_spent_as_by_the_reference(data: st.DataObject, device: tor
 def test_strided_confidence(device: torch.device) -> None:
     step = Step(4, 3, device, seed=0)
     assert step.drafts.confidence is not None
-    apart = torch.nn.functional.pad(step.drafts.confidence, (0, 2), value=0.5)[:, :3]
+    apart = torch.nn.functional.pad(step.drafts.confidence, (0, 2), value=0.5)[:, :3].T.contiguous().T
     wanted = step.spend(9, is_sampled=True)
     step.drafts = step.drafts._replace(confidence=apart)
     assert step.spend(9, is_sampled=True).proposal.drafted.tolist() == wanted.proposal.drafted.tolist()
