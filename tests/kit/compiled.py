@@ -34,6 +34,7 @@ from specbatch.kernels.gemm import skinny_gemm_triton as skinny
 from specbatch.kernels.gemm.few_rows_triton import FewRowsTile
 from specbatch.kernels.gemm.skinny_gemm_configs import undivided_tile_for
 from specbatch.kernels.moe import experts_triton as experts
+from specbatch.kernels.sampling import accept_triton as accepts
 from specbatch.kernels.sampling import verify_budget as budget_refs
 from specbatch.kernels.sampling import verify_budget_triton as budgets
 
@@ -95,11 +96,13 @@ def attention(
     return compiled(spans._span_attention, kinds, fixed, **options)
 
 
-def verify(*, is_tree: bool, is_shared: bool = False, cache: str = "bf16") -> dict[str, Any]:
+def verify(
+    *, is_tree: bool, is_shared: bool = False, cache: str = "bf16", is_packed: bool = False
+) -> dict[str, Any]:
     """Verify attention of gpt-oss; with shared keys that of Gemma 4 E2B."""
     tile = Tile(16, 16, 4, 3, 255) if is_shared else Tile(16, 32, 4, 3, 128)
     kinds = dict.fromkeys(("qkv", "out", "k_cache", "v_cache", "cos", "sin"), "*bf16")
-    kinds |= dict.fromkeys(("page_table", "rows", "lengths", "positions", "ancestors"), "*i64")
+    kinds |= dict.fromkeys(("page_table", "rows", "lengths", "firsts", "positions", "ancestors"), "*i64")
     kinds |= dict.fromkeys(("k_cache", "v_cache"), f"*{cache}")
     kinds |= dict.fromkeys(("sinks", "partials", "q_norm", "k_norm"), "*fp32") | dict.fromkeys(("eps", "scale"), "fp32")
     kinds |= dict.fromkeys(("n", "first_node", "capacity", "width", "window"), "i32") | {"arrivals": "*i32"}
@@ -111,6 +114,7 @@ def verify(*, is_tree: bool, is_shared: bool = False, cache: str = "bf16") -> di
         {"KV": 1, "DIM": 512, "HALF": 256, "NEW": 2, "sinks": None} if is_shared else {"q_norm": None, "k_norm": None}
     )
     fixed |= {} if is_tree else {"positions": None, "ancestors": None}
+    fixed |= {} if is_packed else {"firsts": None}
     return compiled(verifies._verify_attention, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
@@ -299,6 +303,12 @@ def spending(batch: int, drafts: int, *, has_confidence: bool) -> dict[str, Any]
     return compiled(budgets._spend_kernel, kinds, fixed, num_warps=warps, enable_fp_fusion=False)
 
 
+def argmax_with_sums() -> dict[str, Any]:
+    kinds = {"logits": "*bf16", "partials": "*i64", "sums": "*fp32"}
+    kinds |= dict.fromkeys(("vocabulary", "first", "group", "outer", "inner", "chunks", "steps"), "i32")
+    return compiled(accepts._argmax_kernel, kinds, {"BLOCK": 2048, "PDL": True}, num_warps=4)
+
+
 def learning(drafts: int) -> dict[str, Any]:
     kinds = dict.fromkeys(("counts", "slots", "verified", "levels", "accepted"), "*i64") | {"recent": "*fp32"}
     kinds |= dict.fromkeys(("batch", "columns", "spacing"), "i32")
@@ -337,6 +347,8 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     )
     yield "sinks", verify(is_tree=False)
     yield "sinks of a tree", verify(is_tree=True)
+    yield "sinks, packed rows", verify(is_tree=False, is_packed=True)
+    yield "shared keys, packed rows", verify(is_tree=False, is_shared=True, is_packed=True)
     yield "shared keys", verify(is_tree=False, is_shared=True)
     yield "shared keys in FP8", verify(is_tree=False, is_shared=True, cache="fp8e4nv")
     yield "shared keys of a tree", verify(is_tree=True, is_shared=True)
@@ -399,6 +411,7 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     for batch, drafts, has_confidence in ((1, 1, False), (128, 15, True), (512, 63, True)):
         yield f"budget of {batch} x {drafts} drafts", spending(batch, drafts, has_confidence=has_confidence)
     yield "budget, learning", learning(15)
+    yield "budget, argmax and its probability", argmax_with_sums()
 
 
 if __name__ == "__main__":
