@@ -1,7 +1,7 @@
 """Packed rows of a ragged verify: sequences with different numbers of rows, without padding between them.
 
-Whatever treats rows alike (embedding, GEMMs, norms, MLP, the output matrix) computes the packed rows only, and verify
-attention on a CUDA device finds those of a sequence by itself. Other attention and recurrence find the rows of a
+Whatever treats rows alike (embedding, GEMMs, norms, MLP, the output matrix) computes the packed rows only, and the
+Triton kernel of verify attention finds those of a sequence by itself. Other attention and recurrence find the rows of a
 sequence side by side in a rectangle [B, N], as in a verify of all drafts: their inputs are spread over it before them,
 and the outputs are packed again. The number of packed rows is fixed, so that a CUDA graph holds for any division of
 them; which row belongs to which sequence is known on the device only.

@@ -1,7 +1,7 @@
 """Compiles kernels for Hopper, which needs no GPU: deterministic ones, those of gpt-oss, of latent attention, of
-quantized weights, of collectives and of verify budgets. One JSON line for each: shared memory, instructions of the
-tensor cores, how many of the main loop write to shared memory, and how many elements assembly takes together. A process
-of its own: in the tests, kernels are interpreted."""
+quantized weights and of collectives. One JSON line for each: shared memory, instructions of the tensor cores, how many
+of the main loop write to shared memory, and how many elements assembly takes together. A process of its own: in the
+tests, kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -34,9 +34,6 @@ from specbatch.kernels.gemm import skinny_gemm_triton as skinny
 from specbatch.kernels.gemm.few_rows_triton import FewRowsTile
 from specbatch.kernels.gemm.skinny_gemm_configs import undivided_tile_for
 from specbatch.kernels.moe import experts_triton as experts
-from specbatch.kernels.sampling import accept_triton as accepts
-from specbatch.kernels.sampling import verify_budget as budget_refs
-from specbatch.kernels.sampling import verify_budget_triton as budgets
 
 SIZES = ("N", "K", "x_stride", "y_stride", "x_token", "x_head", "weight_head", "weight_k", "weight_n")
 
@@ -287,36 +284,6 @@ def collective(ranks: int, dtype: str = "bf16", *, reduces: bool = True, is_two_
     return compiled(kernel, kinds, fixed, num_warps=module.BLOCK // 32)
 
 
-def spending(batch: int, drafts: int, *, has_confidence: bool) -> dict[str, Any]:
-    """The choice of drafts of a sampled step."""
-    kinds = dict.fromkeys(("counts", "slots", "drafted", "verified", "levels", "places", "rows", "firsts"), "*i64")
-    kinds |= dict.fromkeys(("recent", "confidence", "temperature"), "*fp32")
-    kinds |= dict.fromkeys(("batch", "total", "columns", "spacing", "draft_spacing"), "i32")
-    block, nodes = triton.next_power_of_2(batch), triton.next_power_of_2(drafts + 1)
-    fixed: dict[str, Any] = {
-        "DRAFTS": drafts, "BATCH": block, "NODES": nodes, "VALUE_BITS": budgets.VALUE_BITS,
-        "TIE_BITS": (block * nodes).bit_length() - 1, "PDL": True,
-    }  # fmt: skip
-    fixed |= {name: getattr(budget_refs, name) for name in ("LEVELS", "WEIGHT", "GUESS", "GUESSED")}
-    fixed |= {} if has_confidence else {"confidence": None}
-    warps = budgets.warps_for(block * nodes)
-    return compiled(budgets._spend_kernel, kinds, fixed, num_warps=warps, enable_fp_fusion=False)
-
-
-def argmax_with_sums() -> dict[str, Any]:
-    kinds = {"logits": "*bf16", "partials": "*i64", "sums": "*fp32"}
-    kinds |= dict.fromkeys(("vocabulary", "first", "group", "outer", "inner", "chunks", "steps"), "i32")
-    return compiled(accepts._argmax_kernel, kinds, {"BLOCK": 2048, "PDL": True}, num_warps=4)
-
-
-def learning(drafts: int) -> dict[str, Any]:
-    kinds = dict.fromkeys(("counts", "slots", "verified", "levels", "accepted"), "*i64") | {"recent": "*fp32"}
-    kinds |= dict.fromkeys(("batch", "columns", "spacing"), "i32")
-    fixed = {"DRAFTS": drafts, "KINDS": 2 * budget_refs.LEVELS + 1, "BLOCK": 1024, "PDL": True}
-    fixed |= {"MOST": budget_refs.MOST, "MEMORY": budget_refs.MEMORY}
-    return compiled(budgets._learn_kernel, kinds, fixed, num_warps=4, enable_fp_fusion=False)
-
-
 def every() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "prompt", attention(64, 64, is_prompt=True, is_spread=False)
     yield "prompt, FP8 keys", attention(32, 32, is_prompt=True, is_spread=False, cache="fp8e4nv")
@@ -408,10 +375,6 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     for dtype in ("fp16", "fp32"):
         yield f"one-shot in {dtype}", collective(2, dtype)
         yield f"two-shot in {dtype}", collective(2, dtype, is_two_shot=True)
-    for batch, drafts, has_confidence in ((1, 1, False), (128, 15, True), (512, 63, True)):
-        yield f"budget of {batch} x {drafts} drafts", spending(batch, drafts, has_confidence=has_confidence)
-    yield "budget, learning", learning(15)
-    yield "budget, argmax and its probability", argmax_with_sums()
 
 
 if __name__ == "__main__":

@@ -288,32 +288,23 @@ def test_packed_rows(device: torch.device, splits: int, mask: Mask, sizes: dict[
     case = Case(device, torch.float32, [90, 0, 37, 3], most, **sizes)
     packed = pack_rows(torch.tensor(counts, device=device), most, sum(counts))
     queries = replace(case.queries(case.lengths), packed=packed)
-    positions = (case.lengths[:, None] + torch.arange(most, device=device)).flatten()
+    positions = packed.pack((case.lengths[:, None] + torch.arange(most, device=device)).flatten())
     qkv, group = packed.pack(case.qkv), case.heads.count // case.heads.kv
     cleared = [cache.nan_to_num(0) for cache in case.caches]
     reference = of_packed_rows(DecodeAttentionRef(queries, group, case.dtype), queries)
-    expected = reference(qkv, case.heads, packed.pack(positions), *cleared, mask)
-    if is_shared:  # the caches of an earlier layer
+    expected = reference(qkv, case.heads, positions, *cleared, mask)
+    caches = [cache.clone() for cache in (cleared if is_shared else case.caches)]
+    if is_shared:  # an earlier layer has written the keys
         case.heads, qkv = replace(case.heads, shared=True), qkv[:, : case.heads.count * case.heads.dim].contiguous()
-        written = [cache.clone() for cache in cleared]
-    else:
-        written = [cache.clone() for cache in case.caches]
-    before = [cache.clone() for cache in written]
     for tile in (None, Tile(16, 32, 4, 3, 128)):
-        out = verify_attention(
-            queries, qkv, case.heads, packed.pack(positions), *written, mask, splits=splits, tile=tile
-        )
+        out = verify_attention(queries, qkv, case.heads, positions, *caches, mask, splits=splits, tile=tile)
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=2e-6)
-    if is_shared:
-        assert all(torch.equal(cache, old) for cache, old in zip(written, before, strict=True))
-        return
-    for cache, wanted, old in zip(written, cleared, before, strict=True):
+    for found, wanted, old in zip(caches, cleared, cleared if is_shared else case.caches, strict=True):
         for row, length, count in zip(case.rows.tolist(), case.lengths.tolist(), counts, strict=True):
-            index = torch.arange(length + most, device=device)
-            pages, offsets = case.table[row, index // case.page_size], index % case.page_size
-            found, wish, was = (item[pages, offsets] for item in (cache, wanted, old))
-            torch.testing.assert_close(found[length : length + count], wish[length : length + count])
-            torch.testing.assert_close(found[length + count :], was[length + count :], rtol=0, atol=0, equal_nan=True)
+            index = torch.arange(length, length + most, device=device)
+            place = case.table[row, index // case.page_size], index % case.page_size
+            torch.testing.assert_close(found[place][:count], wanted[place][:count])
+            torch.testing.assert_close(found[place][count:], old[place][count:], rtol=0, atol=0, equal_nan=True)
 
 
 def test_padding_rows(device: torch.device) -> None:
