@@ -30,6 +30,7 @@ class Step:
 
         generator = torch.Generator().manual_seed(seed)
         compared = random(MOST + 99, KINDS)
+        compared[1::2] = MOST - 1 - random(9, len(compared[1::2]))  # a few drafts before they are halved
         self.counts = torch.stack([compared, (compared * 0.7).long()])
         self.counts[:, : LEVELS // 2] = 0
         self.recent = torch.rand(2, batch + 4, generator=generator).sort(0, descending=True).values * 9
