@@ -20,7 +20,13 @@ import torch.nn.functional as F
 from specbatch.kernels.attention.paged_attention import attention_bias, write_kv_ref
 from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.attention.verify_attention import DecodeAttention, DecodeAttentionRef, DecodeQueries, Mask
+from specbatch.kernels.attention.verify_attention import (
+    DecodeAttention,
+    DecodeAttentionRef,
+    DecodeQueries,
+    Mask,
+    of_packed_rows,
+)
 from specbatch.kernels.dispatch import is_deterministic, op, runs_kernels
 from specbatch.kernels.elementwise.rope import apply_rope_ref
 
@@ -136,6 +142,10 @@ class LatentDecodeRef(DecodeAttentionRef):
 
 def latent_decode_attention(queries: DecodeQueries, group: int, dtype: torch.dtype) -> DecodeAttention:
     """`decode_attention` for latents; group: number of heads."""
+    return of_packed_rows(_latent_attention(queries, group, dtype), queries)
+
+
+def _latent_attention(queries: DecodeQueries, group: int, dtype: torch.dtype) -> DecodeAttention:
     if runs_kernels(queries.lengths):
         from specbatch.kernels.attention import latent_attention_triton, span_latents_triton
 

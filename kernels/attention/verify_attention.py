@@ -21,6 +21,7 @@ from specbatch.kernels.attention.paged_attention import (
 )
 from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope_ref
 from specbatch.kernels.common.kv_slots import kv_slots
+from specbatch.kernels.common.packed_rows import PackedRows
 from specbatch.kernels.dispatch import is_deterministic, runs_kernels
 
 
@@ -45,6 +46,8 @@ class DecodeQueries:
     ancestors    int64 [B, num_queries], for a tree: bit j of a query's word is set if it sees key lengths + j
     first_node   a tree may be computed in several passes: so many of its nodes are in the cache already, and query i is
                  stored at key lengths + first_node + i
+    packed       of a verify with chains of different lengths, the rows that it has: at most `num_queries` for each
+                 sequence, R in all; None: all. Keys of queries that it does not have have no meaning
     """
 
     page_table: torch.Tensor
@@ -55,9 +58,10 @@ class DecodeQueries:
     bound: int | None = None
     ancestors: torch.Tensor | None = None
     first_node: int = 0
+    packed: PackedRows | None = None
 
 
-# Attention of a pass in one layer, with the arguments of `DecodeAttentionRef.__call__`.
+# Attention of a pass in one layer, with the arguments of `DecodeAttentionRef.__call__`. Of packed rows T is R.
 DecodeAttention = Callable[
     [torch.Tensor, QKVLayout, torch.Tensor, torch.Tensor, torch.Tensor, Mask],
     torch.Tensor,
@@ -76,13 +80,35 @@ def decode_attention(
 
         # All else are drafts, which change no result.
         if is_deterministic() and all(mask.causal for mask in masks):
-            return span_attention_triton.decode_attention(queries)
+            return of_packed_rows(span_attention_triton.decode_attention(queries), queries)
         return partial(verify_attention_triton.verify_attention, queries)
     if is_deterministic():
         from specbatch.kernels.attention.span_attention import SpanDecodeAttention
 
-        return SpanDecodeAttention(queries)
-    return DecodeAttentionRef(queries, group, dtype)
+        return of_packed_rows(SpanDecodeAttention(queries), queries)
+    return of_packed_rows(DecodeAttentionRef(queries, group, dtype), queries)
+
+
+def of_packed_rows(attention: DecodeAttention, queries: DecodeQueries) -> DecodeAttention:
+    """Attention that knows no packed rows, for `queries` that may have some: it runs on the rectangle of all queries,
+    over which its inputs are spread."""
+    packed = queries.packed
+    if packed is None:
+        return attention
+    place = torch.arange(queries.num_queries, device=queries.lengths.device)
+    whole = (queries.lengths[:, None] + place).flatten()
+
+    def attend(
+        qkv: torch.Tensor,
+        heads: QKVLayout,
+        positions: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        mask: Mask,
+    ) -> torch.Tensor:
+        return packed.pack(attention(packed.spread(qkv), heads, whole, k_cache, v_cache, mask))
+
+    return attend
 
 
 class DecodeAttentionRef:

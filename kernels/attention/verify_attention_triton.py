@@ -95,12 +95,12 @@ def _attend(q_one, q_two, k_one, k_two, v_one, v_two, seen, one, two, peak, weig
 
 @triton.jit
 def _fresh(
-    qkv, k_cache, v_cache, pages, capacity, cos, sin, positions, sequence, length, head, first, stop, n,
+    qkv, k_cache, v_cache, pages, capacity, cos, sin, positions, root, length, head, first, stop,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     SHARED: tl.constexpr,
 ):  # fmt: skip
     """New keys from `first` on, not yet rotated unless SHARED: halves of K and of V, cosines and sines; 0 from `stop`
-    on."""
+    on. root: the row of the first query."""
     new = first + tl.arange(0, _NEW)
     there = new < stop
     if SHARED:
@@ -109,20 +109,20 @@ def _fresh(
         one, two = _halves(k_cache, source, stored, DIM, HALF)
         v_one, v_two = _halves(v_cache, source, stored, DIM, HALF)
     else:
-        source = (sequence * n + new) * (KV * (GROUP + 2) * DIM) + (KV * GROUP + head) * DIM
+        source = (root + new) * (KV * (GROUP + 2) * DIM) + (KV * GROUP + head) * DIM
         one, two = _halves(qkv, source, there, DIM, HALF)
         v_one, v_two = _halves(qkv, source + KV * DIM, there, DIM, HALF)
     position = length + new
     if positions is not None:
-        position = tl.load(positions + sequence * n + new, there, 0).to(tl.int32)
+        position = tl.load(positions + root + new, there, 0).to(tl.int32)
     new_cos, new_sin = _turn(cos, sin, position, there, DIM, HALF)
     return one, two, v_one, v_two, new_cos, new_sin
 
 
 @triton.jit
 def _verify_attention(
-    qkv, out, k_cache, v_cache, page_table, rows, lengths, positions, ancestors, q_norm, k_norm, sinks, cos, sin,
-    partials, arrivals, n, first_node, capacity, width, window, eps, scale,
+    qkv, out, k_cache, v_cache, page_table, rows, lengths, firsts, positions, ancestors, q_norm, k_norm, sinks, cos,
+    sin, partials, arrivals, n, first_node, capacity, width, window, eps, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr,
     NEW: tl.constexpr, CAUSAL: tl.constexpr, GROWN: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
@@ -133,6 +133,12 @@ def _verify_attention(
     tile = tl.program_id(0) // KV
     split, splits = tl.program_id(1), tl.num_programs(1)
     sequence = tl.program_id(2)
+    root = sequence * n
+    if firsts is not None:  # packed rows, of which this sequence has n
+        root = tl.load(firsts + sequence, cache_modifier=".cg").to(tl.int32)
+        n = tl.load(firsts + sequence + 1, cache_modifier=".cg").to(tl.int32) - root
+        if tile * BLOCK_M >= n * GROUP:
+            return
     length = tl.load(lengths + sequence, cache_modifier=".cg").to(tl.int32)
     if GROWN:
         length += first_node
@@ -153,7 +159,7 @@ def _verify_attention(
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node = row // GROUP
     live = node < n
-    token = sequence * n + node
+    token = root + node
     position = length + node
     if positions is not None:
         position = tl.load(positions + token, live, 0).to(tl.int32)
@@ -181,8 +187,8 @@ def _verify_attention(
             q_one, q_two = _halves(qkv, query, live, DIM, HALF)
             q_cos, q_sin = _turn(cos, sin, position, live, DIM, HALF)
             fresh = _fresh(
-                qkv, k_cache, v_cache, pages, capacity, cos, sin, positions, sequence, length, head, 0,
-                tl.where(last, n, 0), n, KV, GROUP, DIM, HALF, PAGE, SHARED,
+                qkv, k_cache, v_cache, pages, capacity, cos, sin, positions, root, length, head, 0,
+                tl.where(last, n, 0), KV, GROUP, DIM, HALF, PAGE, SHARED,
             )  # fmt: skip
             q_one, q_two = _rotate(q_one, q_two, q_cos, q_sin, q_norm, eps, DIM, HALF)
             if last:
@@ -195,8 +201,8 @@ def _verify_attention(
                     if chunk + 1 < NEW:
                         first = (chunk + 1) * _NEW
                         fresh = _fresh(
-                            qkv, k_cache, v_cache, pages, capacity, cos, sin, positions, sequence, length, head, first,
-                            n, n, KV, GROUP, DIM, HALF, PAGE, SHARED,
+                            qkv, k_cache, v_cache, pages, capacity, cos, sin, positions, root, length, head, first,
+                            n, KV, GROUP, DIM, HALF, PAGE, SHARED,
                         )  # fmt: skip
                     # a, b: halves of the new keys; c, d: of the new values
                     new = chunk * _NEW + tl.arange(0, _NEW)
@@ -265,7 +271,7 @@ def _verify_attention(
     tl.store(arrivals + group, 0)
     few = tl.arange(0, FEW)
     few_row = tile * BLOCK_M + few
-    few_token = sequence * n + few_row // GROUP
+    few_token = root + few_row // GROUP
     few_mask = (few_row < n * GROUP)[:, None] & inside
     whole = tl.zeros([FEW, PADDED], tl.float32)
     top = tl.full([FEW, 1], float("-inf"), tl.float32)
@@ -329,12 +335,14 @@ def verify_attention(
     partials, arrivals = reserve(qkv.device, cells if splits > 1 else 1, batch * tiles)
     out = torch.empty(qkv.shape[0], heads.count * heads.dim, dtype=qkv.dtype, device=qkv.device)
     is_tree = queries.ancestors is not None
+    assert queries.packed is None or not (is_tree or first), "packed rows are those of chains"
     causal, window = mask
     ancestors = queries.ancestors
     if ancestors is not None and window is not None:
         ancestors = last_ancestors(ancestors, window)
     _verify_attention[(tiles, splits, batch)](
         qkv, out, k_cache, v_cache, queries.page_table, queries.slots, queries.lengths,
+        None if queries.packed is None else queries.packed.firsts,
         positions if is_tree else None, ancestors,
         heads.q_norm, heads.k_norm, heads.sinks, heads.cos, heads.sin, partials, arrivals,
         n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * _LOG2E.value,

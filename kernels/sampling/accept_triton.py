@@ -44,8 +44,9 @@ def unpack(packed):
 
 @triton.jit
 def _argmax_kernel(
-    logits, partials, vocabulary, first, group, outer, inner, chunks, steps, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    logits, partials, sums, vocabulary, first, group, outer, inner, chunks, steps, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row // group * outer + row % group * inner
@@ -54,6 +55,7 @@ def _argmax_kernel(
     ids = start + tl.arange(0, BLOCK)
     best = tl.full([BLOCK], -float("inf"), tl.float32)
     best_step = tl.zeros([BLOCK], tl.int32)
+    total = tl.zeros([BLOCK], tl.float32)  # of e^(x - best)
     ahead = tl.load(logits + ids, ids < end, other=-float("inf"))
     for step in range(steps):
         x = ahead.to(tl.float32)
@@ -61,14 +63,27 @@ def _argmax_kernel(
         # Loaded while this block is compared, with few instructions per logit: memory bandwidth is the limit.
         ahead = tl.load(logits + ids, ids < end, other=-float("inf"))
         best_step = tl.where(x > best, step, best_step)  # among equals the earlier one stays
+        before = best
         best = tl.maximum(best, x, propagate_nan=tl.PropagateNan.ALL)
+        if sums is not None:
+            base = tl.where(best == -float("inf"), 0.0, best)
+            total = total * tl.exp(before - base) + tl.exp(x - base)
     ids = start + best_step * BLOCK + tl.arange(0, BLOCK)
     if tl.max((best != best).to(tl.int32), 0) > 0:  # a NaN: where its lane had the first is looked up again
         for step in range(steps):
             at = start + (steps - 1 - step) * BLOCK + tl.arange(0, BLOCK)
             x = tl.load(logits + at, at < end, other=0.0).to(tl.float32)
             ids = tl.where(x != x, at, ids)
-    tl.store(partials + row * chunks + chunk, tl.max(pack(best, first + ids), 0))
+    largest = tl.max(pack(best, first + ids), 0)
+    tl.store(partials + row * chunks + chunk, largest)
+    if sums is not None:
+        tl.store(sums + row * chunks + chunk, sum_below(unpack(largest)[0], best, total))
+
+
+@triton.jit
+def sum_below(top, tops, sums):
+    """The sum of e^(x - top), from its parts: `sums` [P] of e^(x - tops); top is the largest of tops [P]."""
+    return tl.sum(sums * tl.exp(tops - tl.where(top == -float("inf"), 0.0, top)), 0)
 
 
 @triton.jit
@@ -144,6 +159,19 @@ def argmax_partials(logits: torch.Tensor, first: int = 0, count: int | None = No
     """The largest of each chunk of each row of logits [M, V] or [B, n, V], as `pack` has it: int64 [M, chunks], M being
     B * n. Rows may be apart in memory, their elements not. first: the token of column 0; count: columns that count,
     None: all."""
+    return _partials(logits, first, count, has_sums=False)[0]
+
+
+def argmax_partials_and_sums(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`argmax_partials`, and of each chunk the sum of e^(x - its largest) over its logits x: float32 [M, chunks]."""
+    partials, sums = _partials(logits, 0, None, has_sums=True)
+    assert sums is not None
+    return partials, sums
+
+
+def _partials(
+    logits: torch.Tensor, first: int, count: int | None, *, has_sums: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     assert logits.stride(-1) == 1, "the logits of a row must be adjacent"
     vocabulary = logits.shape[-1]
     group = logits.shape[1] if logits.dim() == 3 else 1
@@ -155,9 +183,11 @@ def argmax_partials(logits: torch.Tensor, first: int = 0, count: int | None = No
     steps = triton.cdiv(blocks, max(1, _PROGRAMS // rows))
     chunks = triton.cdiv(blocks, steps)
     partials = torch.empty(rows, chunks, dtype=torch.int64, device=logits.device)
+    sums = torch.empty(rows, chunks, device=logits.device) if has_sums else None
     _argmax_kernel[(rows, chunks)](
         logits,
         partials,
+        sums,
         vocabulary if count is None else count,
         first,
         group,
@@ -168,7 +198,7 @@ def argmax_partials(logits: torch.Tensor, first: int = 0, count: int | None = No
         BLOCK=block,
         **pdl(logits),
     )
-    return partials
+    return partials, sums
 
 
 def partials_of(scores: Scores) -> torch.Tensor:

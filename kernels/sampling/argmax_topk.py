@@ -51,23 +51,37 @@ def argmax_keys_ref(logits: torch.Tensor, first: int, count: int) -> torch.Tenso
     return _packed(values, first + columns)
 
 
-def argmax_ref(logits: Scores, ids: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+def argmax_ref(
+    logits: Scores,
+    ids: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    chances: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The most likely token of each row of logits [R, V] or [B, n, V]: int64 [R] or [B, n].
 
-    ids int64 [V]: the token of each column, None if they are the same. out: where the tokens are written, if given.
-    Rows of logits may be strided, as may a one-dimensional `out`.
+    ids int64 [V]: the token of each column, None if they are the same. out: where the tokens are written, if given;
+    chances float32: where their probabilities are, 0 if there is a NaN or a positive infinity, or nothing but negative
+    ones. Rows of logits may be strided, as may a one-dimensional `out` or `chances`.
     """
+    if chances is not None:
+        assert isinstance(logits, torch.Tensor), "maxima have no probabilities"
+        wide = logits.float()
+        chances.copy_((wide.amax(-1) - wide.logsumexp(-1)).exp().nan_to_num(0.0))
     tokens = logits.best()[1] if isinstance(logits, Maxima) else logits.argmax(-1)
     tokens = tokens if ids is None else ids[tokens]
     return tokens if out is None else out.copy_(tokens)
 
 
 def argmax_embedding_ref(
-    logits: Scores, embedding: torch.Tensor, ids: torch.Tensor | None = None, out: torch.Tensor | None = None
+    logits: Scores,
+    embedding: torch.Tensor,
+    ids: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    chances: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The embedding of the most likely token of each row of logits [R, V], from `embedding` [tokens, H]: [R, H]. The
-    tokens are also written to `out` int64 [R]."""
-    return F.embedding(argmax_ref(logits, ids, out), embedding)
+    tokens are also written to `out` int64 [R], and their probabilities to `chances` as by `argmax_ref`."""
+    return F.embedding(argmax_ref(logits, ids, out, chances), embedding)
 
 
 def topk_logprobs_ref(

@@ -7,7 +7,14 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
-from specbatch.kernels.sampling.accept_triton import argmax_partials, pack, partials_of, unpack
+from specbatch.kernels.sampling.accept_triton import (
+    argmax_partials,
+    argmax_partials_and_sums,
+    pack,
+    partials_of,
+    sum_below,
+    unpack,
+)
 from specbatch.kernels.sampling.argmax_topk import Maxima, Scores
 
 _BLOCK = 2048  # logits among which one program looks for children
@@ -15,15 +22,18 @@ _COLUMNS = 1024  # of an embedding that one program copies
 _NOTHING = tl.constexpr(-(1 << 63))  # below whatever `pack` makes
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens"])  # a column of a table
+@triton.jit(do_not_specialize_on_alignment=["tokens", "chances"])  # columns of tables
 def _likeliest_kernel(
     partials,
+    sums,
     ids,
     tokens,
+    chances,
     embedding,
     embedded,
     chunks,
     spacing,
+    chance_spacing,
     width,
     BLOCK_CHUNKS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -32,7 +42,15 @@ def _likeliest_kernel(
     wait_for_previous_kernel(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunk = tl.arange(0, BLOCK_CHUNKS)
-    _, token = unpack(tl.max(tl.load(partials + row * chunks + chunk, chunk < chunks, other=_NOTHING), 0))
+    parts = tl.load(partials + row * chunks + chunk, chunk < chunks, other=_NOTHING)
+    top, token = unpack(tl.max(parts, 0))
+    if sums is not None:
+        inside = chunk < chunks
+        tops = tl.where(inside, unpack(parts)[0], -float("inf"))
+        total = sum_below(top, tops, tl.load(sums + row * chunks + chunk, inside, other=0.0))
+        # Of logits that are not finite the sum is NaN or 0.
+        chance = tl.where(total > 0.0, tl.minimum(1.0 / total, 1.0), 0.0)
+        tl.store(chances + row * chance_spacing, chance, part == 0)
     if ids is not None:
         token = tl.load(ids + token)
     tl.store(tokens + row * spacing, token, part == 0)
@@ -47,22 +65,31 @@ def argmax_keys(logits: torch.Tensor, first: int, count: int) -> torch.Tensor:
     return argmax_partials(logits, first, count)
 
 
-def argmax(logits: Scores, ids: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+def argmax(
+    logits: Scores,
+    ids: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    chances: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`argmax_topk.argmax`."""
     like = logits.keys if isinstance(logits, Maxima) else logits
     tokens = torch.empty(like.shape[:-1], dtype=torch.int64, device=like.device) if out is None else out
-    _finish(logits, ids, tokens, None, None)
+    _finish(logits, ids, tokens, chances, None, None)
     return tokens
 
 
 def argmax_embedding(
-    logits: Scores, embedding: torch.Tensor, ids: torch.Tensor | None = None, out: torch.Tensor | None = None
+    logits: Scores,
+    embedding: torch.Tensor,
+    ids: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    chances: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`argmax_topk.argmax_embedding`; embedding contiguous."""
     rows = len(logits.keys if isinstance(logits, Maxima) else logits)
     tokens = torch.empty(rows, dtype=torch.int64, device=embedding.device) if out is None else out
     embedded = embedding.new_empty(rows, embedding.shape[1])
-    _finish(logits, ids, tokens, embedding, embedded)
+    _finish(logits, ids, tokens, chances, embedding, embedded)
     return embedded
 
 
@@ -70,21 +97,31 @@ def _finish(
     logits: Scores,
     ids: torch.Tensor | None,
     tokens: torch.Tensor,
+    chances: torch.Tensor | None,
     embedding: torch.Tensor | None,
     embedded: torch.Tensor | None,
 ) -> None:
     assert tokens.dim() == 1 or tokens.is_contiguous(), "tokens of a block must be contiguous"
-    partials = partials_of(logits)
+    sums = None
+    if chances is None:
+        partials = partials_of(logits)
+    else:
+        assert isinstance(logits, torch.Tensor), "maxima have no probabilities"
+        assert chances.dim() == 1 or chances.is_contiguous(), "chances of a block must be contiguous"
+        partials, sums = argmax_partials_and_sums(logits)
     rows, chunks = partials.shape
     width = 0 if embedding is None else embedding.shape[1]
     _likeliest_kernel[(rows, max(1, triton.cdiv(width, _COLUMNS)))](
         partials,
+        sums,
         ids,
         tokens,
+        chances,
         embedding,
         embedded,
         chunks,
         tokens.stride(-1),
+        0 if chances is None else chances.stride(-1),
         width,
         BLOCK_CHUNKS=triton.next_power_of_2(chunks),
         COLUMNS=_COLUMNS,

@@ -83,9 +83,11 @@ class _BoundDecode:
         return self.attention(qkv, heads, positions, cache.k[layer], cache.v[layer], mask)
 
     def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:
-        metadata, states = self.metadata, self.cache.states
+        metadata, states, packed = self.metadata, self.cache.states, self.metadata.packed
         assert states is not None
-        return mixer.verify(projected, states.layers[layer], states.replay(metadata.slots, metadata.ancestors))
+        rows = projected if packed is None else packed.spread(projected)
+        mixed = mixer.verify(rows, states.layers[layer], states.replay(metadata.slots, metadata.ancestors))
+        return mixed if packed is None else packed.pack(mixed)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from specbatch.core.attention_metadata import DecodeMetadata
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.sampling import Sampling
 from specbatch.kernels.attention.verify_attention import Mask
+from specbatch.kernels.common.packed_rows import PackedRows
 from specbatch.kernels.common.verified_rows import VerifiedRows
 from specbatch.kernels.sampling.accept import Proposal
 
@@ -47,9 +48,11 @@ class StepInput:
         ancestors: torch.Tensor | None = None,
         first_node: int = 0,
         masks: tuple[Mask, ...] | None = None,
+        packed: PackedRows | None = None,
     ) -> DecodeMetadata:
         """Attention metadata of a pass of `num_queries` tokens per request after KV lengths [B]: a chain, or a tree
-        with `ancestors` int64 [B, num_queries], `first_node` of whose nodes are in the cache (see `DecodeMetadata`)."""
+        with `ancestors` int64 [B, num_queries], `first_node` of whose nodes are in the cache. masks, packed: see
+        `DecodeMetadata`."""
         return DecodeMetadata(
             self.batch.page_table,
             self.slots,
@@ -59,5 +62,6 @@ class StepInput:
             self.bound,
             ancestors,
             first_node,
+            packed,
             masks,
         )

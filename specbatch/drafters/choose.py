@@ -49,8 +49,10 @@ class DraftChain:
     tokens  int64 [B, step.num_drafts], of which the first are chosen
     """
 
-    def __init__(self, step: StepInput, *, ids: torch.Tensor | None, vocabulary: int) -> None:
-        """ids, vocabulary: see `sample_drafts`."""
+    def __init__(
+        self, step: StepInput, *, ids: torch.Tensor | None, vocabulary: int, predicts_confidence: bool = False
+    ) -> None:
+        """ids, vocabulary: see `sample_drafts`; predicts_confidence: the drafter gives it to `proposal`."""
         self.tokens = step.slots.new_empty(len(step.slots), step.num_drafts)
         self._step = step
         self._ids = ids
@@ -58,57 +60,51 @@ class DraftChain:
         self._states = draft_states(step, vocabulary)
         self._count = 0
         self._distributions: list[torch.Tensor] = []  # that drafts were sampled from
-        self._confidence: list[torch.Tensor] = []
+        self._confidence = None if predicts_confidence else _empty_confidence(step)
 
-    def choose(self, scores: Scores, confidence: torch.Tensor | None = None) -> torch.Tensor:
-        """Choose the next token of each request from scores [B, Vd], which are adjusted in place: int64 [B].
-
-        confidence float32 [B]: see `Proposal.confidence`; of a drafter that predicts it, None for `confidence_of` the
-        scores.
-        """
-        tokens = self._begin(scores, confidence)
+    def choose(self, scores: Scores) -> torch.Tensor:
+        """Choose the next token of each request from scores [B, Vd], which are adjusted in place: int64 [B]."""
+        tokens, confidence = self._begin(scores)
         if self._step.sampling.flags.sampled:
-            self._sample(scores, tokens)
+            self._sample(scores, tokens, confidence)
         else:
-            argmax(scores, self._ids, tokens)
+            argmax(scores, self._ids, tokens, confidence)
         self._end(tokens)
         return tokens
 
-    def choose_embedded(
-        self, scores: Scores, embedding: torch.Tensor, confidence: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def choose_embedded(self, scores: Scores, embedding: torch.Tensor) -> torch.Tensor:
         """As `choose`. Returns the embeddings [B, H] of the tokens, from embedding [tokens, H]."""
-        tokens = self._begin(scores, confidence)
+        tokens, confidence = self._begin(scores)
         if self._step.sampling.flags.sampled:
-            self._sample(scores, tokens)
+            self._sample(scores, tokens, confidence)
             embedded = F.embedding(tokens, embedding)
         else:
-            embedded = argmax_embedding(scores, embedding, self._ids, tokens)
+            embedded = argmax_embedding(scores, embedding, self._ids, tokens, confidence)
         self._end(tokens)
         return embedded
 
-    def proposal(self) -> Proposal:
-        """The drafts, all of which are chosen."""
+    def proposal(self, confidence: torch.Tensor | None = None) -> Proposal:
+        """The drafts, all of which are chosen. confidence float32 [B, n]: that the drafter predicts; None for the
+        probabilities of the most likely tokens, if the step needs any."""
         return Proposal(
             self.tokens,
             self._step.batch.filled(self._step.num_drafts, self._step.slots),
             torch.cat(self._distributions, 1) if self._distributions else None,
-            confidence=torch.stack(self._confidence, 1) if self._confidence else None,
+            confidence=self._confidence if confidence is None else confidence,
         )
 
-    def _begin(self, scores: Scores, confidence: torch.Tensor | None) -> torch.Tensor:
-        """Adjust the scores. Returns where the tokens go."""
+    def _begin(self, scores: Scores) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Adjust the scores. Returns where the tokens and the confidence in them go."""
         if self._states is not None:
             assert isinstance(scores, torch.Tensor), "see `takes_argmax`"
             self._states.mask(scores[:, None], self._ids)
-        if confidence is None:
-            confidence = confidence_of(scores, self._step)
-        if confidence is not None:
-            self._confidence.append(confidence)
-        return self.tokens[:, self._count]
+        confidence = self._confidence
+        return self.tokens[:, self._count], None if confidence is None else confidence[:, self._count]
 
-    def _sample(self, scores: Scores, out: torch.Tensor) -> None:
+    def _sample(self, scores: Scores, out: torch.Tensor, confidence: torch.Tensor | None) -> None:
         assert isinstance(scores, torch.Tensor), "see `takes_argmax`"
+        if confidence is not None:
+            argmax(scores, chances=confidence)
         step = self._step
         positions = (step.lengths + 1 + self._count)[:, None]
         tokens, distribution = sample_drafts(
@@ -124,14 +120,11 @@ class DraftChain:
             self._states.follow(tokens[:, None])
 
 
-def confidence_of(scores: Scores, step: StepInput) -> torch.Tensor | None:
-    """The largest probability of each row of scores [..., V], as the predicted probability that its draft is accepted:
-    float32 [...]; None if the step needs none. It is that of the most likely token, whichever is drafted."""
-    if not step.needs_confidence:
-        return None
-    assert isinstance(scores, torch.Tensor), "a model that is divided over ranks has no budget"
-    wide = scores.float()
-    return (wide.amax(-1) - wide.logsumexp(-1)).exp()
+def _empty_confidence(step: StepInput) -> torch.Tensor | None:
+    """Where the confidence in drafts goes, float32 [B, n]; None if the step needs none. It is the probability of the
+    most likely token, whichever is drafted."""
+    shape = len(step.slots), step.num_drafts
+    return step.slots.new_empty(shape, dtype=torch.float32) if step.needs_confidence else None
 
 
 def sample_drafts(
@@ -167,10 +160,12 @@ def choose_at_once(scores: Scores, step: StepInput, *, ids: torch.Tensor | None,
         for place in range(step.num_drafts):
             chain.choose(scores[:, place])
         return chain.proposal()
-    drafted, confidence = step.batch.filled(step.num_drafts, step.slots), confidence_of(scores, step)
+    drafted, confidence = step.batch.filled(step.num_drafts, step.slots), _empty_confidence(step)
     if not step.sampling.flags.sampled:
-        return Proposal(argmax(scores, ids), drafted, confidence=confidence)
+        return Proposal(argmax(scores, ids, chances=confidence), drafted, confidence=confidence)
     assert isinstance(scores, torch.Tensor)
+    if confidence is not None:
+        argmax(scores, chances=confidence)
     positions = positions_from(step.lengths + 1, step.num_drafts)
     drafts, distributions = sample_drafts(scores, step, positions, ids=ids, vocabulary=vocabulary)
     return Proposal(drafts, drafted, distributions, confidence=confidence)
@@ -184,15 +179,16 @@ def choose_in_turn(
     *,
     ids: torch.Tensor | None,
     vocabulary: int,
-    confidence: Callable[[int, torch.Tensor], torch.Tensor | None] = lambda place, embedded: None,
+    confidence: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Proposal:
     """Choose the drafts int64 [B, n] after roots int64 [B] one after the other.
 
-    scores, confidence: of a place, given the embedding [B, width] of the token before it, for `DraftChain.choose`; ids,
-    vocabulary: see `sample_drafts`
+    scores: of a place, given the embedding [B, width] of the token before it, for `DraftChain.choose`; ids, vocabulary:
+    see `sample_drafts`; confidence: of a drafter that predicts it, float32 [n, B] given the embeddings [n, B, width] of
+    the tokens before each place
     """
-    chain = DraftChain(step, ids=ids, vocabulary=vocabulary)
-    embedded = F.embedding(roots, embedding)
+    chain = DraftChain(step, ids=ids, vocabulary=vocabulary, predicts_confidence=confidence is not None)
+    embedded = [F.embedding(roots, embedding)]
     for place in range(step.num_drafts):
-        embedded = chain.choose_embedded(scores(place, embedded), embedding, confidence(place, embedded))
-    return chain.proposal()
+        embedded.append(chain.choose_embedded(scores(place, embedded[-1]), embedding))
+    return chain.proposal(None if confidence is None else confidence(torch.stack(embedded[:-1])).T)

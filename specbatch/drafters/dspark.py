@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,9 +42,6 @@ class DSparkDrafter(DFlashDrafter):
             own, state = markov.own_logits(base[place], embedded, rows[place], state)
             return model.joined(own, greedy=is_greedy)
 
-        def confidence(place: int, embedded: torch.Tensor) -> torch.Tensor | None:
-            return model.confidence(rows[place], embedded) if step.needs_confidence else None
-
         return choose_in_turn(
             scores,
             step,
@@ -51,7 +49,7 @@ class DSparkDrafter(DFlashDrafter):
             markov.embedding,
             ids=model.ids,
             vocabulary=model.config.vocab_size,
-            confidence=confidence,
+            confidence=partial(model.confidence, rows) if step.needs_confidence and model.has_confidence else None,
         )
 
     def _base(self, hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

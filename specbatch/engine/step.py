@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from specbatch.core.packed_rows import PackedContext, PackedRows
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import Drafter
 from specbatch.engine.acceptance import Accepted, accept, logprobs_of, top_logprobs_of
 from specbatch.engine.verify_budget import VerifyBudget
+from specbatch.kernels.common.packed_rows import PackedRows
+from specbatch.kernels.elementwise.gather_rows import gather_rows
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.sampling.argmax_topk import Maxima, Scores, argmax_keys
 from specbatch.kernels.sampling.token_digest import token_digest
@@ -81,14 +82,14 @@ class DecodeStep:
         """Run the target over the roots and their drafts, in one pass. packed: rows that are computed; None: all."""
         num_queries = proposal.tokens.shape[1] + 1
         tokens, positions = step.batch.stage(step.slots, proposal.tokens, proposal.ancestors)
-        context = step.decode_metadata(step.lengths, num_queries, proposal.ancestors).bind(self.cache)
+        metadata = step.decode_metadata(step.lengths, num_queries, proposal.ancestors, packed=packed)
+        context = metadata.bind(self.cache)
         is_greedy = not step.sampling.flags.needs_logits
         if packed is None:
             features = self.model.forward(tokens, positions, context)
             scores = self.model.scores(features.last, greedy=is_greedy)
         else:
-            context = PackedContext(context, packed, positions)
-            features = self.model.forward(packed.pack(tokens), packed.pack(positions), context)
+            features = self.model.forward(*gather_rows(tokens, positions, packed.places), context)
             scores = _spread_scores(self.model.scores(features.last, greedy=is_greedy), packed, greedy=is_greedy)
             last, aux = features
             features = Features(packed.spread(last), None if aux is None else packed.spread(aux))

@@ -32,46 +32,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
-from specbatch.core.packed_rows import PackedRows, pack_rows
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.kernels.common.upload import upload
+from specbatch.kernels.sampling.verify_budget import LEVELS, Spending, learn, spend
 
-LEVELS = 16  # of confidence, whose drafts are counted together
-WEIGHT = 8.0  # drafts that the confidence itself counts as
-MOST = 1 << 12  # counted drafts of a level; then both counts are halved, so that newer drafts weigh more
-# Of a drafter without confidence: the acceptance of a new request, how many drafts it counts as, and the weight of a
-# draft after another verify. A request that has no drafts verified returns to the guess.
-GUESS, GUESSED, MEMORY = 0.7, 2.0, 0.9
 _SLOT_SEED = 0x2545F4914F6CDD1D  # odd: seeds of different slots differ
-
-
-class Spending(NamedTuple):
-    """proposal: with as many drafts as are verified; packed: the rows of the verify; levels int64 [B, n]: of the
-    confidence in each draft, for `VerifyBudget.learn`."""
-
-    proposal: Proposal
-    packed: PackedRows
-    levels: torch.Tensor
-
-
-def verified_drafts(conditional: torch.Tensor, drafted: torch.Tensor, total: int) -> torch.Tensor:
-    """How many drafts of each request are verified, `total` in all: int64 [B], for conditional probabilities of
-    acceptance float32 [B, n] and drafted int64 [B], of which the first ones count.
-
-    Among equal values earlier drafts come first, then earlier requests. Drafts that do not count come last; they fill
-    the rows that nothing else takes.
-    """
-    batch, most = conditional.shape
-    values = conditional.cumprod(1)
-    place = torch.arange(most, device=drafted.device)
-    values = values.masked_fill(place >= drafted[:, None], -1.0)
-    # By position first, so that the stable sort keeps this order among equals.
-    chosen = values.T.flatten().sort(descending=True, stable=True).indices[:total]
-    return torch.zeros_like(drafted).index_add_(0, chosen % batch, torch.ones_like(chosen))
 
 
 @dataclass(frozen=True)
@@ -113,33 +81,10 @@ class VerifyBudget:
 
     def spend(self, step: StepInput, proposal: Proposal) -> Spending:
         """Choose the drafts that are verified."""
-        batch, most = proposal.tokens.shape
-        confidence = proposal.confidence
-        if confidence is None:
-            compared, accepted = self.recent[:, step.slots]
-            confidence = ((accepted + GUESS * GUESSED) / (compared + GUESSED))[:, None].expand(-1, most)
-        confidence = confidence.nan_to_num(0.0).clamp(0.0, 1.0)
-        levels = self._levels(step, confidence)
-        compared, accepted = self.counts[:, levels]
-        conditional = (accepted + WEIGHT * confidence) / (compared + WEIGHT)
-        total = self.rows(batch)
-        # Padding requests have slot 0.
-        count = verified_drafts(conditional, torch.where(step.slots > 0, proposal.drafted, 0), total - batch)
-        packed = pack_rows(count + 1, most + 1, total)
-        return Spending(proposal._replace(drafted=torch.minimum(count, proposal.drafted)), packed, levels)
+        sampling, total = step.sampling, self.rows(len(step.slots))
+        temperature = sampling.temperature if sampling.flags.sampled else None
+        return spend(self.counts, self.recent, step.slots, proposal, temperature, total)
 
     def learn(self, step: StepInput, spending: Spending, accepted: torch.Tensor) -> None:
-        """Observe a verify that accepted so many drafts [B]."""
-        verified, place = spending.proposal.drafted, torch.arange(spending.levels.shape[1], device=accepted.device)
-        compared = torch.minimum(accepted + 1, verified)
-        for counts, recent, number in zip(self.counts, self.recent, (compared, accepted), strict=True):
-            counts.index_add_(0, spending.levels.flatten(), (place < number[:, None]).flatten().long())
-            recent[step.slots] = recent[step.slots] * MEMORY + number
-        self.counts.copy_(torch.where(self.counts[0] < MOST, self.counts, self.counts >> 1))
-
-    def _levels(self, step: StepInput, confidence: torch.Tensor) -> torch.Tensor:
-        """The columns of `counts` for confidence [B, n]."""
-        levels = (confidence * LEVELS).long().clamp(max=LEVELS - 1)
-        if step.sampling.flags.sampled:
-            levels = levels + LEVELS * (step.sampling.temperature > 0)[:, None]
-        return levels.masked_fill((step.slots == 0)[:, None], 2 * LEVELS)
+        """Observe a verify that accepted so many drafts int64 [B]."""
+        learn(self.counts, self.recent, step.slots, spending, accepted)

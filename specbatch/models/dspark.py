@@ -142,16 +142,19 @@ class DSpark(DFlash):
         """Logits [T, Vd], or if `greedy` what suffices for their argmax, from those of this rank's tokens."""
         return joined_scores(self.block.head, own, greedy=greedy)
 
-    def confidence(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor | None:
-        """The predicted probability float32 [...] that a draft is accepted, given that those before it are; None
-        without a confidence head. hidden [..., hidden_size]: of its row; embedded [..., rank]: the Markov head's
-        embedding of the token before it.
+    @property
+    def has_confidence(self) -> bool:
+        """Whether there is a confidence head."""
+        return self._confidence is not None
+
+    def confidence(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """The predicted probability float32 [...] that a draft is accepted, given that those before it are.
+        hidden [..., hidden_size]: of its row; embedded [..., rank]: the Markov head's embedding of the token before it.
 
         It divides the rows of a verify budget (`engine.verify_budget`). DeepSpec drafts fewer tokens where it is below
         a threshold, which is 0 by default, so that nothing is left out.
         """
-        if self._confidence is None:
-            return None
+        assert self._confidence is not None, "the draft has no confidence head"
         weight, bias = self._confidence
         read = torch.cat([hidden, embedded], -1)[..., : weight.shape[1]]
         return F.linear(read, weight, bias)[..., 0].float().sigmoid()

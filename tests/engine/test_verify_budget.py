@@ -19,13 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specbatch import Engine, SamplingParams, Speculation
-from specbatch.core.packed_rows import PackedRows
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.ngram import NGram
 from specbatch.engine.acceptance import accept_ref
 from specbatch.engine.step import DecodeStep, Verified
-from specbatch.engine.verify_budget import MOST, VerifyBudget, verified_drafts
+from specbatch.engine.verify_budget import VerifyBudget
+from specbatch.kernels.common.packed_rows import PackedRows
 from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL
+from specbatch.kernels.sampling.verify_budget import MOST, verified_drafts
 from specbatch.models.decoder import Decoder
 
 BUDGET = Speculation("standalone", draft="self:skip=1", draft_tokens=4, verify_budget=2.5)

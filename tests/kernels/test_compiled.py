@@ -1,5 +1,5 @@
 """Kernels compile for the GPUs that they are made for: deterministic ones, of gpt-oss, of quantized weights, of
-collectives."""
+collectives, of verify budgets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def compiled(script: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_kernels_compile_for_hopper() -> None:
     found = compiled("compiled.py")
-    assert len(found) == 99
+    assert len(found) == 101
     for kernel in found:
         is_of_halves = not kernel["name"].startswith("FP32") and "shot" not in kernel["name"]
         assert bool(kernel["instructions"]) == is_of_halves, f"{kernel['name']}: tensor cores are for half precision"
@@ -43,6 +43,15 @@ def test_kernels_compile_for_hopper() -> None:
         if "FP8 GEMM" not in kernel["name"]:  # of which each element is converted by itself
             # The compiler may put any elements of a thread together, and the assembly would not know which.
             assert kernel["together"] <= 2, f"{kernel['name']}: assembly takes {kernel['together']} elements"
+
+
+@pytest.mark.slow
+def test_kernels_of_verify_budgets_compile_for_hopper() -> None:
+    found = compiled("compiled_budgets.py")
+    assert len(found) == 5
+    for kernel in found:
+        assert not kernel["instructions"], f"{kernel['name']} multiplies no matrices"
+        assert kernel["shared"] <= SHARED, f"{kernel['name']} needs {kernel['shared']} bytes of shared memory"
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ from specbatch.kernels.sampling import (
     grammar_mask_triton,
     sample_triton,
     tree_verify_triton,
+    verify_budget_triton,
 )
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is available: tests/test_gpu.py runs on it")
@@ -106,6 +107,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None])
         span_latents_triton: ["span_latent_prefill", "span_latent_verify"],
         tree_verify_triton: ["move_accepted_kv"],
         verify_attention_triton: ["verify_attention"],
+        verify_budget_triton: ["spend", "learn"],
     }.items():
         for name in names:
             spy(module, name)
@@ -134,20 +136,20 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
     expected |= {"skinny_linear", "skinny_gated", "partials_of"}
     expected |= {"commit_tree", "move_accepted_kv"} if name.endswith("tree") else {"commit"}
     pairs, levels = {"pending_inputs", "buffer_features"}, {"topk_logprobs", "expand", "prune"}
-    context = {"write_context_kv", "write_verified_kv"}
+    context, budget = {"write_context_kv", "write_verified_kv"}, {"argmax_keys", "spend", "learn"}
     own = {
         "none": set(),
         "ngram": {"ngram_match"},
         "ngram-corpus": {"ngram_match", "corpus_drafts", "corpus_extend", "corpus_insert"},
         "self": {"argmax"},
         "self by block": {"argmax"},
-        "self by budget": {"argmax", "argmax_keys"},
+        "self by budget": {"argmax"} | budget,
         "eagle3": {"argmax_embedding"} | pairs,
         "mtp-tree": {"beam_inputs"} | levels | pairs,
         "block": {"argmax"} | context,
         "dflash2": {"argmax_embedding", "topk_logprobs"} | context,
         "dspark": {"argmax_embedding"} | context,
-        "dspark by budget": {"argmax_embedding", "argmax_keys"} | context,
+        "dspark by budget": {"argmax_embedding"} | budget | context,
         "dflash2-tree": levels | context,
         "dspark-tree": levels | context,
         "ngram-tree": {"ngram_match"},

@@ -93,11 +93,13 @@ def attention(
     return compiled(spans._span_attention, kinds, fixed, **options)
 
 
-def verify(*, is_tree: bool, is_shared: bool = False, cache: str = "bf16") -> dict[str, Any]:
+def verify(
+    *, is_tree: bool, is_shared: bool = False, cache: str = "bf16", is_packed: bool = False
+) -> dict[str, Any]:
     """Verify attention of gpt-oss; with shared keys that of Gemma 4 E2B."""
     tile = Tile(16, 16, 4, 3, 255) if is_shared else Tile(16, 32, 4, 3, 128)
     kinds = dict.fromkeys(("qkv", "out", "k_cache", "v_cache", "cos", "sin"), "*bf16")
-    kinds |= dict.fromkeys(("page_table", "rows", "lengths", "positions", "ancestors"), "*i64")
+    kinds |= dict.fromkeys(("page_table", "rows", "lengths", "firsts", "positions", "ancestors"), "*i64")
     kinds |= dict.fromkeys(("k_cache", "v_cache"), f"*{cache}")
     kinds |= dict.fromkeys(("sinks", "partials", "q_norm", "k_norm"), "*fp32") | dict.fromkeys(("eps", "scale"), "fp32")
     kinds |= dict.fromkeys(("n", "first_node", "capacity", "width", "window"), "i32") | {"arrivals": "*i32"}
@@ -109,6 +111,7 @@ def verify(*, is_tree: bool, is_shared: bool = False, cache: str = "bf16") -> di
         {"KV": 1, "DIM": 512, "HALF": 256, "NEW": 2, "sinks": None} if is_shared else {"q_norm": None, "k_norm": None}
     )
     fixed |= {} if is_tree else {"positions": None, "ancestors": None}
+    fixed |= {} if is_packed else {"firsts": None}
     return compiled(verifies._verify_attention, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
@@ -311,6 +314,8 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     )
     yield "sinks", verify(is_tree=False)
     yield "sinks of a tree", verify(is_tree=True)
+    yield "sinks, packed rows", verify(is_tree=False, is_packed=True)
+    yield "shared keys, packed rows", verify(is_tree=False, is_shared=True, is_packed=True)
     yield "shared keys", verify(is_tree=False, is_shared=True)
     yield "shared keys in FP8", verify(is_tree=False, is_shared=True, cache="fp8e4nv")
     yield "shared keys of a tree", verify(is_tree=True, is_shared=True)

@@ -16,9 +16,10 @@ from trees import ancestor_masks, path_of
 
 from specbatch.kernels.attention.paged_attention import attention_mask
 from specbatch.kernels.attention.qkv import QKVLayout
-from specbatch.kernels.attention.verify_attention import DecodeAttentionRef, DecodeQueries, Mask
+from specbatch.kernels.attention.verify_attention import DecodeAttentionRef, DecodeQueries, Mask, of_packed_rows
 from specbatch.kernels.attention.verify_attention_configs import Tile
 from specbatch.kernels.attention.verify_attention_triton import verify_attention
+from specbatch.kernels.common.packed_rows import pack_rows
 from specbatch.kernels.elementwise import elementwise_triton
 from specbatch.kernels.elementwise.rope import rope_table
 
@@ -266,6 +267,44 @@ def test_keys_shared_by_a_tree(device: torch.device) -> None:
     queries = case.qkv[:, : case.heads.count * case.heads.dim].contiguous()
     shared = attend(queries, replace(case.heads, shared=True), positions, *case.caches, Mask(window=12))
     assert torch.equal(shared, whole)
+
+
+@pytest.mark.parametrize(
+    ("splits", "mask", "sizes", "is_shared"),
+    first_quick(
+        3,
+        [
+            (2, Mask(), {}, False),
+            (1, Mask(window=7), {"sinks": True}, False),
+            (3, Mask(), {"count": 8, "kv": 1}, True),
+            (3, Mask(window=30), {"count": 12}, False),
+        ],
+    ),
+)
+def test_packed_rows(device: torch.device, splits: int, mask: Mask, sizes: dict[str, Any], is_shared: bool) -> None:
+    """What the reference gives for all queries and packs, which only the kernel computes at once. No keys are written
+    but those of the rows."""
+    counts, most = [1, 18, 4, 17], 18
+    case = Case(device, torch.float32, [90, 0, 37, 3], most, **sizes)
+    packed = pack_rows(torch.tensor(counts, device=device), most, sum(counts))
+    queries = replace(case.queries(case.lengths), packed=packed)
+    positions = packed.pack((case.lengths[:, None] + torch.arange(most, device=device)).flatten())
+    qkv, group = packed.pack(case.qkv), case.heads.count // case.heads.kv
+    cleared = [cache.nan_to_num(0) for cache in case.caches]
+    reference = of_packed_rows(DecodeAttentionRef(queries, group, case.dtype), queries)
+    expected = reference(qkv, case.heads, positions, *cleared, mask)
+    caches = [cache.clone() for cache in (cleared if is_shared else case.caches)]
+    if is_shared:  # an earlier layer has written the keys
+        case.heads, qkv = replace(case.heads, shared=True), qkv[:, : case.heads.count * case.heads.dim].contiguous()
+    for tile in (None, Tile(16, 32, 4, 3, 128)):
+        out = verify_attention(queries, qkv, case.heads, positions, *caches, mask, splits=splits, tile=tile)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=2e-6)
+    for found, wanted, old in zip(caches, cleared, cleared if is_shared else case.caches, strict=True):
+        for row, length, count in zip(case.rows.tolist(), case.lengths.tolist(), counts, strict=True):
+            index = torch.arange(length, length + most, device=device)
+            place = case.table[row, index // case.page_size], index % case.page_size
+            torch.testing.assert_close(found[place][:count], wanted[place][:count])
+            torch.testing.assert_close(found[place][count:], old[place][count:], rtol=0, atol=0, equal_nan=True)
 
 
 def test_padding_rows(device: torch.device) -> None:

@@ -61,6 +61,37 @@ def test_argmax_is_always_a_valid_token(poison: float, device: torch.device) -> 
     assert argmax_topk_triton.argmax(logits).tolist() == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 5), (3, 2049), (2, 9001)])
+def test_probabilities_of_the_argmax(rows: int, vocabulary: int, device: torch.device) -> None:
+    logits = random(rows, vocabulary, seed=rows, device=device)
+    logits[0, vocabulary // 2] += 9
+    embedding = torch.randn(vocabulary, 7, device=device)
+    wanted, table = logits.softmax(-1).amax(-1), torch.full((rows, 3), -7.0, device=device)
+    tokens = argmax_topk_triton.argmax(logits, chances=table[:, 1])
+    assert torch.equal(tokens, argmax_topk.argmax_ref(logits))
+    torch.testing.assert_close(table[:, 1], wanted, rtol=2e-6, atol=0)
+    assert bool((table[:, ::2] == -7).all())
+    reference = torch.empty_like(wanted)
+    embedded = argmax_topk_triton.argmax_embedding(logits, embedding, chances=table[:, 2])
+    assert torch.equal(embedded, argmax_topk.argmax_embedding_ref(logits, embedding, chances=reference))
+    assert torch.equal(table[:, 2], table[:, 1])
+    torch.testing.assert_close(reference, wanted, rtol=2e-5, atol=0)  # whose logarithm is rounded
+    block = logits.new_empty(rows, 2)
+    argmax_topk_triton.argmax(torch.stack([logits, logits / 2], 1), chances=block)
+    torch.testing.assert_close(block[:, 1], (logits / 2).softmax(-1).amax(-1), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_probabilities_of_logits_that_are_not_finite(poison: float, device: torch.device) -> None:
+    logits = torch.zeros(3, 5000, device=device)
+    logits[1, 4321], logits[2] = poison, poison
+    found, wanted = torch.empty(2, 3, device=device)
+    argmax_topk_triton.argmax(logits, chances=found)
+    argmax_topk.argmax_ref(logits, chances=wanted)
+    assert found.tolist() == pytest.approx([1 / 5000, 1 / 4999 if poison == -math.inf else 0, 0])
+    assert wanted.tolist() == pytest.approx(found.tolist())
+
+
 def check_children(logits: torch.Tensor, topk: int, ids: torch.Tensor | None = None) -> None:
     wanted, tokens = argmax_topk.topk_logprobs_ref(logits, topk, ids)
     scores, found = argmax_topk_triton.topk_logprobs(logits, topk, ids)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbatch.core.packed_rows import pack_rows
+from specbatch.kernels.common.packed_rows import pack_rows
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))

@@ -1,20 +1,17 @@
 """Packed rows of a ragged verify: sequences with different numbers of rows, without padding between them.
 
-Whatever treats rows alike (embedding, GEMMs, norms, MLP, the output matrix) computes the packed rows only. Attention
-and recurrence find the rows of a sequence side by side in a rectangle [B, N], as in a verify of all drafts: their
-inputs are spread over it before them, and the outputs are packed again. The number of packed rows is fixed, so that a
-CUDA graph holds for any division of them; which row belongs to which sequence is known on the device only.
+Whatever treats rows alike (embedding, GEMMs, norms, MLP, the output matrix) computes the packed rows only, and the
+Triton kernel of verify attention finds those of a sequence by itself. Other attention and recurrence find the rows of a
+sequence side by side in a rectangle [B, N], as in a verify of all drafts: their inputs are spread over it before them,
+and the outputs are packed again. The number of packed rows is fixed, so that a CUDA graph holds for any division of
+them; which row belongs to which sequence is known on the device only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-
-from specbatch.core.attention_metadata import AttentionContext, RecurrentOp
-from specbatch.kernels.attention.qkv import QKVLayout
 
 
 class PackedRows(NamedTuple):
@@ -23,10 +20,12 @@ class PackedRows(NamedTuple):
     places  int64 [R]: b * N + i of row i of sequence b
     rows    int64 [B * N]: the packed row of each place; of places without one, that of the sequence's first row, so
             that what is computed there is finite
+    firsts  int64 [B + 1]: the first packed row of each sequence, then R
     """
 
     places: torch.Tensor
     rows: torch.Tensor
+    firsts: torch.Tensor
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """[B * N, ...] -> [R, ...]."""
@@ -40,29 +39,11 @@ class PackedRows(NamedTuple):
 def pack_rows(counts: torch.Tensor, most: int, total: int) -> PackedRows:
     """Packed rows of sequences with counts int64 [B] of rows each, at least 1 and at most `most`, `total` in all."""
     place = torch.arange(most, device=counts.device)
-    first = (counts.cumsum(0) - counts)[:, None]
+    firsts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    first = firsts[:-1, None]
     exists = place < counts[:, None]
     rows = torch.where(exists, first + place, first).flatten()
     # A boolean index would wait for the device: places without a row are written past the end.
     places = counts.new_zeros(total + 1)
     places[torch.where(exists.flatten(), rows, total)] = torch.arange(len(rows), device=counts.device)
-    return PackedRows(places[:total], rows)
-
-
-@dataclass(frozen=True)
-class PackedContext:
-    """The attention context of packed rows.
-
-    whole      that of the rectangle
-    positions  int64 [B * N], of its places
-    """
-
-    whole: AttentionContext
-    packed: PackedRows
-    positions: torch.Tensor
-
-    def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
-        return self.packed.pack(self.whole.attend(layer, self.packed.spread(qkv), heads, self.positions))
-
-    def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:
-        return self.packed.pack(self.whole.recur(layer, self.packed.spread(projected), mixer))
+    return PackedRows(places[:total], rows, firsts)
