@@ -132,7 +132,7 @@ def test_logits_of_latent_attention_do_not_depend_on_company(
 def test_logits_of_wide_heads_do_not_depend_on_company(
     name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None
 ) -> None:
-    """Heads of 512 channels beside those of 256, which `prepare` refuses until this has passed."""
+    """Heads of 512 channels beside those of 256."""
     few: dict[str, Any] = {"num_hidden_layers": 6, "vocab_size": 1000, "layer_types": None, "eos_token_id": None}
     if name == "gemma-4-e2b":
         few |= {"vocab_size_per_layer_input": 1000, "num_kv_shared_layers": 5}
