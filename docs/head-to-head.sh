@@ -4,7 +4,8 @@
 # SGLANG and VLLM are the virtual environments of the servers. DUMMY=1: random weights, in mode plain.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-mode=${1:?plain, eagle3, dflash or standalone}
+[ $# -ge 1 ] || { sed -n "2,4s/^# *//p" "$0" >&2; exit 2; }
+mode=$1
 shift
 SGLANG=${SGLANG:-$HOME/venvs/sglang} VLLM=${VLLM:-$HOME/venvs/vllm}
 

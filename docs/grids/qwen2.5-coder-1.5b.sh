@@ -6,6 +6,9 @@
 set -uo pipefail
 [ $# -eq 4 ] || { sed -n "2,5s/^# *//p" "$0" >&2; exit 2; }
 train=$1 mt_bench=$2 humaneval=$3 out=$4 grids=$(dirname "$0")
+for file in "$train" "$mt_bench" "$humaneval"; do
+    [ -r "$file" ] || { echo "$file: cannot be read" >&2; exit 2; }
+done
 mkdir -p "$out"
 "$grids/train-heads.sh" "$train" "$out/heads" || exit
 escaped=$(printf %s "$out" | sed 's/[&#\\]/\\&/g')
@@ -46,7 +49,7 @@ run humaneval-0.6 sweep "${drafts[@]}" --dataset "$humaneval" "${loads[@]}" "${s
 run reasoning eval reasoning_gym:chain_sum "${drafts[@]}" --concurrency 32
 for head in dflash dspark eagle3; do
     run "budgets-$head" eval gsm8k "${how[@]}" --configs "$out/qwen2.5-coder-1.5b-budgets-$head.toml" \
-        --concurrency 8,32,128 --prompts-per-concurrency 3 --repeats 3 --prefix-cache
+        --concurrency 8,32,128 --prompts-per-concurrency 3 --repeats 3
 done
 run first eval gsm8k "${how[@]}" --spec off --limit 256 --concurrency 128
 run corpus eval gsm8k "${how[@]}" --configs "$out/qwen2.5-coder-1.5b-corpus.toml" "${grid[@]}"

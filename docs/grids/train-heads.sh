@@ -14,6 +14,7 @@ names=" ${*:-$all} "
 for name in $names; do
     [[ " $all " = *" $name "* ]] || { echo "$name: unknown; use some of $all" >&2; exit 2; }
 done
+[ -r "$questions" ] || { echo "$questions: cannot be read" >&2; exit 2; }
 answers=$heads/eagle3/answers.jsonl
 jobs=()
 # Jobs in the background ignore Ctrl-C, so it is passed on.

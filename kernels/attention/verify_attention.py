@@ -47,7 +47,7 @@ class DecodeQueries:
     first_node   a tree may be computed in several passes: so many of its nodes are in the cache already, and query i is
                  stored at key lengths + first_node + i
     packed       of a verify with chains of different lengths, the rows that it has: at most `num_queries` for each
-                 sequence, R in all; None: all. Keys of queries that it does not have have no meaning
+                 sequence, R in all; None: all. The cache holds no valid keys for the other queries
     """
 
     page_table: torch.Tensor

@@ -60,8 +60,8 @@ def argmax_ref(
     """The most likely token of each row of logits [R, V] or [B, n, V]: int64 [R] or [B, n].
 
     ids int64 [V]: the token of each column, None if they are the same. out: where the tokens are written, if given;
-    chances float32: where their probabilities are, 0 if there is a NaN or a positive infinity, or nothing but negative
-    ones. Rows of logits may be strided, as may a one-dimensional `out` or `chances`.
+    chances float32: where their probabilities are written, 0 in a row with a NaN, with a positive infinity or with
+    negative infinities only. Rows of logits may be strided, as may a one-dimensional `out` or `chances`.
     """
     if chances is not None:
         assert isinstance(logits, torch.Tensor), "maxima have no probabilities"

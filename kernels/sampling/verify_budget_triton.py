@@ -16,7 +16,7 @@ from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.sampling.accept import Proposal
 from specbatch.kernels.sampling.verify_budget import GUESS, GUESSED, LEVELS, MEMORY, MOST, WEIGHT, Spending
 
-VALUE_BITS = 30  # of 1 + the bits of a float32 from 0 to 1
+VALUE_BITS = 30  # enough for 1 + the bit pattern of a float32 between 0 and 1
 
 
 @triton.jit(do_not_specialize=["batch", "total", "columns"])

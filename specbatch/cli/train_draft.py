@@ -27,7 +27,7 @@ _KEPT = (
 _WITHOUT = tuple(name for name in ENGINE_OPTIONS if name not in _KEPT)
 _DATA, _HEAD, _TRAINING = "Data", "Head", "Training"
 _PANELS = dict.fromkeys(
-    ("unroll", "vocab", "draft_layers", "block_size", "anchors", "markov_rank", "selector_rank"), _HEAD
+    ("unroll", "vocab", "draft_layers", "block_size", "anchors", "markov_rank", "token_weight", "selector_rank"), _HEAD
 )
 _in_data = partial(Option, rich_help_panel=_DATA)
 

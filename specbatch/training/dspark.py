@@ -7,8 +7,9 @@ a * cross entropy with the target's token + (1 - a) * L1 distance from the targe
 the confidence head with the chance that a draft sampled there is accepted, 1 - L1 / 2. Row j has the loss weight
 exp(-j / 4). Losses are averaged by row, where DeepSpec averages over all rows.
 
-In DeepSpec a is 0.1. Here it falls from 1 at the start of the training to 0.1 at the end: the gradient of the distance
-is small as long as the draft gives the right token almost no probability, and short trainings would end there.
+In DeepSpec a is 0.1. Here it falls from 1 at the start of the training to `Recipe.token_weight` at the end: the
+gradient of the distance is small as long as the draft gives the right token almost no probability, and short trainings
+would end there.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target
 
 ARCHITECTURE = "Qwen3DSparkModel"
-TOKENS = 0.1  # weight of the cross entropy at the end of the training
 DECAY = 4.0  # rows after which the weight of a row has fallen to 1 / e
 
 
@@ -48,9 +48,10 @@ class ConfidenceHead(nn.Module):
 
 
 class DSparkHead(DFlashHead):
-    def __init__(self, target: Target, *, rank: int, block: int, seed: int, **sizes: Any) -> None:
-        """rank: of the Markov head; the others as for `DFlashHead`."""
+    def __init__(self, target: Target, *, rank: int, token_weight: float, block: int, seed: int, **sizes: Any) -> None:
+        """rank: of the Markov head; token_weight: see `Recipe`; the others as for `DFlashHead`."""
         super().__init__(target, block=block, seed=seed, **sizes)
+        self._token_weight = token_weight
         self.drafts = block
         self.markov_head = MarkovHead(target.config.vocab_size, rank)
         self.confidence_head = ConfidenceHead(target.config.hidden_size + rank)
@@ -71,7 +72,7 @@ class DSparkHead(DFlashHead):
         before = self.markov_head.markov_w1(truth)
         alive = torch.ones(len(truth), dtype=torch.bool, device=truth.device)
         guesses = []
-        share = 1 - (1 - TOKENS) * self.progress  # of the cross entropy
+        share = 1 - (1 - self._token_weight) * self.progress  # of the cross entropy
         for row in range(self.drafts):
             here = indices(drawn & (places[..., row + 1] < batch.lengths[:, None]), truth.device)
             own, embedded = hidden[here, row], before[here, row]
@@ -108,4 +109,6 @@ class DSparkHead(DFlashHead):
 def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> DSparkHead:
     """A draft whose mask token does not occur in `train`; see `trainer.make_head`."""
     assert recipe.markov_rank is not None
-    return DSparkHead(target, rank=recipe.markov_rank, **sizes_of(recipe, target, train, spare_tokens))
+    assert recipe.token_weight is not None
+    sizes = sizes_of(recipe, target, train, spare_tokens)
+    return DSparkHead(target, rank=recipe.markov_rank, token_weight=recipe.token_weight, **sizes)

@@ -11,14 +11,14 @@ from specbatch.errors import MOST_SEED, refuse
 from specbatch.settings import check_fields, number, setting, whole
 
 HEADS = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.training)
-_OWN: dict[str, dict[str, int | None]] = {  # settings of one algorithm, with defaults; None: depends on the target
+_OWN: dict[str, dict[str, float | None]] = {  # settings of one algorithm, with defaults; None: depends on the target
     "eagle": {"unroll": 3, "draft_layers": 1},
     "eagle3": {"unroll": 5, "vocab": None, "draft_layers": 1},
     "peagle": {"unroll": 7, "vocab": None, "draft_layers": 2},
     "mtp": {"unroll": 5},
     "dflash": {"draft_layers": 2, "block_size": 8, "anchors": 16},
     "dflash2": {"draft_layers": 2, "block_size": 8, "anchors": 16, "selector_rank": 256},
-    "dspark": {"draft_layers": 2, "block_size": 7, "anchors": 16, "markov_rank": 256},
+    "dspark": {"draft_layers": 2, "block_size": 7, "anchors": 16, "markov_rank": 256, "token_weight": 0.1},
 }
 ANSWER_TOKENS = 512  # default limit of an answer
 USUAL_VOCABULARY = 32000  # draft vocabulary of published EAGLE-3 heads
@@ -67,7 +67,12 @@ class Recipe:
         whole(1, 4096),
     )
     markov_rank: int | None = setting(None, "dspark: rank of the Markov head. Default: 256.", whole(1, 4096))
-
+    token_weight: float | None = setting(
+        None,
+        "dspark: weight of the cross entropy with the target's tokens at the end of the training; it falls from 1. The "
+        "rest is the distance from the target's distribution. Default: 0.1; 1: cross entropy alone.",
+        number(lambda weight: 0 <= weight <= 1, "use a number from 0 to 1"),
+    )
     selector_rank: int | None = setting(None, "dflash2: rank of the selector. Default: 256.", whole(1, 4096))
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ class Evaluation:
     """Loss and accuracy of a head, by draft position.
 
     loss           cross entropy with the target (eagle3, mtp: its distribution; dflash: its tokens),
-                   or of eagle, dflash2 and dspark the weighted sum of their losses
+                   or of eagle, dflash2 and dspark the weighted sum of their losses (dspark: as at the end)
     accuracy       share of places where the draft equals the target's token
     chain          share of places where it and all drafts before it do
     accept_length  1 + the sum of `chain`: tokens per verify, if verifies started equally often at every token

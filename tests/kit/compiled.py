@@ -93,9 +93,7 @@ def attention(
     return compiled(spans._span_attention, kinds, fixed, **options)
 
 
-def verify(
-    *, is_tree: bool, is_shared: bool = False, cache: str = "bf16", is_packed: bool = False
-) -> dict[str, Any]:
+def verify(*, is_tree: bool, is_shared: bool = False, cache: str = "bf16", is_packed: bool = False) -> dict[str, Any]:
     """Verify attention of gpt-oss; with shared keys that of Gemma 4 E2B."""
     tile = Tile(16, 16, 4, 3, 255) if is_shared else Tile(16, 32, 4, 3, 128)
     kinds = dict.fromkeys(("qkv", "out", "k_cache", "v_cache", "cos", "sin"), "*bf16")
