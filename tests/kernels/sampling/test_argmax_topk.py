@@ -66,10 +66,10 @@ def test_probabilities_of_the_argmax(rows: int, vocabulary: int, device: torch.d
     logits = random(rows, vocabulary, seed=rows, device=device)
     logits[0, vocabulary // 2] += 9
     embedding = torch.randn(vocabulary, 7, device=device)
-    wanted, table = logits.softmax(-1).amax(-1), torch.full((rows, 3), -7.0, device=device)
+    wanted, table = logits.double().softmax(-1).amax(-1).float(), torch.full((rows, 3), -7.0, device=device)
     tokens = argmax_topk_triton.argmax(logits, chances=table[:, 1])
     assert torch.equal(tokens, argmax_topk.argmax_ref(logits))
-    torch.testing.assert_close(table[:, 1], wanted, rtol=2e-6, atol=0)
+    torch.testing.assert_close(table[:, 1], wanted, rtol=5e-6, atol=0)
     assert bool((table[:, ::2] == -7).all())
     reference = torch.empty_like(wanted)
     embedded = argmax_topk_triton.argmax_embedding(logits, embedding, chances=table[:, 2])
@@ -78,7 +78,7 @@ def test_probabilities_of_the_argmax(rows: int, vocabulary: int, device: torch.d
     torch.testing.assert_close(reference, wanted, rtol=2e-5, atol=0)  # whose logarithm is rounded
     block = logits.new_empty(rows, 2)
     argmax_topk_triton.argmax(torch.stack([logits, logits / 2], 1), chances=block)
-    torch.testing.assert_close(block[:, 1], (logits / 2).softmax(-1).amax(-1), rtol=2e-6, atol=0)
+    torch.testing.assert_close(block[:, 1], (logits / 2).softmax(-1).amax(-1), rtol=5e-6, atol=0)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
