@@ -142,21 +142,22 @@ class LatentDecodeRef(DecodeAttentionRef):
 
 def latent_decode_attention(queries: DecodeQueries, group: int, dtype: torch.dtype) -> DecodeAttention:
     """`decode_attention` for latents; group: number of heads."""
-    return of_packed_rows(_latent_attention(queries, group, dtype), queries)
-
-
-def _latent_attention(queries: DecodeQueries, group: int, dtype: torch.dtype) -> DecodeAttention:
+    attention: DecodeAttention
     if runs_kernels(queries.lengths):
         from specbatch.kernels.attention import latent_attention_triton, span_latents_triton
 
         if is_deterministic():
-            return span_latents_triton.span_latent_verify(queries)
-        return partial(latent_attention_triton.latent_verify, queries, latent_attention_triton.slots_of(queries))
-    if is_deterministic():
+            attention = span_latents_triton.span_latent_verify(queries)
+        else:
+            slots = latent_attention_triton.slots_of(queries)
+            attention = partial(latent_attention_triton.latent_verify, queries, slots)
+    elif is_deterministic():
         from specbatch.kernels.attention.span_attention import SpanDecodeAttention
 
-        return SpanDecodeAttention(queries)
-    return LatentDecodeRef(queries, group, dtype)
+        attention = SpanDecodeAttention(queries)
+    else:
+        attention = LatentDecodeRef(queries, group, dtype)
+    return of_packed_rows(attention, queries)
 
 
 def latent_prefill_ref(

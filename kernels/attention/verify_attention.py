@@ -75,40 +75,33 @@ def decode_attention(
 
     group: query heads per KV head; dtype: of the activations.
     """
+    attention: DecodeAttention
     if runs_kernels(queries.lengths):
         from specbatch.kernels.attention import span_attention_triton, verify_attention_triton
 
         # All else are drafts, which change no result.
-        if is_deterministic() and all(mask.causal for mask in masks):
-            return of_packed_rows(span_attention_triton.decode_attention(queries), queries)
-        return partial(verify_attention_triton.verify_attention, queries)
-    if is_deterministic():
+        if not (is_deterministic() and all(mask.causal for mask in masks)):
+            return partial(verify_attention_triton.verify_attention, queries)
+        attention = span_attention_triton.decode_attention(queries)
+    elif is_deterministic():
         from specbatch.kernels.attention.span_attention import SpanDecodeAttention
 
-        return of_packed_rows(SpanDecodeAttention(queries), queries)
-    return of_packed_rows(DecodeAttentionRef(queries, group, dtype), queries)
+        attention = SpanDecodeAttention(queries)
+    else:
+        attention = DecodeAttentionRef(queries, group, dtype)
+    return of_packed_rows(attention, queries)
 
 
 def of_packed_rows(attention: DecodeAttention, queries: DecodeQueries) -> DecodeAttention:
-    """Attention that knows no packed rows, for `queries` that may have some: it runs on the rectangle of all queries,
-    over which its inputs are spread."""
+    """For `queries` that may have packed rows, an attention that cannot read them: its input is spread over the
+    rectangle of all queries, and its output is packed."""
     packed = queries.packed
     if packed is None:
         return attention
     place = torch.arange(queries.num_queries, device=queries.lengths.device)
     whole = (queries.lengths[:, None] + place).flatten()
 
-    def attend(
-        qkv: torch.Tensor,
-        heads: QKVLayout,
-        positions: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        mask: Mask,
-    ) -> torch.Tensor:
-        return packed.pack(attention(packed.spread(qkv), heads, whole, k_cache, v_cache, mask))
-
-    return attend
+    return lambda qkv, heads, _, *more: packed.pack(attention(packed.spread(qkv), heads, whole, *more))
 
 
 class DecodeAttentionRef:
