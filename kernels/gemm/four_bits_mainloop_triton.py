@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.gemm.four_bits_triton import in_fragment_order, of_pairs, split_columns
+from specbatch.kernels.gemm.int4_tiles_triton import scale_of, zero_of
 
 # 4 bits of bytes 0 and 2, then of bytes 1 and 3, become the lowest bits of the fraction of 128 (bfloat16) or 1024
 # (float16), whose last place is 1: the value is that number plus the 4 bits, exactly.
@@ -63,7 +64,7 @@ def _bits(words, SHIFT: tl.constexpr):
 
 @triton.jit
 def _less(values, zero):
-    """values [N, H] of `widen_int4` less a zero point uint8 [N], exact; two at once, which the compiler does not do by
+    """values [N, H] of `widen_int4` less a zero point int32 [N], exact; two at once, which the compiler does not do by
     itself."""
     if values.dtype == tl.bfloat16:
         base = (zero.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)[:, None]
@@ -83,38 +84,41 @@ def _difference(x, y, INSTRUCTION: tl.constexpr):
 
 @triton.jit
 def gemm_mainloop_int4(
-    x_row, x_rows, weight_row, scale_row, zero_row, first, last, ONCE: tl.constexpr, GROUP: tl.constexpr,
-    CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr,
+    x_row, x_rows, weight_row, scale_row, first, last, ONCE: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    UNIT: tl.constexpr, BF16: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """INT4 weight @ x.T float32 [BN, BM] of the chunks from first to last, with the weight as first operand. x_row [BM]
-    points to rows of x, of which x_rows bool [BM] exist, `weight_row` [BN] to the first word, int32, of the rows
-    `fragment_rows`, `scale_row` and `zero_row` [BN] to the first group of the rows in their order. The products with a
-    group's whole numbers are exact, and their sums are scaled, so no value is rounded on the way."""
+    """INT4 weight (`Int4Tiles`, of UNIT outputs) @ x.T float32 [BN, BM] of the chunks from first to last, with the
+    weight as first operand. x_row [BM] points to rows of x, of which x_rows bool [BM] exist, `weight_row` [BN] to the
+    first word, int32, of the rows `fragment_rows`, `scale_row` [BN] to that of the scales, of which BF16 says the type,
+    of the rows in their order. The products with a group's whole numbers are exact, and their sums are scaled, so no
+    value is rounded on the way."""
     HALF: tl.constexpr = CHUNK // 2
+    GROUPS: tl.constexpr = CHUNK // GROUP
     policy: tl.constexpr = "evict_first" if ONCE else ""
     weight_tile = weight_row[:, None] + tl.arange(0, CHUNK // 8)[None, :]
     exists = x_rows[:, None]
     total = tl.zeros([BN, BM], tl.float32)
     for step in tl.range(first, last):
-        words = tl.load(weight_tile + step * (CHUNK // 8), eviction_policy=policy)
+        words = tl.load(weight_tile + step * (UNIT * CHUNK // 8), eviction_policy=policy)
         low, high = widen_int4(words, x_row.dtype.element_ty, WARPS)
         low_x, high_x = x_row + step * CHUNK, x_row + step * CHUNK + HALF
-        scale, zero = scale_row + step * (CHUNK // GROUP), zero_row + step * (CHUNK // GROUP)
-        if GROUP == CHUNK:
-            zero_point = tl.load(zero)
+        scale = scale_row + step * (UNIT * GROUPS)
+        if GROUPS == 1:
+            word = tl.load(scale)
+            zero_point = zero_of(word)
             part = _times_rows(_less(low, zero_point), low_x, exists, tl.zeros([BN, BM], tl.float32))
             part = _times_rows(_less(high, zero_point), high_x, exists, part)
-            total += part * tl.load(scale).to(tl.float32)[:, None]
-        elif GROUP == HALF:
-            total = _add_group(total, low, low_x, exists, scale, zero)
-            total = _add_group(total, high, high_x, exists, scale + 1, zero + 1)
+            total += part * scale_of(word, BF16)[:, None]
+        elif GROUPS == 2:
+            total = _add_group(total, low, low_x, exists, scale, BF16)
+            total = _add_group(total, high, high_x, exists, scale + 1, BF16)
         else:
             left, right = split_columns(low)
-            total = _add_group(total, left, low_x, exists, scale, zero)
-            total = _add_group(total, right, low_x + GROUP, exists, scale + 1, zero + 1)
+            total = _add_group(total, left, low_x, exists, scale, BF16)
+            total = _add_group(total, right, low_x + GROUP, exists, scale + 1, BF16)
             left, right = split_columns(high)
-            total = _add_group(total, left, high_x, exists, scale + 2, zero + 2)
-            total = _add_group(total, right, high_x + GROUP, exists, scale + 3, zero + 3)
+            total = _add_group(total, left, high_x, exists, scale + 2, BF16)
+            total = _add_group(total, right, high_x + GROUP, exists, scale + 3, BF16)
     return total
 
 
@@ -127,10 +131,11 @@ def _times_rows(values, x_row, exists, total):
 
 
 @triton.jit
-def _add_group(total, values, x_row, exists, scale, zero):
+def _add_group(total, values, x_row, exists, scale, BF16: tl.constexpr):
     """total and the products of a group, its scales and zero points at pointers [N]."""
-    part = _times_rows(_less(values, tl.load(zero)), x_row, exists, tl.zeros(total.shape, tl.float32))
-    return total + part * tl.load(scale).to(tl.float32)[:, None]
+    word = tl.load(scale)
+    part = _times_rows(_less(values, zero_of(word)), x_row, exists, tl.zeros(total.shape, tl.float32))
+    return total + part * scale_of(word, BF16)[:, None]
 
 
 # 4 bits of bytes 0 and 2, then of bytes 1 and 3, each a value of e2m1: sign, exponent and fraction move to where

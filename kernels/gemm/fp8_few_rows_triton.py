@@ -7,14 +7,16 @@ and more instructions than there is time for.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
-from specbatch.kernels.gemm.few_rows_triton import FewRowsTile, fetch_words_to_l2, store_rows
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, fetch_to_l2, rows_of_tile, store_rows
 from specbatch.kernels.gemm.four_bits_triton import fragment_rows, in_fragment_order, of_pairs
-from specbatch.kernels.gemm.split_k_triton import is_last_split, sum_of_splits, workspace
+from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 
 # e4m3 in bytes 0 and 2, then in bytes 1 and 3: exponent and fraction move to where a 16-bit float has them, and a power
@@ -42,9 +44,41 @@ _FOR_FP16: tl.constexpr = tl.constexpr(
 _WIDEN_FP16: tl.constexpr = tl.constexpr(_FOR_FP16.value.replace("FACTOR", "0x5c005c00"))  # 2^8
 
 
+class FP8FewRowsTile(NamedTuple):
+    """outputs of a program; splits: programs that share the K of a tile; stages of the pipeline; ahead: pieces of 64
+    bytes of each row of the weight that a program fetches to the L2 cache before it waits for the previous kernel."""
+
+    outputs: int
+    splits: int
+    warps: int
+    stages: int
+    ahead: int
+
+    def settings(self, x: torch.Tensor, n: int, steps: int) -> tuple[int, dict[str, Any]]:
+        """How many programs for x [rows, K], n outputs and this number of steps over K, and what a kernel is launched
+        with."""
+        assert len(x) <= MOST_ROWS, f"{len(x)} rows are not few"
+        assert min(self.outputs // 16, self.warps) >= 4, "weights are in the order of a warpgroup's operand"
+        splits = triton.cdiv(steps, triton.cdiv(steps, self.splits))  # no program without a part of K
+        found = {"SPLITS": splits, "BM": rows_of_tile(len(x)), "BN": self.outputs}
+        found |= {"WARPS": min(self.warps, self.outputs // 16), "AHEAD": self.ahead, **pdl(x)}
+        found |= {"num_warps": self.warps, "num_stages": self.stages}
+        return triton.cdiv(n, self.outputs) * splits, found
+
+
+def fp8_few_rows_tile_for(rows: int, n: int, k: int) -> FP8FewRowsTile:
+    """The tile of a GEMM of so many rows with a weight [n, k].
+
+    To tune: `python -m specbatch.sweeps.microbench gemm-tiles`."""
+    is_wide = n >= 16384
+    outputs, resident = (128, 3 if rows <= 16 else 2) if is_wide else (64, 2)
+    splits = splits_for(triton.cdiv(n, outputs), outputs * rows_of_tile(rows), k, resident)
+    return FP8FewRowsTile(outputs, splits, 4, 4, 8)
+
+
 def fp8_few_rows(
     x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor | None, y: torch.Tensor,
-    tile: FewRowsTile,
+    tile: FP8FewRowsTile,
 ) -> torch.Tensor:  # fmt: skip
     """`fp8_linear` of few rows, into y [T, N]; the weight's K is a multiple of 128."""
     (rows, k), n = x.shape, weight.shape[0]
@@ -58,6 +92,13 @@ def fp8_few_rows(
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, SIDE=SCALE_BLOCK, **settings,
     )  # fmt: skip
     return y
+
+
+@triton.jit
+def _fetch_words_to_l2(weight_row, first, last, AHEAD: tl.constexpr):
+    """Fetch AHEAD pieces of 64 bytes of rows of int32 at pointers [N], from the word `first` to that before `last`."""
+    word = tl.minimum(first + tl.arange(0, AHEAD) * 16, last - 1)
+    fetch_to_l2(weight_row[:, None] + word[None, :])
 
 
 @triton.jit
@@ -112,7 +153,7 @@ def _fp8_few_rows_kernel(
     weight_tile = weight_row[:, None] + tl.arange(0, WORDS)[None, :]
     scale_row = scales + tile * BN // SIDE * steps
     if PDL and AHEAD > 0:
-        fetch_words_to_l2(weight_row, first * WORDS, last * WORDS, AHEAD)
+        _fetch_words_to_l2(weight_row, first * WORDS, last * WORDS, AHEAD)
     scale_next = tl.load(scale_row if PER_CHANNEL else scale_row + first).to(tl.float32)
     total = tl.zeros([BN, BM], tl.float32)
     wait_for_previous_kernel(PDL)

@@ -11,7 +11,7 @@ from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm import fp8_activations
 from specbatch.kernels.gemm.fixed_rows import linear_in_blocks
-from specbatch.kernels.gemm.int4 import int4_linear
+from specbatch.kernels.gemm.int4 import int4_linear, int4_tiles
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.weight import Weight
 
@@ -79,10 +79,10 @@ class Int4Linear(_Unfused):
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         self.shape, self.bias = torch.Size(weight.shape), bias
-        self._packed = weight
+        self._tiles = int4_tiles(weight)
 
     def _gemm(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
-        return int4_linear(x, self._packed, self.bias, residual, out)
+        return int4_linear(x, self._tiles, self.bias, residual, out)
 
 
 class ConcatLinear(_Unfused):

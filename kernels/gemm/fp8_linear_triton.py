@@ -14,8 +14,8 @@ import triton.language as tl
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations
-from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, FewRowsTile, few_rows_tile_for
-from specbatch.kernels.gemm.fp8_few_rows_triton import fp8_few_rows
+from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS
+from specbatch.kernels.gemm.fp8_few_rows_triton import FP8FewRowsTile, fp8_few_rows, fp8_few_rows_tile_for
 from specbatch.kernels.gemm.gemm_mainloop_triton import gemm_mainloop_e4m3, gemm_mainloop_fp8
 from specbatch.kernels.gemm.split_k_triton import MULTIPROCESSORS, is_last_split, splits_for, sum_of_splits, workspace
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
@@ -33,12 +33,12 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_for(rows: int, n: int, k: int, item: int) -> Tile | FewRowsTile:
+def tile_for(rows: int, n: int, k: int, item: int) -> Tile | FP8FewRowsTile:
     """The tile of a GEMM of so many rows of x [rows, k], of `item` bytes a value, with a weight [n, k].
 
     To tune: `python -m specbatch.sweeps.microbench gemm-tiles`."""
     if item == 2 and rows <= MOST_ROWS and k % SCALE_BLOCK == 0 and not is_deterministic():
-        return few_rows_tile_for(rows, n, k)
+        return fp8_few_rows_tile_for(rows, n, k)
     if item == 1:
         # Always the 64 rows that a warpgroup takes, and never split, so that a row's result does not depend on the
         # number of rows: fewer would be another instruction. 128 are slower in most shapes.
@@ -57,7 +57,7 @@ def fp8_linear(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    tile: Tile | FewRowsTile | None = None,
+    tile: Tile | FP8FewRowsTile | None = None,
 ) -> torch.Tensor:
     """`fp8_linear_ref`: x [T, K], weight [N, K] -> [T, N], in `out` if given. Rows of x, residual and out may be
     apart. tile: chosen by the shapes if None."""
@@ -74,7 +74,7 @@ def fp8_linear(
     assert y.shape == (rows, n), f"out {tuple(y.shape)} is not {(rows, n)}"
     assert y.stride(1) == 1, "the elements of a row of out must be adjacent"
     tile = tile or tile_for(rows, n, k, x.element_size())
-    if isinstance(tile, FewRowsTile):
+    if isinstance(tile, FP8FewRowsTile):
         assert x_scales is None, "these rows are not quantized"
         return fp8_few_rows(x, weight, bias, residual, y, tile)
     blocks = triton.cdiv(k, SCALE_BLOCK)

@@ -1,112 +1,174 @@
 """Triton GEMM with INT4 weights for at most 32 rows of 16-bit activations.
 
-Instructions limit it before memory does: while an H200 reads 128 outputs of a group at 4.6 TB/s, a scheduler can issue
-450 of them, of which the pipeline, scales and products take 130. Hence masks and shifts are five for a word of eight
-weights, and four multiply and subtract zero points. Scales and zero points are fetched a step ahead, and the first
-weights are asked for before the wait for the previous kernel.
+Memory limits it as long as a program reads long pieces and a step has few instructions. Hence the layout of weights
+(`Int4Tiles`); steps of two chunks, whose products are awaited once; scales and zero points in one word, which goes
+through the pipeline as the values do (two bytes could not); and five instructions that mask and shift a word of eight
+weights, before four that subtract zero points and multiply by scales at once.
+
+In BF16 a weight is value * scale - zero * scale, of which the second product is rounded, and then the difference: to
+the reference's rounding it adds an error of at most zero * scale / 256. FP16 has the reference's weights.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
-from specbatch.kernels.gemm.few_rows_triton import FewRowsTile, fetch_to_l2, fetch_words_to_l2, store_rows
-from specbatch.kernels.gemm.four_bits_triton import (
-    chunk_in_fragment_order,
-    fragment_rows,
-    split_columns,
-)
-from specbatch.kernels.gemm.int4 import chunk_of
-from specbatch.kernels.gemm.split_k_triton import is_last_split, sum_of_splits, workspace
-from specbatch.kernels.gemm.weight import Weight
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, fetch_to_l2, rows_of_tile, store_rows
+from specbatch.kernels.gemm.four_bits_triton import chunk_in_fragment_order, fragment_rows
+from specbatch.kernels.gemm.int4 import Int4Tiles
+from specbatch.kernels.gemm.int4_tiles_triton import first_of_row, scale_of, zero_of
+from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
+
+_WARPS = 4
+_AHEAD = 2  # chunks that a program fetches to the L2 cache before it waits for the previous kernel
+
+
+class Int4FewRowsTile(NamedTuple):
+    """outputs of a program, 64 or 128; splits: programs that share the K of a tile; chunks of a step, one if their
+    number is odd; stages of the pipeline."""
+
+    outputs: int
+    splits: int
+    chunks: int
+    stages: int
+
+
+def int4_few_rows_tile_for(rows: int, n: int, k: int) -> Int4FewRowsTile:
+    """The tile of a GEMM of so many rows with a weight [n, k].
+
+    To tune: `python -m specbatch.sweeps.microbench gemm-tiles`."""
+    is_short = n < 16384 and k <= 4096
+    splits = splits_for(triton.cdiv(n, 128), 128 * rows_of_tile(rows), k, 3 if is_short and rows <= 16 else 2)
+    return Int4FewRowsTile(128, splits, *((1, 4) if is_short or rows > 16 else (2, 3)))
 
 
 def int4_few_rows(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor | None, y: torch.Tensor,
-    tile: FewRowsTile,
+    x: torch.Tensor, weight: Int4Tiles, bias: torch.Tensor | None, residual: torch.Tensor | None, y: torch.Tensor,
+    tile: Int4FewRowsTile,
 ) -> torch.Tensor:  # fmt: skip
     """`int4_linear` of few rows, into y [T, N]."""
-    (rows, k), n, scales = x.shape, weight.shape[0], weight.scales
-    assert scales is not None
-    chunk = chunk_of(k)
-    groups = scales.shape[1] * chunk // k
+    (rows, k), n = x.shape, weight.shape[0]
+    assert rows <= MOST_ROWS, f"{rows} rows are not few"
+    assert x.element_size() == 4 or weight.scales.dtype == x.dtype, f"scales are {weight.scales.dtype}, x {x.dtype}"
+    chunks = 1 if k // weight.chunk % 2 else tile.chunks
+    steps = k // (weight.chunk * chunks)
+    splits = triton.cdiv(steps, triton.cdiv(steps, tile.splits))  # no program without a part of K
     partial, counters = workspace(x.device)
-    programs, settings = tile.settings(x, n, k // chunk)
-    _int4_few_rows_kernel[(programs,)](
-        x, weight.values.view(torch.int32), scales, weight.zeros, bias, residual, y, partial, counters, rows, n, k,
-        x.stride(0), 0 if residual is None else residual.stride(0), y.stride(0), HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None, CHUNK=chunk, GROUPS=groups, **settings,
+    _int4_few_rows_kernel[(triton.cdiv(n, tile.outputs) * splits,)](
+        x, *weight.words(), bias, residual, y, partial, counters, rows, n, k, x.stride(0),
+        0 if residual is None else residual.stride(0), y.stride(0), HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None, BF16=weight.scales.dtype == torch.bfloat16, CHUNK=weight.chunk,
+        GROUPS=weight.chunk // weight.group, UNIT=weight.unit, CHUNKS=chunks, SPLITS=splits, BM=rows_of_tile(rows),
+        BN=tile.outputs, WARPS=_WARPS, STAGES=tile.stages, AHEAD=_AHEAD, **pdl(x), num_warps=_WARPS,
+        num_stages=tile.stages,
     )  # fmt: skip
     return y
 
 
 # The lowest bits of a 16-bit float are a whole number of the smallest subnormal numbers, as far as the first bit of the
 # exponent. So masked bits are values of four bits, 16-fold in the high half of a byte, and a multiplication by a power
-# of two makes them normal. It subtracts the zero point, too, and is exact.
-# Results may have the registers of $4 to $6, which are therefore not read after the first of them is written.
-_UNPACK: tl.constexpr = tl.constexpr("""{
-.reg .b32 a, b, c, d, high, zero, other, one, sixteenth;
+# of two makes them normal; zero points are such numbers, too, and negative.
+# Results may have the registers of what is given, which is therefore not read after the first of them is written.
+_SPLIT: tl.constexpr = tl.constexpr("""{
+.reg .b32 a, b, c, d, high, low_zero, high_zero, low_scale, high_scale;
 shr.u32 high, $4, 8;
 and.b32 a, $4, 0x000f000f;
 and.b32 b, high, 0x000f000f;
 and.b32 c, $4, 0x00f000f0;
 and.b32 d, high, 0x00f000f0;
-mov.b32 zero, $5;
-mov.b32 other, $6;
-mov.b32 one, ONE;
-mov.b32 sixteenth, SIXTEENTH;
-fma.rn.KIND $0, a, one, zero;
-fma.rn.KIND $1, b, one, zero;
-fma.rn.KIND $2, c, sixteenth, other;
-fma.rn.KIND $3, d, sixteenth, other;
-}""")
-_NEGATE: tl.constexpr = tl.constexpr("""{
-.reg .b32 pair, minus;
-mul.lo.u32 pair, $1, 0x00010001;
-mov.b32 minus, MINUS;
-mul.rn.KIND $0, pair, minus;
-}""")
-# 2^127, 2^123 and -2^127: values become 2^-6 as large
+mov.b32 low_zero, $5;
+mov.b32 high_zero, $6;
+mov.b32 low_scale, $7;
+mov.b32 high_scale, $8;
+""")
 _UNPACK_BF16: tl.constexpr = tl.constexpr(
-    _UNPACK.value.replace("KIND", "bf16x2").replace("ONE", "0x7f007f00").replace("SIXTEENTH", "0x7d007d00")
+    _SPLIT.value
+    + """fma.rn.bf16x2 $0, a, low_scale, low_zero;
+fma.rn.bf16x2 $1, b, low_scale, low_zero;
+fma.rn.bf16x2 $2, c, high_scale, high_zero;
+fma.rn.bf16x2 $3, d, high_scale, high_zero;
+}"""
 )
-_NEGATE_BF16: tl.constexpr = tl.constexpr(_NEGATE.value.replace("KIND", "bf16x2").replace("MINUS", "0xff00ff00"))
-# 2^15, 2^11 and -2^15: values become 2^-9 as large
+# float16 has too few exponents for scales of 2^-9 as large: the difference is made first, which is exact. The products
+# with 2^15 and 2^11 are 2^-9 as large as the values.
 _UNPACK_FP16: tl.constexpr = tl.constexpr(
-    _UNPACK.value.replace("KIND", "f16x2").replace("ONE", "0x78007800").replace("SIXTEENTH", "0x68006800")
+    _SPLIT.value
+    + """.reg .b32 one, sixteenth;
+mov.b32 one, 0x78007800;
+mov.b32 sixteenth, 0x68006800;
+fma.rn.f16x2 a, a, one, low_zero;
+fma.rn.f16x2 b, b, one, low_zero;
+fma.rn.f16x2 c, c, sixteenth, high_zero;
+fma.rn.f16x2 d, d, sixteenth, high_zero;
+mul.rn.f16x2 $0, a, low_scale;
+mul.rn.f16x2 $1, b, low_scale;
+mul.rn.f16x2 $2, c, high_scale;
+mul.rn.f16x2 $3, d, high_scale;
+}"""
 )
-_NEGATE_FP16: tl.constexpr = tl.constexpr(_NEGATE.value.replace("KIND", "f16x2").replace("MINUS", "0xf800f800"))
+# Pairs of -zero * scale * 2^-29, scale * 2^104 and scale * 2^100: weights become 2^-29 as large, and no scale of a
+# float16 is too large for it.
+_FACTORS_BF16: tl.constexpr = tl.constexpr("""{
+.reg .b32 scale, zero, one, sixteenth;
+prmt.b32 scale, $3, $3, 0x1010;
+prmt.b32 zero, $3, $3, 0x3232;
+mov.b32 one, 0x73807380;
+mov.b32 sixteenth, 0x71807180;
+mul.rn.bf16x2 one, scale, one;
+mul.rn.bf16x2 $0, zero, one;
+mov.b32 $1, one;
+mul.rn.bf16x2 $2, scale, sixteenth;
+}""")
+# Pairs of -zero * 2^-9 and, twice, scale * 2^9
+_FACTORS_FP16: tl.constexpr = tl.constexpr("""{
+.reg .b32 scale, zero, one, factor;
+prmt.b32 scale, $3, $3, 0x1010;
+prmt.b32 zero, $3, $3, 0x3232;
+mov.b32 one, 0x78007800;
+mov.b32 factor, 0x60006000;
+mul.rn.f16x2 scale, scale, factor;
+mul.rn.f16x2 $0, zero, one;
+mov.b32 $1, scale;
+mov.b32 $2, scale;
+}""")
 
 
 @triton.jit
-def offsets(zero, kind: tl.constexpr):
-    """What `differences` takes for zero points uint8 [N]: a pair of negative numbers in a word; of float32 the zero
-    point."""
+def _factors(scales, kind: tl.constexpr, BF16: tl.constexpr):
+    """What `_weights` takes, of a group whose words of a scale and a zero point are at pointers [N]: [N, 1] each."""
+    word = tl.load(scales)[:, None]
     if kind == tl.float32:
-        found = zero.to(tl.int32)
+        scale = scale_of(word, BF16)
+        zero, low, high = zero_of(word).to(tl.float32), scale, scale
     else:
-        code: tl.constexpr = _NEGATE_BF16 if kind == tl.bfloat16 else _NEGATE_FP16
-        found = tl.inline_asm_elementwise(code, "=r,r", [zero.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1)
-    return found
+        code: tl.constexpr = _FACTORS_BF16 if kind == tl.bfloat16 else _FACTORS_FP16
+        zero, low, high = tl.inline_asm_elementwise(
+            code, "=r,=r,=r,r", [word], dtype=(tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    return zero, low, high
 
 
 @triton.jit
-def differences(words, low, high, kind: tl.constexpr, WARPS: tl.constexpr):
-    """Words int32 [N, W] of the rows `fragment_rows`, and the `offsets` [N, W] of the zero points of their low and of
-    their high bits -> values less zero points [N, 8 * W] of the rows in their order, exact; see `unscaled`."""
+def _weights(words, low_zero, high_zero, low, high, kind: tl.constexpr, WARPS: tl.constexpr):
+    """Words int32 [N, W] of the rows `fragment_rows`, and the `_factors`, [N, W] or [N, 1], of zero points of their low
+    and of their high bits, and of scales of both -> weights [N, 8 * W] of the rows in their order; in bfloat16 2^-29 as
+    large."""
     if kind == tl.float32:
         found = chunk_in_fragment_order(
-            _bits(words, 0, low), _bits(words, 16, low), _bits(words, 8, low), _bits(words, 24, low),
-            _bits(words, 4, high), _bits(words, 20, high), _bits(words, 12, high), _bits(words, 28, high), WARPS,
+            _bits(words, 0, low_zero, low), _bits(words, 16, low_zero, low), _bits(words, 8, low_zero, low),
+            _bits(words, 24, low_zero, low), _bits(words, 4, high_zero, high), _bits(words, 20, high_zero, high),
+            _bits(words, 12, high_zero, high), _bits(words, 28, high_zero, high), WARPS,
         )  # fmt: skip
     else:
         code: tl.constexpr = _UNPACK_BF16 if kind == tl.bfloat16 else _UNPACK_FP16
         a, b, c, d = tl.inline_asm_elementwise(
-            code, "=r,=r,=r,=r,r,r,r", [words, low, high], dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True, pack=1,
+            code, "=r,=r,=r,=r,r,r,r,r,r", [words, low_zero, high_zero, low, high],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
         found = chunk_in_fragment_order(
             _first(a, kind), _second(a, kind), _first(b, kind), _second(b, kind), _first(c, kind), _second(c, kind),
@@ -116,8 +178,8 @@ def differences(words, low, high, kind: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _bits(words, SHIFT: tl.constexpr, zero):
-    return (((words >> SHIFT) & 15) - zero).to(tl.float32)
+def _bits(words, SHIFT: tl.constexpr, zero, scale):
+    return (((words >> SHIFT) & 15).to(tl.float32) - zero) * scale
 
 
 @triton.jit
@@ -131,96 +193,66 @@ def _second(pair, kind: tl.constexpr):
 
 
 @triton.jit
-def unscaled(scale, kind: tl.constexpr):
-    """A scale in float32, with what makes up for the factor of `differences`."""
-    factor: tl.constexpr = 64.0 if kind == tl.bfloat16 else 512.0 if kind == tl.float16 else 1.0
-    return scale.to(tl.float32) * factor
-
-
-@triton.jit
-def _times(values, rows):
-    """values [N, K] of `differences` @ rows [M, K].T, float32 [N, M]."""
-    zeros = tl.zeros([values.shape[0], rows.shape[0]], tl.float32)
-    return tl.dot(values, rows.T, zeros, input_precision="ieee")
-
-
-@triton.jit
-def _add_groups(
-    total, words, x_tile, exists, scale, zero, GROUPS: tl.constexpr, kind: tl.constexpr, WARPS: tl.constexpr
-):  # fmt: skip
-    """total [N, M] and the products of a chunk of two or four groups, their scales and zero points at pointers [N], and
-    x at pointers [M, K] to the columns of the first of them."""
-    WORDS: tl.constexpr = words.shape[1]
-    SIZE: tl.constexpr = 8 * WORDS // GROUPS
+def _chunk(words, scales, GROUPS: tl.constexpr, kind: tl.constexpr, BF16: tl.constexpr, WARPS: tl.constexpr):
+    """`_weights` of a chunk, its words of scales at pointers [N] to the first of GROUPS."""
+    low_zero, low, high = _factors(scales, kind, BF16)
+    high_zero = low_zero
     if GROUPS == 2:
-        low = tl.broadcast_to(offsets(tl.load(zero), kind)[:, None], words.shape)
-        high = tl.broadcast_to(offsets(tl.load(zero + 1), kind)[:, None], words.shape)
-        left, right = split_columns(differences(words, low, high, kind, WARPS))
-        total = _add_group(total, left, x_tile, exists, scale, kind)
-        total = _add_group(total, right, x_tile + SIZE, exists, scale + 1, kind)
-    else:
-        is_second = (tl.arange(0, WORDS) % 4 >= 2)[None, :]  # a thread's first two words are columns of the first group
-        low = tl.where(is_second, offsets(tl.load(zero + 1), kind)[:, None], offsets(tl.load(zero), kind)[:, None])
-        high = tl.where(is_second, offsets(tl.load(zero + 3), kind)[:, None], offsets(tl.load(zero + 2), kind)[:, None])
-        left, right = split_columns(differences(words, low, high, kind, WARPS))
-        first, second = split_columns(left)
-        total = _add_group(total, first, x_tile, exists, scale, kind)
-        total = _add_group(total, second, x_tile + SIZE, exists, scale + 1, kind)
-        first, second = split_columns(right)
-        total = _add_group(total, first, x_tile + 2 * SIZE, exists, scale + 2, kind)
-        total = _add_group(total, second, x_tile + 3 * SIZE, exists, scale + 3, kind)
-    return total
-
-
-@triton.jit
-def _add_group(total, values, x_tile, exists, scale, kind: tl.constexpr):
-    part = _times(values, tl.load(x_tile, exists, other=0.0))
-    return total + part * unscaled(tl.load(scale), kind)[:, None]
+        high_zero, _, high = _factors(scales + 1, kind, BF16)
+    elif GROUPS == 4:
+        # Of a thread's four words two are of groups 0 and 2, low bits and high bits, and two of groups 1 and 3.
+        is_second = (tl.arange(0, words.shape[1]) % 4 >= 2)[None, :]
+        second_zero, second, _ = _factors(scales + 1, kind, BF16)
+        low_zero, low = tl.where(is_second, second_zero, low_zero), tl.where(is_second, second, low)
+        high_zero, _, high = _factors(scales + 2, kind, BF16)
+        second_zero, _, second = _factors(scales + 3, kind, BF16)
+        high_zero, high = tl.where(is_second, second_zero, high_zero), tl.where(is_second, second, high)
+    return _weights(words, low_zero, high_zero, low, high, kind, WARPS)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _int4_few_rows_kernel(
-    x, weight, scales, zeros, bias, residual, y, partial, counters, M, N, K, x_stride, residual_stride, y_stride,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    x, weight, scales, bias, residual, y, partial, counters, M, N, K, x_stride, residual_stride, y_stride,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    BF16: tl.constexpr,  # scales are; else float16
+    CHUNK: tl.constexpr,
+    GROUPS: tl.constexpr,  # of a chunk
+    UNIT: tl.constexpr, CHUNKS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    WARPS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The weight is the first operand of the products, as in `gemm_mainloop_int4`: a group's products with its whole
-    numbers are exact, and their sums are scaled. GROUPS: of a chunk."""
+    """The weight is the first operand of the products, as in `gemm_mainloop_int4`."""
     WORDS: tl.constexpr = CHUNK // 8
-    SIZE: tl.constexpr = CHUNK // GROUPS
     kind: tl.constexpr = x.dtype.element_ty
+    FACTOR: tl.constexpr = 536870912.0 if kind == tl.bfloat16 else 1.0  # 2^29
     split, tile = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
-    steps = K // CHUNK
-    per_split = tl.cdiv(steps, SPLITS)
-    first, last = split * per_split, tl.minimum(steps, (split + 1) * per_split)
+    chunks = K // CHUNK
+    per_split = tl.cdiv(chunks // CHUNKS, SPLITS) * CHUNKS
+    first, last = split * per_split, tl.minimum(chunks, (split + 1) * per_split)
     row, column = tl.arange(0, BM), tile * BN + tl.arange(0, BN)
     exists = (row < M)[:, None]
     stored = tl.minimum(tile * BN + fragment_rows(BN, WARPS), N - 1).to(tl.int64)
-    x_tile = x + row.to(tl.int64)[:, None] * x_stride + tl.arange(0, SIZE)[None, :]
-    weight_row = weight + tl.multiple_of(stored * (K // 8), 4)
+    x_tile = x + row.to(tl.int64)[:, None] * x_stride + tl.arange(0, CHUNK)[None, :]
+    weight_row = weight + first_of_row(stored, chunks, WORDS, UNIT)
     weight_tile = weight_row[:, None] + tl.arange(0, WORDS)[None, :]
-    scale_row = scales + tl.minimum(column, N - 1).to(tl.int64) * (steps * GROUPS)
-    zero_row = zeros + stored * (steps * GROUPS)
-    if PDL and AHEAD > 0:
-        fetch_words_to_l2(weight_row, first * WORDS, last * WORDS, AHEAD)
-        fetch_to_l2(scale_row + (last - 1) * GROUPS)
-        fetch_to_l2(zero_row + (last - 1) * GROUPS)
-    scale_next = unscaled(tl.load(scale_row + first * GROUPS), kind)
-    offset_next = offsets(tl.load(zero_row + first * GROUPS), kind)
+    scale_row = scales + first_of_row(stored, chunks, GROUPS, UNIT)
+    if PDL:
+        for i in tl.static_range(AHEAD):
+            fetch_to_l2(weight_row + tl.minimum(first + i, last - 1) * (UNIT * WORDS))
     total = tl.zeros([BN, BM], tl.float32)
     wait_for_previous_kernel(PDL)
-    for step in tl.range(first, last):
-        words = tl.load(weight_tile + step * WORDS, eviction_policy="evict_first")
-        if GROUPS > 1:
-            scale, zero = scale_row + step * GROUPS, zero_row + step * GROUPS
-            total = _add_groups(total, words, x_tile + step * CHUNK, exists, scale, zero, GROUPS, kind, WARPS)
-        else:
-            rows = tl.load(x_tile + step * CHUNK, exists, other=0.0)
-            scale, offset = scale_next, tl.broadcast_to(offset_next[:, None], words.shape)
-            following = tl.minimum(step + 1, last - 1)
-            scale_next = unscaled(tl.load(scale_row + following), kind)
-            offset_next = offsets(tl.load(zero_row + following), kind)
-            total += _times(differences(words, offset, offset, kind, WARPS), rows) * scale[:, None]
+    for step in tl.range(first, last, CHUNKS, num_stages=STAGES):
+        for i in tl.static_range(CHUNKS):
+            chunk = step + i
+            words = tl.load(weight_tile + chunk * (UNIT * WORDS), eviction_policy="evict_first")
+            weights = _chunk(words, scale_row + chunk * (UNIT * GROUPS), GROUPS, kind, BF16, WARPS)
+            rows = tl.load(x_tile + chunk * CHUNK, exists, other=0.0)
+            if CHUNKS > 1:
+                total = tl.dot(weights, rows.T, total, input_precision="ieee")
+            else:  # a sum that stays in the registers of the products makes the assembler wait for each of them
+                zeros = tl.zeros([BN, BM], tl.float32)
+                total += tl.dot(weights, rows.T, zeros, input_precision="ieee") * FACTOR
+    if CHUNKS > 1:
+        total *= FACTOR
     if SPLITS > 1:
         if not is_last_split(total, partial, counters, tile, split, SPLITS):
             return

@@ -13,13 +13,13 @@ import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.dispatch import is_deterministic
-from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, FewRowsTile, few_rows_tile_for
+from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS
 from specbatch.kernels.gemm.four_bits_mainloop_triton import gemm_mainloop_int4
 from specbatch.kernels.gemm.four_bits_triton import fragment_rows, in_column_order
-from specbatch.kernels.gemm.int4 import chunk_of
-from specbatch.kernels.gemm.int4_few_rows_triton import int4_few_rows
-from specbatch.kernels.gemm.split_k_triton import MULTIPROCESSORS, is_last_split, splits_for, sum_of_splits, workspace
-from specbatch.kernels.gemm.weight import Weight
+from specbatch.kernels.gemm.int4 import Int4Tiles
+from specbatch.kernels.gemm.int4_few_rows_triton import Int4FewRowsTile, int4_few_rows, int4_few_rows_tile_for
+from specbatch.kernels.gemm.int4_tiles_triton import first_of_row, scale_of, zero_of
+from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
 
 _MANY = 256  # rows from which to write and read a dequantized weight takes less time than to unpack it for each tile
 _DEQUANTIZED = 64  # rows of a program
@@ -35,14 +35,12 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_for(rows: int, n: int, k: int, item: int) -> Tile | FewRowsTile:
+def tile_for(rows: int, n: int, k: int, item: int) -> Tile | Int4FewRowsTile:
     """The tile of a GEMM of so many rows of x [rows, k], of `item` bytes a value, with a weight [n, k].
 
     To tune: `python -m specbatch.sweeps.microbench gemm-tiles`."""
-    # With a very wide weight and at most 16 rows the GEMM below took less time on an H200.
-    is_very_wide = rows <= 16 and triton.cdiv(n, 128) > 3 * MULTIPROCESSORS
-    if item == 2 and rows <= MOST_ROWS and not is_very_wide and not is_deterministic():  # a row is summed as among many
-        return few_rows_tile_for(rows, n, k)
+    if item == 2 and rows <= MOST_ROWS and not is_deterministic():  # a row is summed as among many
+        return int4_few_rows_tile_for(rows, n, k)
     block = 16 if rows <= 16 else 32 if rows <= 32 or item == 4 else 64
     outputs, warps = (32, 4) if item == 4 else (64, 4) if rows <= 64 else (128, 8)
     programs = triton.cdiv(n, outputs) * triton.cdiv(rows, block)
@@ -53,21 +51,17 @@ def tile_for(rows: int, n: int, k: int, item: int) -> Tile | FewRowsTile:
 
 def int4_linear(
     x: torch.Tensor,
-    weight: Weight,
+    weight: Int4Tiles,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    tile: Tile | FewRowsTile | None = None,
+    tile: Tile | Int4FewRowsTile | None = None,
 ) -> torch.Tensor:
     """`int4_linear_ref`: x [T, K], weight [N, K] -> [T, N], in `out` if given. Rows of x, residual and out may be
     apart. tile: chosen by the shapes if None."""
-    (rows, k), n, scales, zeros = x.shape, weight.shape[0], weight.scales, weight.zeros
-    assert scales is not None, "an INT4 weight has scales"
-    assert zeros is not None, "an INT4 weight has zero points"
+    (rows, k), n = x.shape, weight.shape[0]
     assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
     assert residual is None or residual.stride(1) == 1, "the elements of a row of the residual must be adjacent"
-    for part in (weight.values, scales, zeros):
-        assert part.is_contiguous(), "the weight must be contiguous"
     y = torch.empty(rows, n, device=x.device, dtype=x.dtype) if out is None else out
     assert y.shape == (rows, n), f"out {tuple(y.shape)} is not {(rows, n)}"
     assert y.stride(1) == 1, "the elements of a row of out must be adjacent"
@@ -75,18 +69,18 @@ def int4_linear(
         matrix = dequantize(weight, x.dtype).t()
         torch.mm(x, matrix, out=y) if bias is None else torch.addmm(bias, x, matrix, out=y)
         return y if residual is None else y.add_(residual)
-    chunk, group, words = chunk_of(k), k // scales.shape[1], weight.values.view(torch.int32)
     tile = tile or tile_for(rows, n, k, x.element_size())
-    if isinstance(tile, FewRowsTile):
+    if isinstance(tile, Int4FewRowsTile):
         return int4_few_rows(x, weight, bias, residual, y, tile)
-    steps = k // chunk
+    steps = k // weight.chunk
     splits = triton.cdiv(steps, triton.cdiv(steps, tile.splits))  # no program without a part of K
     programs = triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.outputs)
     partial, counters = workspace(x.device)
     _int4_linear_kernel[(programs * splits,)](
-        x, words, scales, zeros, bias, residual, y, partial, counters, rows, n, k, x.stride(0),
+        x, *weight.words(), bias, residual, y, partial, counters, rows, n, k, x.stride(0),
         0 if residual is None else residual.stride(0), y.stride(0), HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None, GROUP=group, CHUNK=chunk, SPLITS=splits, BM=tile.rows, BN=tile.outputs,
+        HAS_RESIDUAL=residual is not None, GROUP=weight.group, CHUNK=weight.chunk, UNIT=weight.unit,
+        BF16=weight.scales.dtype == torch.bfloat16, SPLITS=splits, BM=tile.rows, BN=tile.outputs,
         WARPS=min(tile.warps, tile.outputs // 16), **pdl(x), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
@@ -94,9 +88,10 @@ def int4_linear(
 
 @triton.jit(do_not_specialize=["M"])
 def _int4_linear_kernel(
-    x, weight, scales, zeros, bias, residual, y, partial, counters, M, N, K, x_stride, residual_stride, y_stride,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+    x, weight, scales, bias, residual, y, partial, counters, M, N, K, x_stride, residual_stride, y_stride,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr,
+    BF16: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs that share rows of the weight are neighbours."""
     blocks = tl.cdiv(M, BM)
@@ -106,13 +101,14 @@ def _int4_linear_kernel(
     exists = (row < M)[:, None]
     stored = tl.minimum(tile * BN + fragment_rows(BN, WARPS), N - 1).to(tl.int64)
     column = tile * BN + tl.arange(0, BN)
-    group = tl.minimum(column, N - 1).to(tl.int64) * (K // GROUP)
-    first_word = tl.multiple_of(stored * (K // 8), 4)
-    per_split = tl.cdiv(K // CHUNK, SPLITS)
+    chunks = K // CHUNK
+    first_word = first_of_row(stored, chunks, CHUNK // 8, UNIT)
+    first_scale = first_of_row(tl.minimum(column, N - 1).to(tl.int64), chunks, CHUNK // GROUP, UNIT)
+    per_split = tl.cdiv(chunks, SPLITS)
     wait_for_previous_kernel(PDL)
     total = gemm_mainloop_int4(
-        x + row * x_stride, row < M, weight + first_word, scales + group, zeros + group, split * per_split,
-        tl.minimum(K // CHUNK, (split + 1) * per_split), BM == 16, GROUP, CHUNK, BM, BN, WARPS,
+        x + row * x_stride, row < M, weight + first_word, scales + first_scale, split * per_split,
+        tl.minimum(chunks, (split + 1) * per_split), BM == 16, GROUP, CHUNK, UNIT, BF16, BM, BN, WARPS,
     )  # fmt: skip
     if SPLITS > 1:
         place = tile * blocks + block
@@ -129,31 +125,32 @@ def _int4_linear_kernel(
     tl.store(y + row[:, None] * y_stride + column[None, :], result.to(y.dtype.element_ty), inside)
 
 
-def dequantize(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """`dequantize_int4` of a whole weight [N, K]."""
-    (n, k), scales = weight.shape, weight.scales
-    assert scales is not None
-    found, chunk = torch.empty(n, k, device=weight.values.device, dtype=dtype), chunk_of(k)
-    _dequantize_kernel[(triton.cdiv(n, _DEQUANTIZED) * (k // chunk),)](
-        weight.values.view(torch.int32), scales, weight.zeros, found, n, k, GROUP=k // scales.shape[1], CHUNK=chunk,
-        ROWS=_DEQUANTIZED, **pdl(scales), num_warps=4,
+def dequantize(weight: Int4Tiles, dtype: torch.dtype) -> torch.Tensor:
+    """`Int4Tiles.dequantize` of a weight [N, K]."""
+    n, k = weight.shape
+    found = torch.empty(n, k, device=weight.values.device, dtype=dtype)
+    _dequantize_kernel[(triton.cdiv(n, _DEQUANTIZED) * (k // weight.chunk),)](
+        *weight.words(), found, n, k, GROUP=weight.group,
+        CHUNK=weight.chunk, UNIT=weight.unit, BF16=weight.scales.dtype == torch.bfloat16, ROWS=_DEQUANTIZED,
+        **pdl(found), num_warps=4,
     )  # fmt: skip
     return found
 
 
 @triton.jit
 def _dequantize_kernel(
-    words, scales, zeros, found, N, K, GROUP: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    PDL: tl.constexpr,
+    words, scales, found, N, K, GROUP: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr, BF16: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = CHUNK // 2
     PART: tl.constexpr = GROUP if GROUP < HALF else HALF
+    GROUPS: tl.constexpr = CHUNK // GROUP
     chunks = K // CHUNK
     chunk, row = tl.program_id(0) % chunks, (tl.program_id(0) // chunks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     exists = row < N
-    packed = tl.load(
-        words + row[:, None] * (K // 8) + chunk * (CHUNK // 8) + tl.arange(0, CHUNK // 8), exists[:, None], other=0
-    )
+    word = first_of_row(row, chunks, CHUNK // 8, UNIT)[:, None] + chunk * (UNIT * CHUNK // 8) + tl.arange(0, CHUNK // 8)
+    packed = tl.load(words + word, exists[:, None], other=0)
+    first_group = scales + first_of_row(row, chunks, GROUPS, UNIT)[:, None] + chunk * (UNIT * GROUPS)
     wait_for_previous_kernel(PDL)  # which may still read this memory
     for half in tl.static_range(2):
         values = in_column_order(
@@ -161,9 +158,9 @@ def _dequantize_kernel(
             packed >> 4 * half + 24 & 15,
         )  # fmt: skip
         column = chunk * CHUNK + half * HALF
-        group = row[:, None] * (K // GROUP) + column // GROUP + tl.arange(0, HALF // PART)[None, :]
-        zero = tl.load(zeros + group, exists[:, None], other=0).to(tl.float32)[:, :, None]
-        scale = tl.load(scales + group, exists[:, None], other=0.0).to(tl.float32)[:, :, None]
+        group = first_group + half * HALF // GROUP + tl.arange(0, HALF // PART)[None, :]
+        pair = tl.load(group, exists[:, None], other=0)[:, :, None]
+        zero, scale = zero_of(pair).to(tl.float32), scale_of(pair, BF16)
         value = tl.reshape((tl.reshape(values, [ROWS, HALF // PART, PART]).to(tl.float32) - zero) * scale, [ROWS, HALF])
         to = found + row[:, None] * K + column + tl.arange(0, HALF)
         tl.store(to, value.to(found.dtype.element_ty), exists[:, None])

@@ -21,7 +21,8 @@ class Weight:
     the checkpoints of DeepSeek-V3, Qwen3 and Qwen3.5 in FP8 call `weight_scale_inv`, which multiplies all the same; or
     [..., out, 1], a scale per output (the compressed-tensors strategies channel and, all equal, tensor).
     MXFP4: values uint8 [..., out, about in / 2] from `pack_mxfp4` and scales uint8 [..., out, in / 32].
-    INT4: values uint8 [..., out, in / 2] from `pack_int4`, scales [..., out, in / group] and zeros uint8, as many."""
+    INT4: values uint8 [..., out, in / 2] from `pack_int4`, scales [..., out, in / group] and zeros uint8, as many, of
+    which GEMMs read `Int4Tiles`."""
 
     values: torch.Tensor
     scales: torch.Tensor | None = None

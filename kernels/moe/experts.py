@@ -15,6 +15,7 @@ from specbatch.kernels.elementwise.fp8_quantize import quantize_fp8_ref
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm import fp8_activations
 from specbatch.kernels.gemm.fp8_linear import fp8_linear_ref
+from specbatch.kernels.gemm.int4 import Int4Tiles, int4_linear_ref, int4_tiles
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.weight import Weight
 from specbatch.kernels.moe.routing import Routing, route_ref
@@ -38,8 +39,8 @@ def experts_ref(
     x: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
-    up: Weight,
-    down: Weight,
+    up: Weight | Int4Tiles,
+    down: Weight | Int4Tiles,
     activation: Activation,
     biases: Biases = NO_BIASES,
     *,
@@ -53,8 +54,11 @@ def experts_ref(
     [T, H], in the type of x. quantize: activations are quantized to FP8 before each GEMM, see `quantize_fp8_ref`.
     """
 
-    def gemm(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        y = fp8_linear_ref(quantize_fp8_ref(x) if quantize else x, weight)
+    def gemm(x: torch.Tensor, weight: Weight | Int4Tiles, bias: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(weight, Int4Tiles):
+            y = int4_linear_ref(x, weight)
+        else:
+            y = fp8_linear_ref(quantize_fp8_ref(x) if quantize else x, weight)
         return y if bias is None else y + bias[expert]
 
     outputs = x.new_empty(*experts.shape, x.shape[1])
@@ -76,8 +80,8 @@ def fused_moe_ref(
     x: torch.Tensor,
     logits: torch.Tensor,
     rule: Routing,
-    up: Weight,
-    down: Weight,
+    up: Weight | Int4Tiles,
+    down: Weight | Int4Tiles,
     activation: Activation,
     residual: torch.Tensor | None = None,
     biases: Biases = NO_BIASES,
@@ -144,7 +148,8 @@ class Experts:
             raise refuse("up", up.shape, f"use {(count, inner, hidden)}, as down and {activation} say")
         if router.shape != (rule.logits, hidden):
             raise refuse("router", tuple(router.shape), f"use {(rule.logits, hidden)}")
-        self.rule, self.up, self.down, self.activation, self.biases = rule, up, down, activation, biases
+        self.rule, self.activation, self.biases = rule, activation, biases
+        self.up, self.down = (int4_tiles(one) if one.is_int4 else one for one in (up, down))
         # Else a block that shares a scale could have rows of the gate and of what it multiplies.
         is_whole = activation not in GATED or down.shape[2] % up.scale_rows == 0
         self._may_quantize = all(one.values.dtype == torch.float8_e4m3fn for one in (up, down)) and is_whole

@@ -8,7 +8,7 @@ the first find its weights in the L2.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,7 +26,8 @@ from specbatch.kernels.gemm.gemm_mainloop_triton import (
     gemm_mainloop_e4m3,
     gemm_mainloop_fp8,
 )
-from specbatch.kernels.gemm.int4 import chunk_of
+from specbatch.kernels.gemm.int4 import Int4Tiles
+from specbatch.kernels.gemm.int4_tiles_triton import first_of_row
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 from specbatch.kernels.moe.experts import GATED, NO_BIASES, Activation, Biases
 from specbatch.kernels.moe.routing import Routing
@@ -66,13 +67,13 @@ def rows_for(tokens: int, rule: Routing, *, quantize: bool = False) -> int:
     return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 96 else 128
 
 
-def tile_for(rows: int, weight: Weight, item: int) -> Tile:
+def tile_for(rows: int, weight: Weight | Int4Tiles, item: int) -> Tile:
     """The tile of a grouped GEMM in blocks of `rows` rows of `item` bytes a value."""
     if item == 4:
         return Tile(32, 32, 4, 2)
     if item == 1:
         return _FP8_TILE
-    if weight.is_mxfp4 or weight.is_int4:
+    if isinstance(weight, Int4Tiles) or weight.is_mxfp4:
         return _FOUR_BITS_TILES[rows]
     return _TILES[rows][weight.scales is not None]
 
@@ -81,8 +82,8 @@ def fused_moe(
     x: torch.Tensor,
     logits: torch.Tensor,
     rule: Routing,
-    up: Weight,
-    down: Weight,
+    up: Weight | Int4Tiles,
+    down: Weight | Int4Tiles,
     activation: Activation,
     residual: torch.Tensor | None = None,
     biases: Biases = NO_BIASES,
@@ -102,7 +103,7 @@ def fused_moe(
 
 def grouped(
     x: torch.Tensor | FP8Activations,
-    weight: Weight,
+    weight: Weight | Int4Tiles,
     plan: Plan,
     rule: Routing,
     rows: int,
@@ -119,20 +120,15 @@ def grouped(
     if isinstance(x, FP8Activations):
         x, x_scales, _ = x
     tokens = len(plan.order) // rule.width
-    values, scales, zeros, gated = weight.values, weight.scales, weight.zeros, activation in GATED
-    is_mxfp4, is_int4, (_, outer, k) = weight.is_mxfp4, weight.is_int4, weight.shape
+    gated, (_, outer, k) = activation in GATED, weight.shape
     n = outer // (2 if gated else 1)
     assert x.shape == (len(plan.order) if activation is None else tokens, k), f"x {tuple(x.shape)} is not [rows, {k}]"
     assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
-    assert values.is_contiguous(), "the weight must be contiguous"
-    assert all(part is None or part.is_contiguous() for part in (scales, zeros)), "the scales must be contiguous"
     tile = tile or tile_for(rows, weight, x.element_size())
-    if is_mxfp4 or is_int4:
-        stored = triton.cdiv(k, CHUNK) * CHUNK if is_mxfp4 else k
-        assert values.shape[-1] == stored // 2, f"a row of the weight has {values.shape[-1]} bytes, not {stored // 2}"
-        values = values.view(torch.int32)
-    is_fp8, per_channel = scales is not None and not is_mxfp4 and not is_int4, weight.is_per_channel
-    chunk, group = (chunk_of(k), k // scales.shape[-1]) if is_int4 and scales is not None else (CHUNK, 0)
+    values, scales, told = _stored(weight)
+    assert values.is_contiguous(), "the weight must be contiguous"
+    assert scales is None or scales.is_contiguous(), "the scales must be contiguous"
+    is_fp8, per_channel = told["FP8"], told["PER_CHANNEL"]
     assert not is_fp8 or SCALE_BLOCK % tile.k == 0, f"steps of {tile.k} columns cross the {SCALE_BLOCK} of a scale"
     if x_scales is not None:
         assert tile.k == SCALE_BLOCK, f"steps are of the {SCALE_BLOCK} columns that share a scale, not {tile.k}"
@@ -143,25 +139,45 @@ def grouped(
     y = torch.empty(len(plan.order), n, device=x.device, dtype=dtype)
     grid = most_blocks(tokens, rule, rows) * triton.cdiv(outer, tile.n)
     _grouped_kernel[(grid,)](
-        x, x_scales, values, scales, zeros, bias, *plan, y, n, k, x.stride(0), QUANTIZED=x_scales is not None,
+        x, x_scales, values, scales, bias, *plan, y, n, k, x.stride(0), QUANTIZED=x_scales is not None,
         SHARE=1 if activation is None else rule.width, GATED=gated, CLAMPED=activation == "clamped_swiglu",
-        GELU=activation == "geglu", SQUARED=activation == "relu2", SCALED=is_fp8 and not per_channel,
-        PER_CHANNEL=per_channel, FP8=is_fp8, MXFP4=is_mxfp4, INT4=group, CHUNK=chunk, SCALE_BLOCK=SCALE_BLOCK,
-        ONCE=tokens <= rows,
-        EARLY=activation is None and rows == 16 and scales is None, EVEN_K=k % (CHUNK if is_mxfp4 else tile.k) == 0,
+        GELU=activation == "geglu", SQUARED=activation == "relu2", **told, SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows,
+        EARLY=activation is None and rows == 16 and scales is None,
+        EVEN_K=k % (CHUNK if told["MXFP4"] else tile.k) == 0,
         BM=rows, BN=tile.n, BK=tile.k, WARPS=min(tile.warps, tile.n // 16), **pdl(x),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
 
 
+def _stored(weight: Weight | Int4Tiles) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
+    """Values and scales as the kernel reads them, and what it is told of their format."""
+    values, scales = weight.values, weight.scales
+    told: dict[str, Any] = {"SCALED": False, "PER_CHANNEL": False, "FP8": False, "MXFP4": False}
+    told |= {"INT4": 0, "CHUNK": CHUNK, "UNIT": 1, "BF16": False}
+    if isinstance(weight, Int4Tiles):
+        told |= {"INT4": weight.group, "CHUNK": weight.chunk, "UNIT": weight.unit}
+        return *weight.words(), told | {"BF16": weight.scales.dtype == torch.bfloat16}
+    assert not weight.is_int4, "INT4 weights must be in tiles"
+    if weight.is_mxfp4:
+        bytes_of_row = triton.cdiv(weight.shape[-1], CHUNK) * CHUNK // 2
+        assert values.shape[-1] == bytes_of_row, f"a row of the weight has {values.shape[-1]} bytes, not {bytes_of_row}"
+        return values.view(torch.int32), scales, told | {"MXFP4": True}
+    if scales is None:
+        return values, None, told
+    per_channel = weight.is_per_channel
+    return values, scales, told | {"FP8": True, "PER_CHANNEL": per_channel, "SCALED": not per_channel}
+
+
 @triton.jit
 def _grouped_kernel(
-    x, x_scales, weight, scales, zeros, bias, order, blocks, used, y, N, K, x_stride, QUANTIZED: tl.constexpr,
+    x, x_scales, weight, scales, bias, order, blocks, used, y, N, K, x_stride, QUANTIZED: tl.constexpr,
     SHARE: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr, SQUARED: tl.constexpr,
     SCALED: tl.constexpr, PER_CHANNEL: tl.constexpr, FP8: tl.constexpr, MXFP4: tl.constexpr,
     INT4: tl.constexpr,  # inputs of a group, or 0
-    CHUNK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    UNIT: tl.constexpr, BF16: tl.constexpr,  # of `Int4Tiles`: outputs of a tile, and the type of the scales
+    SCALE_BLOCK: tl.constexpr,
     ONCE: tl.constexpr,  # no expert has a second block
     EARLY: tl.constexpr,  # fetch weights before what the kernel before wrote; it did not write the plan
     EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr,
@@ -219,10 +235,11 @@ def _grouped_kernel(
         ).T
     elif INT4 > 0:
         stored = expert * OUTER + _weight_rows(tile * BN + fragment_rows(BN, WARPS), N, OUTER, GATED)
-        group = (expert * OUTER + inner) * (K // INT4)
+        first_word = first_of_row(stored, K // CHUNK, CHUNK // 8, UNIT)
+        first_scale = first_of_row(expert * OUTER + inner, K // CHUNK, CHUNK // INT4, UNIT)
         total = gemm_mainloop_int4(
-            x + (pair // SHARE) * x_stride, exists, weight + tl.multiple_of(stored * (K // 8), 4), scales + group,
-            zeros + group, 0, K // CHUNK, ONCE, INT4, CHUNK, BM, BN, WARPS,
+            x + (pair // SHARE) * x_stride, exists, weight + first_word, scales + first_scale, 0, K // CHUNK, ONCE,
+            INT4, CHUNK, UNIT, BF16, BM, BN, WARPS,
         ).T  # fmt: skip
     elif FP8:
         total = gemm_mainloop_e4m3(

@@ -72,7 +72,7 @@ class Int4Weights(Quantization):
 
     def memory(self, shape: Shape) -> int:
         values = math.prod(shape)
-        return values // 2 + 3 * values // self.input_step  # scales of two bytes, zero points of one
+        return values // 2 + 4 * values // self.input_step  # a word of a scale and a zero point
 
     def may_dequantize(self, shape: Shape) -> bool:
         return False

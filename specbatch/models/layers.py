@@ -20,7 +20,7 @@ from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.common.rowwise import sigmoid
 from specbatch.kernels.gemm.fp8_linear import linear
-from specbatch.kernels.gemm.int4 import pack_int4, unpack_int4
+from specbatch.kernels.gemm.int4 import LARGEST_INT4_SCALE, pack_int4, unpack_int4, with_short_scales
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.mxfp4 import LARGEST_PACKED_SCALE, LARGEST_SCALE, keeps_mxfp4, pack_mxfp4
 from specbatch.kernels.gemm.weight import MX_BLOCK, SCALE_BLOCK, Weight, concat_outputs, contains_nan, keeps_quantized
@@ -267,10 +267,13 @@ class Reader:
         stored = self.config.quantization
         assert isinstance(stored, Int4Weights)
         whole = stored.weight(name, lambda part: self.read(part).to(self._device))
+        most = math.inf
+        if keeps_quantized(self._device):
+            whole, most = with_short_scales(whole, self._dtype), LARGEST_INT4_SCALE
         assert whole.scales is not None
         assert whole.zeros is not None
-        if not whole.scales.isfinite().all():
-            works = f"its scales hold values that are not finite in {whole.scales.dtype}; the file is damaged"
+        if not (whole.scales.abs() < most).all():
+            works = f"its scales hold values that are not finite in {whole.scales.dtype}, or not below {most}"
             raise refuse("draft" if self._of_draft else "model", name, works)
         if self.ranks is None:
             return whole

@@ -8,7 +8,7 @@ weights scaled per output. The floor is one read of the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle, islice
 
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from specbatch.kernels.gemm import skinny_gemm_triton
 from specbatch.kernels.gemm.fp8_linear import fp8_linear
-from specbatch.kernels.gemm.int4 import int4_linear
+from specbatch.kernels.gemm.int4 import Int4Tiles, int4_linear, int4_tiles
 from specbatch.kernels.gemm.skinny_gemm_configs import Tile
 from specbatch.kernels.gemm.split_k_triton import workspace
 from specbatch.kernels.gemm.weight import Weight
@@ -141,26 +141,27 @@ def _single(weights: Weights) -> Iterator[Case]:
             yield Case({"GEMM": name, "rows": rows}, calls, bytes=2 * outputs * inputs)
 
 
-def quantized_weight(kind: str, shape: tuple[int, int]) -> Weight:
+def quantized_weight(kind: str, shape: tuple[int, int]) -> Weight | Int4Tiles:
     """A random INT4 weight in groups of 128, or an FP8 weight with a scale per output."""
     (outputs, inputs), device = shape, torch.device("cuda")
     if kind == "INT4":
         values = torch.randint(0, 256, (outputs, inputs // 2), device=device, dtype=torch.uint8)
         groups = (outputs, inputs // 128)
-        scales, zeros = torch.full(groups, 1e-3, device=device).half(), torch.full(groups, 8, device=device).byte()
-        return Weight(values, scales, zeros)
+        scales, zeros = torch.full(groups, 1e-3, device=device).bfloat16(), torch.full(groups, 8, device=device).byte()
+        return int4_tiles(Weight(values, scales, zeros))
     bits = torch.randint(0, 0x70, shape, device=device, dtype=torch.uint8)
     return Weight(bits.view(torch.float8_e4m3fn), torch.full((outputs, 1), 1e-3, device=device))
 
 
-def bytes_of(weight: Weight) -> int:
-    return sum(part.nbytes for part in (weight.values, weight.scales, weight.zeros) if part is not None)
+def bytes_of(weight: Weight | Int4Tiles) -> int:
+    return sum(part.nbytes for part in (weight.values, weight.scales) if part is not None)
 
 
 def _quantized() -> Iterator[Case]:
+    gemms: dict[str, Callable[..., object]] = {"INT4": int4_linear, "FP8": fp8_linear}
     for name in OF_LAYER:
         shape = SIZES[name]
-        for kind, multiply in (("INT4", int4_linear), ("FP8", fp8_linear)):
+        for kind, multiply in gemms.items():
             weights = [quantized_weight(kind, shape) for _ in range(QUANTIZED_COPIES)]
             for rows in (1, 4, 16, 32, 64, 128, 256, 1024):
                 x = torch.randn(rows, shape[1], device="cuda").bfloat16()

@@ -17,7 +17,9 @@ import typer
 from specbatch.errors import refuse
 from specbatch.kernels.elementwise.fp8_quantize import quantize_fp8
 from specbatch.kernels.gemm import fp8_linear_triton, int4_triton, skinny_gemm_configs
-from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, FewRowsTile
+from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS
+from specbatch.kernels.gemm.fp8_few_rows_triton import FP8FewRowsTile
+from specbatch.kernels.gemm.int4_few_rows_triton import Int4FewRowsTile
 from specbatch.kernels.gemm.split_k_triton import MULTIPROCESSORS, WORKSPACE, workspace
 from specbatch.sweeps.microbench.gemm import (
     HIDDEN,
@@ -34,11 +36,10 @@ from specbatch.sweeps.microbench.tile_search import compile_all, fastest
 ROWS, SPLITS = (16, 32, 64, 128), (1, 2, 3, 4, 6, 8, 12, 16)
 BLOCKS = {16: (16,), 32: (16, 32), 64: (32, 64), 128: (64, 128)}  # rows of a tile, by rows of x
 SHARED_BYTES = 227 * 1024  # of a multiprocessor of an H200
-FEW_ROWS = f"to {MOST_ROWS} rows outputs, splits, warps, stages, ahead"
 KINDS = {
     "BF16": "outputs, k, splits, warps, stages",
-    "INT4": f"rows, outputs, splits, warps, stages; {FEW_ROWS}",
-    "FP8": f"rows, outputs, k, splits, warps, stages; {FEW_ROWS}",
+    "INT4": f"rows, outputs, splits, warps, stages; to {MOST_ROWS} rows outputs, splits, chunks, stages",
+    "FP8": f"rows, outputs, k, splits, warps, stages; to {MOST_ROWS} rows outputs, splits, warps, stages, ahead",
     "FP8 x FP8": "rows, outputs, k, splits, warps, stages",
 }
 
@@ -91,11 +92,15 @@ def grid(kind: str, name: str, rows: int) -> list[Any]:
             fits = (n * halves + rows) * k * 2 * (stages - 1) <= SHARED_BYTES and n * halves >= 16 * warps
             if fits and not is_split and _fills(outputs // halves, n, rows, rows, splits):
                 tiles.append(skinny_gemm_configs.Tile(n, k, splits, warps, stages))
-    elif kind in ("INT4", "FP8") and rows <= MOST_ROWS:
+    elif kind == "INT4" and rows <= MOST_ROWS:
+        for n, splits, steps in itertools.product((64, 128), SPLITS, ((1, 3), (1, 4), (1, 5), (2, 3), (2, 4))):
+            if _fills(outputs, n, rows, rows, splits):
+                tiles.append(Int4FewRowsTile(n, splits, *steps))
+    elif kind == "FP8" and rows <= MOST_ROWS:
         few_shapes = (64, 4), (128, 4), (128, 8)
         for (n, warps), splits, stages, ahead in itertools.product(few_shapes, SPLITS, (4, 6), (0, 8)):
             if _fills(outputs, n, rows, rows, splits):
-                tiles.append(FewRowsTile(n, splits, warps, stages, ahead))
+                tiles.append(FP8FewRowsTile(n, splits, warps, stages, ahead))
     elif kind == "INT4":
         shapes = [(64, 4), (128, 8)]  # with fewer warps, weights go through shared memory twice
         for block, (n, warps), splits, stages in itertools.product(BLOCKS[rows], shapes, SPLITS, range(3, 7)):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +33,6 @@ from specbatch.kernels.gemm import head_gemm_triton as head_gemms
 from specbatch.kernels.gemm import int4_few_rows_triton as int4_few_rows
 from specbatch.kernels.gemm import int4_triton as int4s
 from specbatch.kernels.gemm import skinny_gemm_triton as skinny
-from specbatch.kernels.gemm.few_rows_triton import FewRowsTile
 from specbatch.kernels.gemm.skinny_gemm_configs import undivided_tile_for
 from specbatch.kernels.moe import experts_triton as experts
 
@@ -52,7 +53,20 @@ def compiled(kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], **option
              if f"{(label := end[1])}:" in code[: end.end()]]  # fmt: skip
     copies = max(loops, key=len, default="").count("st.shared")
     together = max(map(int, re.findall(r"packed_element = (\d+)", done.asm["ttgir"])), default=0)
-    return {"shared": done.metadata.shared, "instructions": found, "copies": copies, "together": together}
+    return {
+        "shared": done.metadata.shared, "instructions": found, "copies": copies, "together": together,
+        "stack": stack_of(done.asm["cubin"]),
+    }  # fmt: skip
+
+
+def stack_of(code: bytes) -> int:
+    """Bytes of a thread's stack in an assembled kernel: of registers that were spilled, as no kernel has arrays."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(code)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(re.findall(r"STACK:(\d+)", done.stdout)[0])
 
 
 def attention(
@@ -188,16 +202,17 @@ def head_gemm(tokens: int, *, is_turned: bool, dtype: str = "bf16") -> dict[str,
 def experts_of_four_bits(rows: int, *, is_gated: bool, group: int = 0) -> dict[str, Any]:
     """A grouped GEMM of gpt-oss; with a group of Qwen3-30B-A3B in INT4."""
     tile = experts._FOUR_BITS_TILES[rows]
-    kinds = dict.fromkeys(("x", "bias", "y"), "*bf16") | {"weight": "*i32", "zeros": "*u8"}
+    kinds = dict.fromkeys(("x", "bias", "y"), "*bf16") | {"weight": "*i32"}
     kinds |= dict.fromkeys(("order", "blocks", "used"), "*i32") | dict.fromkeys(("N", "K", "x_stride"), "i32")
-    kinds["scales"] = "*fp16" if group else "*u8"
+    kinds["scales"] = "*i32" if group else "*u8"
     fixed: dict[str, Any] = {
         "x_scales": None, "QUANTIZED": False, "SHARE": 4 if is_gated else 1, "GATED": is_gated,
         "CLAMPED": is_gated and not group, "GELU": False, "SQUARED": False, "SCALED": False, "PER_CHANNEL": False,
         "FP8": False, "MXFP4": not group, "INT4": group, "SCALE_BLOCK": 128, "ONCE": rows == 16, "EARLY": False,
-        "EVEN_K": bool(group), "BM": rows, "BN": tile.n, "BK": tile.k, "CHUNK": 128, "WARPS": tile.warps, "PDL": True,
+        "EVEN_K": bool(group), "BM": rows, "BN": tile.n, "BK": tile.k, "CHUNK": 128, "UNIT": 128, "BF16": True,
+        "WARPS": tile.warps, "PDL": True,
     }  # fmt: skip
-    fixed |= {"bias": None} if group else {"zeros": None}
+    fixed |= {"bias": None} if group else {}
     return compiled(experts._grouped_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
@@ -232,7 +247,7 @@ def fp8(rows: int, *, per_channel: bool, quantized: bool) -> dict[str, Any]:
     kinds |= {"partial": "*fp32", "counters": "*i32"}
     tile = fp8s.tile_for(rows, 4096, 12288, 1 if quantized else 2)
     fixed: dict[str, Any] = {"PER_CHANNEL": per_channel, "HAS_BIAS": False, "HAS_RESIDUAL": True}
-    if isinstance(tile, FewRowsTile):
+    if isinstance(tile, fp8_few_rows.FP8FewRowsTile):
         return of_few_rows(
             fp8_few_rows._fp8_few_rows_kernel, kinds | {"weight": "*i32"}, fixed | {"SIDE": 128}, rows, tile
         )
@@ -245,7 +260,7 @@ def fp8(rows: int, *, per_channel: bool, quantized: bool) -> dict[str, Any]:
 
 
 def of_few_rows(
-    kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], rows: int, tile: FewRowsTile
+    kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], rows: int, tile: fp8_few_rows.FP8FewRowsTile
 ) -> dict[str, Any]:
     _, settings = tile.settings(torch.empty(rows, 12288, device="meta"), 4096, 96)
     settings.pop("launch_pdl")
@@ -253,14 +268,19 @@ def of_few_rows(
     return compiled(kernel, kinds, fixed | settings | {"PDL": True}, **options)
 
 
-def int4(rows: int, kind: str, group: int) -> dict[str, Any]:
-    tile = int4s.tile_for(rows, 4096, 12288, 2)
-    kinds = dict.fromkeys(("x", "bias", "residual", "y"), f"*{kind}") | {"scales": "*fp16"}
-    kinds |= {"weight": "*i32", "zeros": "*u8", "partial": "*fp32", "counters": "*i32"}
+def int4(rows: int, kind: str, group: int, n: int = 4096, k: int = 12288) -> dict[str, Any]:
+    tile = int4s.tile_for(rows, n, k, 2)
+    kinds = dict.fromkeys(("x", "bias", "residual", "y"), f"*{kind}") | {"partial": "*fp32"}
+    kinds |= dict.fromkeys(("weight", "scales", "counters"), "*i32")
     kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "residual_stride", "y_stride"), "i32")
-    fixed: dict[str, Any] = {"HAS_BIAS": False, "HAS_RESIDUAL": True, "CHUNK": 128}
-    if isinstance(tile, FewRowsTile):
-        return of_few_rows(int4_few_rows._int4_few_rows_kernel, kinds, fixed | {"GROUPS": 128 // group}, rows, tile)
+    fixed: dict[str, Any] = {"HAS_BIAS": False, "HAS_RESIDUAL": True, "CHUNK": 128, "UNIT": 128}
+    fixed["BF16"] = kind == "bf16"
+    if isinstance(tile, int4_few_rows.Int4FewRowsTile):
+        fixed |= {
+            "GROUPS": 128 // group, "CHUNKS": tile.chunks, "SPLITS": tile.splits, "BM": rows, "BN": tile.outputs,
+            "WARPS": 4, "STAGES": tile.stages, "AHEAD": 2, "PDL": True,
+        }  # fmt: skip
+        return compiled(int4_few_rows._int4_few_rows_kernel, kinds, fixed, num_warps=4, num_stages=tile.stages)
     fixed |= {
         "GROUP": group, "SPLITS": tile.splits, "BM": tile.rows, "BN": tile.outputs, "WARPS": tile.warps, "PDL": True
     }  # fmt: skip
@@ -363,6 +383,8 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     )
     for rows, kind, group in cases:
         yield f"INT4 GEMM of {rows} rows, {kind}, groups of {group}", int4(rows, kind, group)
+    for n, k in ((6144, 4096), (24576, 4096), (57344, 8192)):
+        yield f"INT4 GEMM of 16 rows, {n} x {k}", int4(16, "bf16", 128, n, k)
     for rows, quantized in ((16, False), (32, False), (128, False), (64, True)):
         yield f"FP8 GEMM of {rows} rows, scaled per output", fp8(rows, per_channel=True, quantized=quantized)
     yield "FP8 GEMM of 16 rows, scaled per block", fp8(16, per_channel=False, quantized=False)

@@ -124,13 +124,13 @@ def test_memory_plan_counts_bytes_as_stored(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_memory_plan_counts_packed_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 bits a value, and for 32 of them a float16 scale and a zero point; the plan has room for the largest matrix
+    """4 bits a value, and for 32 of them a word of a scale and a zero point; the plan has room for the largest matrix
     dequantized."""
     meant = write(tmp_path, LLAMA, "awq")
     config = open_checkpoint(str(tmp_path)).config
     monkeypatch.setattr("specbatch.runtime.loader.keeps_quantized", lambda device: True)
     values, count = 2 * (64 * (128 + 2 * 64) + 128 * 64 + 3 * 128 * 64), sum(item.numel() for item in meant.values())
-    assert weight_bytes(config, torch.bfloat16, CPU) == 2 * (count - values) + values // 2 + 3 * values // 32
+    assert weight_bytes(config, torch.bfloat16, CPU) == 2 * (count - values) + values // 2 + 4 * values // 32
     assert dequantized_bytes(config, torch.bfloat16, CPU) == 2 * (2 * 128 * 64)
 
 
@@ -226,6 +226,17 @@ def test_scales_that_are_not_finite_are_refused(
     change(tmp_path, f"{NAME}.{name}", scales)
     checkpoint = open_checkpoint(str(tmp_path))
     with pytest.raises(SpecbatchError, match=NAME + message):
+        load(checkpoint.config, checkpoint.tensor)
+
+
+def test_scales_too_large_for_gemms_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU takes them."""
+    write(tmp_path, LLAMA, "awq")
+    change(tmp_path, f"{NAME}.scales", torch.full((4, 64), 64.0).half())
+    checkpoint = open_checkpoint(str(tmp_path))
+    load(checkpoint.config, checkpoint.tensor)
+    monkeypatch.setattr("specbatch.models.layers.keeps_quantized", lambda device: True)
+    with pytest.raises(SpecbatchError, match=rf"{NAME}\.weight.*scales hold values that are .* not below 64"):
         load(checkpoint.config, checkpoint.tensor)
 
 

@@ -71,27 +71,60 @@ def test_assembly_unpacks_bytes_0_2_1_and_3(
 
 
 @pytest.mark.parametrize(
-    "given", [{}, *({f"${place}": f"${word}"} for place, word in product((0, 1, 2, 3), (4, 5, 6)))], ids=str
+    "given", [{}, *({f"${place}": f"${word}"} for place, word in product(range(4), range(4, 9)))], ids=str
 )
 @pytest.mark.parametrize(
-    ("unpack", "negate", "dtype", "unit"),
+    ("unpack", "factors", "dtype", "unit"),
     [
-        (few_rows._UNPACK_BF16, few_rows._NEGATE_BF16, torch.bfloat16, 64),
-        (few_rows._UNPACK_FP16, few_rows._NEGATE_FP16, torch.float16, 512),
+        (few_rows._UNPACK_BF16, few_rows._FACTORS_BF16, torch.bfloat16, 2.0**29),
+        (few_rows._UNPACK_FP16, few_rows._FACTORS_FP16, torch.float16, 1.0),
     ],
 )
-def test_assembly_subtracts_zero_points(
-    unpack: Any, negate: Any, dtype: torch.dtype, unit: int, given: dict[str, str]
+def test_assembly_multiplies_differences_and_scales(
+    unpack: Any, factors: Any, dtype: torch.dtype, unit: float, given: dict[str, str]
 ) -> None:
-    """Low bits of bytes 0 and 2, of 1 and 3, then the high bits of both pairs, less each zero point."""
+    """Low bits of bytes 0 and 2, of 1 and 3, then the high bits of both pairs, of two groups. FP16 is rounded once; in
+    BF16 the zero point's product is, too, and rounding changes a number by 1/256 of it at most."""
     words, zeros = every_byte().repeat(16), torch.arange(16).repeat_interleave(1024)
-    low, high = (run(negate.value, {"$1": zero}, {}, ("$0",), dtype)[0] for zero in (zeros, 15 - zeros))
-    places = ("$0", "$1", "$2", "$3")
-    found = run(unpack.value, {"$4": words, "$5": low, "$6": high}, given, places, dtype)
+    scales = 2.0 ** torch.empty(2, len(zeros)).uniform_(-14, 6, generator=torch.Generator().manual_seed(0))
+    groups = list(zip((zeros, 15 - zeros), scales.to(dtype), strict=True))
+    places = ("$0", "$1", "$2")
+    (low_zero, low, _), (high_zero, _, high) = (
+        run(factors.value, {"$3": word_of(scale, zero)}, {}, places, dtype) for zero, scale in groups
+    )
+    registers = {"$4": words, "$5": low_zero, "$6": high_zero, "$7": low, "$8": high}
+    found = run(unpack.value, registers, given, (*places, "$3"), dtype)
     for pair, (byte, shift) in zip(found, ((0, 0), (1, 0), (0, 4), (1, 4)), strict=True):
         codes = torch.stack([words >> 8 * place + shift & 15 for place in (byte, byte + 2)], -1)
-        zero = 15 - zeros if shift else zeros
-        assert torch.equal(values_of(pair, dtype) * unit, (codes - zero[:, None]).double())
+        zero, scale = (part[:, None].double() for part in groups[shift // 4])
+        exact, weight = (codes - zero) * scale, values_of(pair, dtype) * unit
+        if dtype == torch.float16:
+            assert torch.equal(weight, exact.half().double())
+        else:
+            assert ((weight - exact).abs() <= (zero * scale + weight.abs()) / 256).all()
+
+
+@pytest.mark.parametrize("given", [{}, {"$0": "$3"}, {"$1": "$3"}, {"$2": "$3"}], ids=str)
+@pytest.mark.parametrize(
+    ("code", "dtype", "expected"),
+    [
+        (few_rows._FACTORS_BF16, torch.bfloat16, (-5 * 2.0**-29, 2.0**104, 2.0**100)),
+        (few_rows._FACTORS_FP16, torch.float16, (-5 * 2.0**-9, 512, 512)),
+    ],
+)
+def test_assembly_of_factors(code: Any, dtype: torch.dtype, expected: tuple[float, ...], given: dict[str, str]) -> None:
+    """A zero point of 5; in FP16 it is not scaled."""
+    scales = torch.tensor([2.0**-13, 1.0, 1.5, 48.0]).to(dtype)
+    words = {"$3": word_of(scales, torch.full((4,), 5))}
+    found = run(code.value, words, given, ("$0", "$1", "$2"), dtype)
+    for place, (pair, factor) in enumerate(zip(found, expected, strict=True)):
+        scaled = torch.ones(4) if place == 0 and dtype == torch.float16 else scales
+        assert torch.equal(values_of(pair, dtype), (factor * scaled.double())[:, None].expand(4, 2))
+
+
+def word_of(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """Words int64 as in `Int4Tiles`."""
+    return scale.view(torch.int16).long() & 0xFFFF | (zero | 0x8000) << 16
 
 
 @pytest.mark.parametrize("given", [{}, {"$0": "$2"}, {"$1": "$2"}])

@@ -13,14 +13,14 @@ from dtypes import HALVES
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8_ref
 from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.gemm import fp8_linear_triton
-from specbatch.kernels.gemm.few_rows_triton import FewRowsTile
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
+from specbatch.kernels.gemm.fp8_few_rows_triton import FP8FewRowsTile
 from specbatch.kernels.gemm.fp8_linear import ConcatLinear, FP8Linear, fp8_linear_ref, linear
 from specbatch.kernels.gemm.fp8_linear_triton import fp8_linear
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.weight import Weight
 
-TILES = [FewRowsTile(64, 1, 4, 3, 8), FewRowsTile(128, 3, 4, 3, 0)]
+TILES = [FP8FewRowsTile(64, 1, 4, 3, 8), FP8FewRowsTile(128, 3, 4, 3, 0)]
 # A tensor core's error in a sum of 128 FP8 products, about 2^-13 of the largest, is below these FP16/BF16 bounds.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
 
@@ -74,7 +74,7 @@ def test_fp8_linear_matches_reference(
 
 @pytest.mark.parametrize(("rows", "tile"), [(1, None), (40, None), (130, None), *((32, tile) for tile in TILES)])
 def test_every_fp8_value_is_exact(
-    rows: int, tile: FewRowsTile | None, dtype: torch.dtype, device: torch.device
+    rows: int, tile: FP8FewRowsTile | None, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Including subnormals and both zeros: each is the only term of its sum."""
     bits = torch.arange(256, dtype=torch.uint8)[(torch.arange(256) & 127) != 127].repeat(128)[: 128 * 250]
@@ -90,7 +90,7 @@ def test_every_fp8_value_is_exact(
     ("rows", "n", "k", "scaled"), [(1, 130, 512, "blocks"), (17, 72, 384, "blocks"), (16, 200, 256, "outputs")]
 )
 def test_few_rows_match_reference(
-    tile: FewRowsTile, rows: int, n: int, k: int, scaled: str, dtype: torch.dtype, device: torch.device
+    tile: FP8FewRowsTile, rows: int, n: int, k: int, scaled: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     weight, dequantized = random_weight(n, k, device, scaled)
     x, bias = torch.randn(rows, k + 16).to(device, dtype)[:, 8 : 8 + k], torch.randn(n).to(device, dtype)
@@ -105,7 +105,7 @@ def test_few_rows_match_reference(
 
 
 def test_few_rows_are_those_of_half_precision() -> None:
-    assert isinstance(fp8_linear_triton.tile_for(16, 4096, 4096, 2), FewRowsTile)
+    assert isinstance(fp8_linear_triton.tile_for(16, 4096, 4096, 2), FP8FewRowsTile)
     for rows, k, item in ((33, 4096, 2), (16, 4032, 2), (16, 4096, 4), (16, 4096, 1)):
         assert isinstance(fp8_linear_triton.tile_for(rows, 4096, k, item), fp8_linear_triton.Tile)
 

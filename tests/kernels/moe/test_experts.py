@@ -19,7 +19,7 @@ from specbatch.kernels.elementwise import elementwise_triton
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8, quantize_fp8_ref
 from specbatch.kernels.gemm import linear
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
-from specbatch.kernels.gemm.int4 import pack_int4
+from specbatch.kernels.gemm.int4 import int4_tiles, pack_int4
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.mxfp4 import pack_mxfp4
 from specbatch.kernels.gemm.weight import Weight
@@ -267,7 +267,8 @@ def test_int4_weights(
         *outer, inputs = matrices.shape
         values, zeros = torch.randint(0, 16, (*outer, inputs)), torch.randint(0, 16, (*outer, inputs // group))
         scales = torch.rand(*outer, inputs // group).half() / 40
-        packed.append(Weight(*(part.to(device) for part in (pack_int4(values.byte()), scales, zeros.byte()))))
+        parts = (part.to(device) for part in (pack_int4(values.byte()), scales, zeros.byte()))
+        packed.append(int4_tiles(Weight(*parts)))
     up, down = packed
     case.up, case.down = up.dequantize(torch.float64), down.dequantize(torch.float64)
     expected = case.dense()
