@@ -42,9 +42,9 @@ def int4_few_rows_tile_for(rows: int, n: int, k: int) -> Int4FewRowsTile:
     """The tile of a GEMM of so many rows with a weight [n, k].
 
     To tune: `python -m specbatch.sweeps.microbench gemm-tiles`."""
-    is_short = n < 16384 and k <= 4096
-    splits = splits_for(triton.cdiv(n, 128), 128 * rows_of_tile(rows), k, 3 if is_short and rows <= 16 else 2)
-    return Int4FewRowsTile(128, splits, *((1, 4) if is_short or rows > 16 else (2, 3)))
+    if rows > 16 or (n < 16384 and k <= 4096):
+        return Int4FewRowsTile(64, splits_for(triton.cdiv(n, 64), 64 * rows_of_tile(rows), k, 3), 1, 5)
+    return Int4FewRowsTile(128, splits_for(triton.cdiv(n, 128), 128 * rows_of_tile(rows), k, 2), 2, 3)
 
 
 def int4_few_rows(

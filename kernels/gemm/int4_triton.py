@@ -41,12 +41,13 @@ def tile_for(rows: int, n: int, k: int, item: int) -> Tile | Int4FewRowsTile:
     To tune: `python -m specbatch.sweeps.microbench gemm-tiles`."""
     if item == 2 and rows <= MOST_ROWS and not is_deterministic():  # a row is summed as among many
         return int4_few_rows_tile_for(rows, n, k)
-    block = 16 if rows <= 16 else 32 if rows <= 32 or item == 4 else 64
-    outputs, warps = (32, 4) if item == 4 else (64, 4) if rows <= 64 else (128, 8)
+    block = 16 if rows <= 16 else 32 if rows <= 32 or item == 4 else 64 if rows <= 64 else 128
+    outputs = 32 if item == 4 else 64
     programs = triton.cdiv(n, outputs) * triton.cdiv(rows, block)
-    splits = 1 if is_deterministic() else splits_for(programs, block * outputs, k, 3 if block < 64 else 2)
-    stages = 2 if item == 4 else 3 if splits > 1 else 6 if block == 32 else 4
-    return Tile(block, outputs, splits, warps, stages)
+    resident, least = (3, 512) if block < 64 else (2, 2048)
+    splits = 1 if is_deterministic() else splits_for(programs, block * outputs, k, resident, least)
+    stages = 2 if item == 4 else {16: 4, 32: 6, 64: 4 if splits > 1 else 3, 128: 3}[block]
+    return Tile(block, outputs, splits, 4, stages)
 
 
 def int4_linear(

@@ -13,7 +13,6 @@ import triton.language as tl
 WORKSPACE = 8 << 20  # float32 partial sums
 COUNTERS = 4096
 MULTIPROCESSORS = 132  # of an H200
-_LEAST = 512  # columns of K that are worth a program
 _workspaces: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
@@ -32,10 +31,10 @@ def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return _workspaces[device]
 
 
-def splits_for(tiles: int, size: int, k: int, resident: int) -> int:
+def splits_for(tiles: int, size: int, k: int, resident: int, least: int = 512) -> int:
     """How many programs share the K of each of so many tiles of `size` results: until every multiprocessor has
-    `resident` of them."""
-    splits = min(resident * MULTIPROCESSORS // tiles, k // _LEAST, WORKSPACE // (tiles * size))
+    `resident` of them, or each program the `least` columns of K that are worth one."""
+    splits = min(resident * MULTIPROCESSORS // tiles, k // least, WORKSPACE // (tiles * size))
     return max(1, splits)
 
 

@@ -380,11 +380,14 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
         (16, "bf16", 32),
         (64, "fp16", 128),
         (64, "bf16", 32),
+        (128, "bf16", 128),
+        (128, "fp16", 32),
     )
     for rows, kind, group in cases:
         yield f"INT4 GEMM of {rows} rows, {kind}, groups of {group}", int4(rows, kind, group)
     for n, k in ((6144, 4096), (24576, 4096), (57344, 8192)):
         yield f"INT4 GEMM of 16 rows, {n} x {k}", int4(16, "bf16", 128, n, k)
+    yield "INT4 GEMM of 64 rows, 24576 x 4096", int4(64, "bf16", 128, 24576, 4096)
     for rows, quantized in ((16, False), (32, False), (128, False), (64, True)):
         yield f"FP8 GEMM of {rows} rows, scaled per output", fp8(rows, per_channel=True, quantized=quantized)
     yield "FP8 GEMM of 16 rows, scaled per block", fp8(16, per_channel=False, quantized=False)
