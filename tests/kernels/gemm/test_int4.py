@@ -175,19 +175,23 @@ def test_few_rows_match_reference(
 @pytest.mark.parametrize(
     ("rows", "n", "k", "expected"),
     [
-        (16, 6144, 4096, (8, 1, 4)),
-        (16, 4096, 4096, (8, 1, 4)),
-        (16, 24576, 4096, (1, 2, 3)),
-        (16, 4096, 12288, (8, 2, 3)),
-        (1, 57344, 8192, (1, 2, 3)),
-        (16, 8192, 28672, (4, 2, 3)),
-        (17, 6144, 4096, (5, 1, 4)),
-        (32, 4096, 12288, (8, 1, 4)),
+        (16, 6144, 4096, Int4FewRowsTile(64, 4, 1, 5)),
+        (16, 4096, 4096, Int4FewRowsTile(64, 6, 1, 5)),
+        (16, 24576, 4096, Int4FewRowsTile(128, 1, 2, 3)),
+        (16, 4096, 12288, Int4FewRowsTile(128, 8, 2, 3)),
+        (1, 57344, 8192, Int4FewRowsTile(128, 1, 2, 3)),
+        (16, 8192, 28672, Int4FewRowsTile(128, 4, 2, 3)),
+        (17, 6144, 4096, Int4FewRowsTile(64, 4, 1, 5)),
+        (32, 24576, 4096, Int4FewRowsTile(64, 1, 1, 5)),
+        (32, 4096, 12288, Int4FewRowsTile(64, 6, 1, 5)),
+        (64, 24576, 4096, int4_triton.Tile(64, 64, 1, 4, 3)),
+        (64, 4096, 12288, int4_triton.Tile(64, 64, 4, 4, 4)),
+        (128, 4096, 4096, int4_triton.Tile(128, 64, 2, 4, 3)),
+        (128, 4096, 12288, int4_triton.Tile(128, 64, 4, 4, 3)),
     ],
 )
-def test_tiles_of_few_rows_are_those_measured(rows: int, n: int, k: int, expected: tuple[int, int, int]) -> None:
-    """Splits, chunks and stages."""
-    assert int4_triton.tile_for(rows, n, k, 2) == (128, *expected)
+def test_tiles_are_those_measured(rows: int, n: int, k: int, expected: Int4FewRowsTile | int4_triton.Tile) -> None:
+    assert int4_triton.tile_for(rows, n, k, 2) == expected
 
 
 def test_few_rows_are_those_of_half_precision() -> None:
