@@ -101,6 +101,8 @@ def int4_tiles(weight: Weight) -> Int4Tiles:
     assert scales is not None, "an INT4 weight has scales"
     assert zeros is not None, "an INT4 weight has zero points"
     assert scales.dtype in (torch.float16, torch.bfloat16), f"scales are {scales.dtype}, not of 16 bits"
+    group = inputs // scales.shape[-1]
+    assert group >= 32, f"groups have {group} inputs, not 32 or more"
     unit, chunks = side_of(out), inputs // side_of(inputs)
 
     def tiled(part: torch.Tensor) -> torch.Tensor:

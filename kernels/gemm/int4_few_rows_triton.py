@@ -1,9 +1,9 @@
 """Triton GEMM with INT4 weights for at most 32 rows of 16-bit activations.
 
 Memory limits it as long as a program reads long pieces and a step has few instructions. Hence the layout of weights
-(`Int4Tiles`); steps of two chunks, whose products are awaited once; scales and zero points in one word, which goes
-through the pipeline as the values do (two bytes could not); and five instructions that mask and shift a word of eight
-weights, before four that subtract zero points and multiply by scales at once.
+(`Int4Tiles`); for large matrices steps of two chunks, whose products are awaited once; scales and zero points in one
+word, which goes through the pipeline as the values do (two bytes could not); and five instructions that mask and shift
+a word of eight weights, before four that subtract zero points and multiply by scales at once.
 
 In BF16 a weight is value * scale - zero * scale, of which the second product is rounded, and then the difference: to
 the reference's rounding it adds an error of at most zero * scale / 256. FP16 has the reference's weights.

@@ -60,12 +60,16 @@ def int4_linear(
 ) -> torch.Tensor:
     """`int4_linear_ref`: x [T, K], weight [N, K] -> [T, N], in `out` if given. Rows of x, residual and out may be
     apart. tile: chosen by the shapes if None."""
-    (rows, k), n = x.shape, weight.shape[0]
+    (rows, k), (n, inputs) = x.shape, weight.shape
+    assert k == inputs, f"x has {k} columns, and the weight {inputs} inputs"
     assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
-    assert residual is None or residual.stride(1) == 1, "the elements of a row of the residual must be adjacent"
+    assert bias is None or bias.shape == (n,), f"the bias {tuple(bias.shape)} is not {(n,)}"
     y = torch.empty(rows, n, device=x.device, dtype=x.dtype) if out is None else out
-    assert y.shape == (rows, n), f"out {tuple(y.shape)} is not {(rows, n)}"
-    assert y.stride(1) == 1, "the elements of a row of out must be adjacent"
+    for name, tensor in (("residual", residual), ("out", y)):
+        assert tensor is None or tensor.shape == (rows, n), f"{name} {tuple(tensor.shape)} is not {(rows, n)}"
+        assert tensor is None or tensor.stride(1) == 1, f"the elements of a row of {name} must be adjacent"
+    if not rows:
+        return y
     if rows >= _MANY and not is_deterministic():
         matrix = dequantize(weight, x.dtype).t()
         torch.mm(x, matrix, out=y) if bias is None else torch.addmm(bias, x, matrix, out=y)

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from specbatch.core.attention_metadata import AttentionContext, RecurrentOp
-from specbatch.errors import refuse
+from specbatch.errors import SpecbatchError, refuse
 from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.common.rowwise import sigmoid
@@ -267,14 +267,12 @@ class Reader:
         stored = self.config.quantization
         assert isinstance(stored, Int4Weights)
         whole = stored.weight(name, lambda part: self.read(part).to(self._device))
-        most = math.inf
         if keeps_quantized(self._device):
-            whole, most = with_short_scales(whole, self._dtype), LARGEST_INT4_SCALE
+            whole = self._with_short_scales(name, whole)
         assert whole.scales is not None
         assert whole.zeros is not None
-        if not (whole.scales.abs() < most).all():
-            works = f"its scales hold values that are not finite in {whole.scales.dtype}, or not below {most}"
-            raise refuse("draft" if self._of_draft else "model", name, works)
+        if not whole.scales.isfinite().all():
+            raise self._unusable(name, "its scales hold values that are not finite; the file is damaged")
         if self.ranks is None:
             return whole
         if shape[1] % stored.input_step:
@@ -289,6 +287,22 @@ class Reader:
         tensors = zip((unpack_int4(whole.values), whole.scales, whole.zeros), sizes, strict=True)
         parts = (part_of(one, (shape[0], size), rank, ranks, sections).contiguous() for one, size in tensors)
         return Weight(pack_int4(next(parts)), *parts)
+
+    def _with_short_scales(self, name: str, weight: Weight) -> Weight:
+        """An INT4 weight with scales of 16 bits."""
+        short = with_short_scales(weight, self._dtype)
+        assert weight.scales is not None
+        assert short.scales is not None
+        stored, found = weight.scales.double(), short.scales.double()
+        largest = stored.abs().max()
+        if largest.isfinite() and not (found.abs() < LARGEST_INT4_SCALE).all():
+            raise self._unusable(name, f"its largest scale is {largest:g}; on a GPU use less than {LARGEST_INT4_SCALE}")
+        if (found - stored).abs().max() > largest / 128:
+            raise self._unusable(name, f"its scales, up to {largest:g}, are too small for float16; use bfloat16")
+        return short
+
+    def _unusable(self, name: str, why: str) -> SpecbatchError:
+        return refuse("draft" if self._of_draft else "model", name, why)
 
     def _upcast(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self._is_int4(name, shape):
@@ -321,8 +335,7 @@ class Reader:
             is_finite = not is_checked or bool(values.isfinite().all())
         if not is_finite:
             kind = "e8m0" if values.dtype == torch.uint8 else values.dtype
-            works = f"the tensor holds values that are not finite in {kind}; the file is damaged"
-            raise refuse("draft" if self._of_draft else "model", name, works)
+            raise self._unusable(name, f"the tensor holds values that are not finite in {kind}; the file is damaged")
         return values
 
     def dequantize(self, name: str, weight: Weight) -> torch.Tensor:

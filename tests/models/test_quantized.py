@@ -229,14 +229,23 @@ def test_scales_that_are_not_finite_are_refused(
         load(checkpoint.config, checkpoint.tensor)
 
 
-def test_scales_too_large_for_gemms_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (64.0, "largest scale is 64; on a GPU use less than 64"),
+        (1e-6, "scales, up to .*e-07, are too small for float16"),
+    ],
+)
+def test_scales_that_gemms_cannot_take_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: float, message: str
+) -> None:
     """A CPU takes them."""
     write(tmp_path, LLAMA, "awq")
-    change(tmp_path, f"{NAME}.scales", torch.full((4, 64), 64.0).half())
+    change(tmp_path, f"{NAME}.scales", torch.full((4, 64), scale).bfloat16().float())
     checkpoint = open_checkpoint(str(tmp_path))
     load(checkpoint.config, checkpoint.tensor)
     monkeypatch.setattr("specbatch.models.layers.keeps_quantized", lambda device: True)
-    with pytest.raises(SpecbatchError, match=rf"{NAME}\.weight.*scales hold values that are .* not below 64"):
+    with pytest.raises(SpecbatchError, match=rf"{NAME}\.weight.*{message}"):
         load(checkpoint.config, checkpoint.tensor)
 
 

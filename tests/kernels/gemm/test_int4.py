@@ -204,3 +204,21 @@ def test_few_rows_are_those_of_half_precision() -> None:
 def test_dequantized_weight_is_that_of_the_reference(group: int, dtype: torch.dtype, device: torch.device) -> None:
     weight, _ = random_weight(40, 3 * group, group, dtype, device)
     assert torch.equal(int4_triton.dequantize(weight, dtype), weight.dequantize(dtype))
+
+
+def test_no_rows_give_no_results(device: torch.device) -> None:
+    weight, _ = random_weight(40, 128, 32, torch.float32, device)
+    assert int4_linear(torch.empty(0, 128, device=device), weight).shape == (0, 40)
+
+
+@pytest.mark.parametrize("wrong", [{"x": (3, 256)}, {"bias": (41,)}, {"residual": (2, 40)}])
+def test_shapes_that_do_not_match_are_refused(wrong: dict[str, tuple[int, ...]], device: torch.device) -> None:
+    weight, _ = random_weight(40, 128, 32, torch.float32, device)
+    given = {name: torch.zeros(shape, device=device) for name, shape in ({"x": (3, 128)} | wrong).items()}
+    with pytest.raises(AssertionError):
+        int4_linear(given["x"], weight, given.get("bias"), given.get("residual"))
+
+
+def test_groups_smaller_than_those_of_the_kernels_are_refused() -> None:
+    with pytest.raises(AssertionError, match="groups have 16 inputs"):
+        random_weight(40, 128, 16, torch.float32, torch.device("cpu"))
