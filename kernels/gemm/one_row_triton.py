@@ -58,9 +58,10 @@ def _pieces(at, K: tl.constexpr, C: tl.constexpr, POLICY: tl.constexpr):
     found, column = (), tl.arange(0, C)[None, :]
     for i in tl.static_range((K + C - 1) // C):
         if (i + 1) * C > K:
-            found = found + (tl.load(at + (i * C + column), i * C + column < K, other=0, eviction_policy=POLICY),)
+            piece = tl.load(at + (i * C + column), i * C + column < K, other=0, eviction_policy=POLICY)
         else:
-            found = found + (tl.load(at + (i * C + column), eviction_policy=POLICY),)
+            piece = tl.load(at + (i * C + column), eviction_policy=POLICY)
+        found = found + (piece,)  # type: ignore[assignment]  # noqa: RUF005 (Triton knows no stars)
     return found
 
 
