@@ -45,7 +45,7 @@ def fixed_order_linear(
     and rounded before the residual is added, too, as cuBLAS does. The memory of `out` or `residual` may hold the
     result."""
     n, k = weight.shape
-    if skinny_gemm_triton.is_skinny(len(x), weight):
+    if _is_few(x, weight):
         tile = undivided_tile_for(n, k, gated=False, item=weight.element_size())
         return skinny_gemm_triton.skinny_linear(x, weight, bias, residual=residual, rounded=True, tile=tile)
     if _library_agrees(x, weight, bias, residual, out):
@@ -57,10 +57,15 @@ def fixed_order_gated(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     """silu(g) * u for [g | u] = x @ weight.T + bias, rounded to the type of x: x [T, K], weight [2 I, K], bias [2 I] ->
     [T, I]."""
     n, k = weight.shape
-    if not skinny_gemm_triton.is_skinny(len(x), weight):
+    if not _is_few(x, weight):
         return silu_and_mul(fixed_order_linear(x, weight, bias))
     tile = undivided_tile_for(n // 2, k, gated=True, item=weight.element_size())
     return skinny_gemm_triton.skinny_gated(x, weight, bias, rounded=True, tile=tile)
+
+
+def _is_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Is x multiplied by the kernels of `skinny_gemm_triton`? Of more rows the library's bits are tried first."""
+    return len(x) <= skinny_gemm_triton.FEW and skinny_gemm_triton.is_skinny(len(x), weight)
 
 
 def _library(

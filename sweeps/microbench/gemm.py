@@ -1,8 +1,9 @@
-"""GEMMs of a decode step in Qwen3-8B's shapes, BF16: `torch.nn.functional.linear` and specbatch's kernel.
+"""GEMMs of a decode step in Qwen3-8B's shapes, BF16: `torch.nn.functional.linear` and specbatch's kernels.
 
 Each GEMM for 1 to 128 rows, with the norm, residual or gating that the model has there; then the chain of whole layers,
 in which each GEMM waits for the previous one: qkv with its norm, a stand-in for attention (5 us on 32 processors), o
-with its residual, the gated pair, down with its residual. Then GEMMs with INT4 weights in groups of 128 and with FP8
+with its residual, the gated pair, down with its residual. `library` is cuBLAS with kernels of norms and SwiGLU between
+its GEMMs, as `Linear` multiplies more rows. Then GEMMs with INT4 weights in groups of 128 and with FP8
 weights scaled per output. The floor is one read of the weights.
 """
 
@@ -17,9 +18,12 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from specbatch.kernels.elementwise.activations import silu_and_mul
+from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm import skinny_gemm_triton
 from specbatch.kernels.gemm.fp8_linear import fp8_linear
 from specbatch.kernels.gemm.int4 import Int4Tiles, int4_linear, int4_tiles
+from specbatch.kernels.gemm.one_row_triton import OneRowTile
 from specbatch.kernels.gemm.skinny_gemm_configs import Tile
 from specbatch.kernels.gemm.split_k_triton import workspace
 from specbatch.kernels.gemm.weight import Weight
@@ -33,6 +37,8 @@ SIZES = {
     "down": (HIDDEN, INNER),
     "head": (VOCABULARY, HIDDEN),
 }
+ROWS = 1, 4, 16, 24, 32, 64
+NORMED, ADDED = ("qkv", "gate+up", "head"), ("o", "down")
 MEASURED_LAYERS, HEADS = 8, 2  # with weights of their own: more than the L2 holds
 QUANTIZED_COPIES = 4 * MEASURED_LAYERS  # of a weight, which is smaller than in BF16
 OF_LAYER = tuple(name for name in SIZES if name != "head")
@@ -77,12 +83,24 @@ def model_gemm(
     residual: torch.Tensor,
     *,
     pdl: bool = True,
-    tile: Tile | None = None,
+    tile: Tile | OneRowTile | None = None,
 ) -> torch.Tensor:
     """The GEMM with the norm, gating or residual that the model has there."""
-    gated, normed = name == "gate+up", name in ("qkv", "gate+up", "head")
-    weights_of_norm, added = norm if normed else None, residual if name in ("o", "down") else None
-    return skinny_gemm_triton._product(x, weight, None, weights_of_norm, 1e-6, added, gated=gated, tile=tile, pdl=pdl)
+    weights_of_norm, added = norm if name in NORMED else None, residual if name in ADDED else None
+    return skinny_gemm_triton._product(
+        x, weight, None, weights_of_norm, 1e-6, added, gated=name == "gate+up", tile=tile, pdl=pdl
+    )
+
+
+def library_gemm(
+    name: str, x: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor, residual: torch.Tensor
+) -> torch.Tensor:
+    """`model_gemm` by the library and kernels before and after it; a residual is added to in place."""
+    x = rms_norm(x, norm, 1e-6) if name in NORMED else x
+    if name in ADDED:
+        return residual.addmm_(x, weight.t())
+    y = torch.mm(x, weight.t())
+    return silu_and_mul(y) if name == "gate+up" else y
 
 
 class Weights:
@@ -100,23 +118,40 @@ class Weights:
         self.rows = {width: torch.randn(128, width, device="cuda").bfloat16() for width in (HIDDEN, INNER)}
 
     def gemm(
-        self, name: str, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, *, pdl: bool = True
+        self,
+        name: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        residual: torch.Tensor,
+        *,
+        pdl: bool = True,
+        library: bool = False,
     ) -> torch.Tensor:
+        if library:
+            return library_gemm(name, x, weight, self.norm, residual)
         return model_gemm(name, x, weight, self.norm, residual, pdl=pdl)
 
     def chain(
-        self, rows: int, layers: int = MEASURED_LAYERS, *, pdl: bool = True, attention: bool = True, head: bool = False
+        self,
+        rows: int,
+        layers: int = MEASURED_LAYERS,
+        *,
+        attention: bool = True,
+        head: bool = False,
+        pdl: bool = True,
+        library: bool = False,
     ) -> None:
-        x = self.rows[HIDDEN][:rows]
-        weights = zip(*(self.of[name] for name in ("qkv", "o", "gate+up", "down")), strict=True)
+        gemm = partial(self.gemm, pdl=pdl, library=library)
+        x = self.rows[HIDDEN][:rows].clone()
+        weights = zip(*(self.of[name] for name in OF_LAYER), strict=True)
         for qkv, o, gated, down in islice(cycle(weights), layers):
-            h = self.gemm("qkv", x, qkv, x, pdl=pdl)
+            h = gemm("qkv", x, qkv, x)
             h = _attention(h, pdl) if attention else h[:, :HIDDEN]
-            x = self.gemm("o", h, o, x, pdl=pdl)
-            h = self.gemm("gate+up", x, gated, x, pdl=pdl)
-            x = self.gemm("down", h, down, x, pdl=pdl)
+            x = gemm("o", h, o, x)
+            h = gemm("gate+up", x, gated, x)
+            x = gemm("down", h, down, x)
         if head:
-            self.gemm("head", x, self.of["head"][0], x, pdl=pdl)
+            gemm("head", x, self.of["head"][0], x)
 
 
 def tables() -> Iterator[Table]:
@@ -126,13 +161,16 @@ def tables() -> Iterator[Table]:
     yield Table(_chains(weights), "A layer of the chain", shows=("floor",))
     yield Table(_quantized(), "Quantized weights", shows=("floor",))
     step = partial(weights.chain, layers=LAYERS, head=True)
-    rows = (Case({"rows": rows}, {f"{LAYERS} layers and head": [partial(step, rows)]}) for rows in (1, 16, 32, 64))
-    yield Table(rows, "A decode step", unit="ms")
+    cases = (
+        Case({"rows": rows}, {"specbatch": [partial(step, rows)], "library": [partial(step, rows, library=True)]})
+        for rows in ROWS
+    )
+    yield Table(cases, f"A decode step: {LAYERS} layers and a head", unit="ms")
 
 
 def _single(weights: Weights) -> Iterator[Case]:
     for name, (outputs, inputs) in SIZES.items():
-        for rows in (1, 4, 16, 32, 64, 128):
+        for rows in (*ROWS, 128):
             x, residual = weights.rows[inputs][:rows], weights.rows[HIDDEN][:rows]
             calls = {
                 "specbatch": [partial(weights.gemm, name, x, weight, residual) for weight in weights.of[name]],
@@ -171,10 +209,11 @@ def _quantized() -> Iterator[Case]:
 
 
 def _chains(weights: Weights) -> Iterator[Case]:
-    for rows in (1, 16, 32, 64):
+    for rows in ROWS:
         calls = {
             "PDL": [partial(weights.chain, rows)],
             "no PDL": [partial(weights.chain, rows, pdl=False)],
             "PDL, no attention": [partial(weights.chain, rows, attention=False)],
+            "library": [partial(weights.chain, rows, library=True)],
         }
         yield Case({"rows": rows}, calls, count=MEASURED_LAYERS, bytes=LAYER_BYTES)

@@ -1,5 +1,5 @@
-"""Kernels compile for the GPUs that they are made for: deterministic ones, of gpt-oss, of quantized weights, of
-collectives, of verify budgets."""
+"""Kernels compile for the GPUs that they are made for: deterministic ones, of gpt-oss, of few rows, of quantized
+weights, of collectives, of verify budgets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def compiled(script: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_kernels_compile_for_hopper() -> None:
     found = compiled("compiled.py")
-    assert len(found) == 107
+    assert len(found) == 103
     for kernel in found:
         is_of_halves = not kernel["name"].startswith("FP32") and "shot" not in kernel["name"]
         assert bool(kernel["instructions"]) == is_of_halves, f"{kernel['name']}: tensor cores are for half precision"
@@ -45,6 +45,23 @@ def test_kernels_compile_for_hopper() -> None:
         if "FP8 GEMM" not in kernel["name"]:  # of which each element is converted by itself
             # The compiler may put any elements of a thread together, and the assembly would not know which.
             assert kernel["together"] <= 2, f"{kernel['name']}: assembly takes {kernel['together']} elements"
+
+
+@pytest.mark.slow
+def test_gemms_of_few_rows_compile_for_hopper() -> None:
+    """A program of one row reads all that it needs of the weight before it waits for the previous kernel."""
+    found = compiled("compiled_few_rows.py")
+    assert len(found) == 40
+    for kernel in found:
+        name = kernel["name"]
+        assert not kernel["stack"], f"{name} spills registers"
+        assert kernel["shared"] <= SHARED, f"{name} needs {kernel['shared']} bytes of shared memory"
+        if name.startswith("one row"):
+            assert not kernel["instructions"], f"{name}: a tensor core would need 8 rows"
+            assert kernel["early"] == kernel["expected"], f"{name}: {kernel['early']} loads before the wait"
+            assert kernel["registers"] <= 168, f"{name}: {kernel['registers']} registers"
+        if name.startswith("32 rows"):
+            assert kernel["instructions"] == ["wgmma"], f"{name}: 64 rows of the weight fill an instruction"
 
 
 @pytest.mark.slow

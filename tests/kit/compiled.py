@@ -1,6 +1,7 @@
 """Compiles kernels for Hopper, which needs no GPU: deterministic ones, those of gpt-oss, of latent attention, of
 quantized weights and of collectives. One JSON line for each: shared memory, instructions of the tensor cores, how many
-of the main loop write to shared memory, and how many elements assembly takes together. A process of its own: in the
+of the main loop write to shared memory, how many elements assembly takes together, loads of memory before the wait for
+the previous kernel, registers and bytes of stack of a thread. A process of its own: in the
 tests, kernels are interpreted."""
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ from specbatch.kernels.gemm import fp8_linear_triton as fp8s
 from specbatch.kernels.gemm import head_gemm_triton as head_gemms
 from specbatch.kernels.gemm import int4_few_rows_triton as int4_few_rows
 from specbatch.kernels.gemm import int4_triton as int4s
-from specbatch.kernels.gemm import skinny_gemm_triton as skinny
-from specbatch.kernels.gemm.skinny_gemm_configs import undivided_tile_for
 from specbatch.kernels.moe import experts_triton as experts
 
 SIZES = ("N", "K", "x_stride", "y_stride", "x_token", "x_head", "weight_head", "weight_k", "weight_n")
@@ -53,20 +52,24 @@ def compiled(kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], **option
              if f"{(label := end[1])}:" in code[: end.end()]]  # fmt: skip
     copies = max(loops, key=len, default="").count("st.shared")
     together = max(map(int, re.findall(r"packed_element = (\d+)", done.asm["ttgir"])), default=0)
+    early = len(re.findall(r"ld\.global|cp\.async\.c[ag]\.", code.partition("griddepcontrol.wait")[0]))
+    registers, stack = usage_of(done.asm["cubin"])
     return {
-        "shared": done.metadata.shared, "instructions": found, "copies": copies, "together": together,
-        "stack": stack_of(done.asm["cubin"]),
+        "shared": done.metadata.shared, "instructions": found, "copies": copies, "together": together, "early": early,
+        "registers": registers, "stack": stack,
     }  # fmt: skip
 
 
-def stack_of(code: bytes) -> int:
-    """Bytes of a thread's stack in an assembled kernel: of registers that were spilled, as no kernel has arrays."""
+def usage_of(code: bytes) -> tuple[int, int]:
+    """Of a thread in an assembled kernel: registers, and bytes of its stack, those of registers that were spilled, as
+    no kernel has arrays."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(code)
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(re.findall(r"STACK:(\d+)", done.stdout)[0])
+    registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", done.stdout)[0])
+    return registers, stack
 
 
 def attention(
@@ -228,18 +231,6 @@ def gemm(rows: int, dtype: str = "bf16") -> dict[str, Any]:
     return compiled(gemms._fixed_order_gemm, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
-def few_rows(n: int, k: int, *, gated: bool) -> dict[str, Any]:
-    tile = undivided_tile_for(n, k, gated=gated, item=2)
-    kinds = dict.fromkeys(("x", "weight", "residual", "y"), "*bf16") | {"partial": "*fp32", "counters": "*i32"}
-    kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "residual_stride"), "i32") | {"eps": "fp32"}
-    fixed: dict[str, Any] = {
-        "bias": None, "norm": None, "GATED": gated, "SQUARED": False, "HAS_BIAS": False, "HAS_NORM": False,
-        "HAS_RESIDUAL": not gated, "ROUNDED": True, "SPLITS": tile.splits, "EVEN_K": True, "BM": 16, "BN": tile.n,
-        "BK": tile.k, "PDL": True,
-    }  # fmt: skip
-    return compiled(skinny._skinny_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
-
-
 def fp8(rows: int, *, per_channel: bool, quantized: bool) -> dict[str, Any]:
     kinds = dict.fromkeys(("x", "bias", "residual", "y"), "*bf16") | {"scales": "*fp32", "weight": "*fp8e4nv"}
     kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "residual_stride", "y_stride"), "i32")
@@ -371,8 +362,6 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"FP32 GEMM of {rows} rows", gemm(rows, "fp32")
     for rows in (16, 32, 64, 128, 1024):
         yield f"GEMM of {rows} rows", gemm(rows)
-    for n, k, gated in ((6144, 4096, False), (4096, 4096, False), (151936, 4096, False), (12288, 4096, True)):
-        yield f"GEMM of few rows, {n} x {k}", few_rows(n, k, gated=gated)
     cases = (
         (16, "bf16", 128),
         (32, "fp16", 128),
