@@ -24,7 +24,8 @@ def even_splits(most: int, steps: int) -> int:
 
 def used_splits(splits: int, steps: int) -> int:
     """As many programs or fewer, each with some of the steps over K."""
-    return triton.cdiv(steps, triton.cdiv(steps, splits))
+    share = -(-steps // splits)
+    return -(-steps // share)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel, wait_in_loop
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations
 from specbatch.kernels.gemm.few_rows_triton import (
     MOST_ROWS,
@@ -114,7 +114,7 @@ def _w8a8_few_rows_kernel(
             # as they pass through a branch and a variable of the loop.
             rows = rows_next
             if step == first:
-                wait_for_previous_kernel(PDL)
+                wait_in_loop(PDL)
                 rows = tl.load(x_tile + first * SIDE, exists[:, None], other=0.0)
                 factor = tl.load(x_scale + first, exists, other=0.0)
             rows_next = tl.load(x_tile + after * SIDE, exists[:, None], other=0.0)

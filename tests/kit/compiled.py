@@ -1,7 +1,8 @@
 """Compiles kernels for Hopper, which needs no GPU: deterministic ones, those of gpt-oss, of latent attention, of
 quantized weights and of collectives. One JSON line for each: shared memory, instructions of the tensor cores, how many
-of the main loop write to shared memory, and how many elements assembly takes together. A process of its own: in the
-tests, kernels are interpreted."""
+of the main loop write to shared memory, how many elements assembly takes together, bytes of the stack, and how many
+asynchronous copies come before the wait for the previous kernel. A process of its own: in the tests, kernels are
+interpreted."""
 
 from __future__ import annotations
 
@@ -33,6 +34,7 @@ from specbatch.kernels.gemm import head_gemm_triton as head_gemms
 from specbatch.kernels.gemm import int4_few_rows_triton as int4_few_rows
 from specbatch.kernels.gemm import int4_triton as int4s
 from specbatch.kernels.gemm import skinny_gemm_triton as skinny
+from specbatch.kernels.gemm import w8a8_few_rows_triton as w8a8_few_rows
 from specbatch.kernels.gemm.skinny_gemm_configs import undivided_tile_for
 from specbatch.kernels.moe import experts_triton as experts
 
@@ -52,10 +54,12 @@ def compiled(kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], **option
     loops = [code[code.index(f"{label}:") : end.end()] for end in re.finditer(r"bra(?:\.uni)? \s*(\$\w+);", code)
              if f"{(label := end[1])}:" in code[: end.end()]]  # fmt: skip
     copies = max(loops, key=len, default="").count("st.shared")
+    before, found_wait, _ = code.partition("griddepcontrol.wait")
+    early = len(re.findall(r"cp\.async\.c[ag]", before)) if found_wait else 0
     together = max(map(int, re.findall(r"packed_element = (\d+)", done.asm["ttgir"])), default=0)
     return {
         "shared": done.metadata.shared, "instructions": found, "copies": copies, "together": together,
-        "stack": stack_of(done.asm["cubin"]),
+        "stack": stack_of(done.asm["cubin"]), "copied_early": early,
     }  # fmt: skip
 
 
@@ -240,13 +244,15 @@ def few_rows(n: int, k: int, *, gated: bool) -> dict[str, Any]:
     return compiled(skinny._skinny_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
-def fp8(rows: int, *, per_channel: bool, quantized: bool) -> dict[str, Any]:
+def fp8(rows: int, *, per_channel: bool, quantized: bool, n: int = 4096, k: int = 12288) -> dict[str, Any]:
     kinds = dict.fromkeys(("x", "bias", "residual", "y"), "*bf16") | {"scales": "*fp32", "weight": "*fp8e4nv"}
     kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "residual_stride", "y_stride"), "i32")
     kinds |= {"x": "*fp8e4nv", "x_scales": "*fp32"} if quantized else {}
     kinds |= {"partial": "*fp32", "counters": "*i32"}
-    tile = fp8s.tile_for(rows, 4096, 12288, 1 if quantized else 2)
+    tile = fp8s.tile_for(rows, n, k, 1 if quantized else 2)
     fixed: dict[str, Any] = {"PER_CHANNEL": per_channel, "HAS_BIAS": False, "HAS_RESIDUAL": True}
+    if isinstance(tile, w8a8_few_rows.W8A8FewRowsTile):
+        return of_few_rows(w8a8_few_rows._w8a8_few_rows_kernel, kinds, fixed | {"SIDE": 128}, rows, tile)
     if isinstance(tile, fp8_few_rows.FP8FewRowsTile):
         return of_few_rows(
             fp8_few_rows._fp8_few_rows_kernel, kinds | {"weight": "*i32"}, fixed | {"SIDE": 128}, rows, tile
@@ -260,7 +266,11 @@ def fp8(rows: int, *, per_channel: bool, quantized: bool) -> dict[str, Any]:
 
 
 def of_few_rows(
-    kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], rows: int, tile: fp8_few_rows.FP8FewRowsTile
+    kernel: Any,
+    kinds: dict[str, str],
+    fixed: dict[str, Any],
+    rows: int,
+    tile: fp8_few_rows.FP8FewRowsTile | w8a8_few_rows.W8A8FewRowsTile,
 ) -> dict[str, Any]:
     _, settings = tile.settings(torch.empty(rows, 12288, device="meta"), 4096, 96)
     settings.pop("launch_pdl")
@@ -391,6 +401,11 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     for rows, quantized in ((16, False), (32, False), (128, False), (64, True)):
         yield f"FP8 GEMM of {rows} rows, scaled per output", fp8(rows, per_channel=True, quantized=quantized)
     yield "FP8 GEMM of 16 rows, scaled per block", fp8(16, per_channel=False, quantized=False)
+    for rows, n, k in ((16, 6144, 4096), (16, 24576, 4096), (32, 4096, 12288), (32, 24576, 4096)):
+        for per_channel in (False, True):
+            scaled = "output" if per_channel else "block"
+            name = f"FP8 GEMM of {rows} rows in FP8, {n} x {k}, scaled per {scaled}"
+            yield name, fp8(rows, per_channel=per_channel, quantized=True, n=n, k=k)
     for ranks in (2, 4, 8):
         yield f"one-shot of {ranks} ranks", collective(ranks)
         yield f"one-shot of {ranks} ranks, gathering", collective(ranks, "fp32", reduces=False)
