@@ -6,10 +6,45 @@ cache. Loading them to registers by then was slower on an H200, as was a limit o
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
+import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.pdl_triton import pdl
+
 MOST_ROWS = 32
+
+
+class FP8Tile(Protocol):
+    """outputs of a program; splits: programs that share the K of a tile; stages of the pipeline; ahead: pieces of 64
+    bytes of each row of the weight that a program fetches to the L2 cache before it waits for the previous kernel."""
+
+    @property
+    def outputs(self) -> int: ...
+
+    @property
+    def splits(self) -> int: ...
+
+    @property
+    def warps(self) -> int: ...
+
+    @property
+    def stages(self) -> int: ...
+
+    @property
+    def ahead(self) -> int: ...
+
+
+def launch_of(tile: FP8Tile, x: torch.Tensor, n: int, steps: int) -> tuple[int, dict[str, Any]]:
+    """How many programs for x [rows, K], n outputs and this number of steps over K, and what a kernel is launched
+    with."""
+    assert len(x) <= MOST_ROWS, f"{len(x)} rows are not few"
+    splits = used_splits(tile.splits, steps)
+    found = {"SPLITS": splits, "BM": rows_of_tile(len(x)), "BN": tile.outputs, "AHEAD": tile.ahead, **pdl(x)}
+    found |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    return triton.cdiv(n, tile.outputs) * splits, found
 
 
 def rows_of_tile(rows: int) -> int:

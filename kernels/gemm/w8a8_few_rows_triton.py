@@ -1,8 +1,8 @@
 """Triton GEMM with FP8 weights for at most 32 rows of FP8 activations.
 
 The weight is the first operand of instructions that multiply 64 of its rows at once, so that few rows of x waste
-nothing. It goes from the memory to shared memory, where the tensor core reads it, and begins to do so before the wait
-for the previous kernel.
+nothing. It goes from the memory to shared memory, where the tensor core reads it; before the wait for the previous
+kernel its first part goes to the L2 cache.
 """
 
 from __future__ import annotations
@@ -13,24 +13,16 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel, wait_in_loop
+from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel, wait_in_loop
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations
-from specbatch.kernels.gemm.few_rows_triton import (
-    MOST_ROWS,
-    even_splits,
-    fetch_rows_to_l2,
-    rows_of_tile,
-    store_rows,
-    used_splits,
-)
+from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, even_splits, fetch_rows_to_l2, launch_of, store_rows
 from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 
 
 class W8A8FewRowsTile(NamedTuple):
-    """outputs of a program, 64 or 128; splits: programs that share the K of a tile; stages of the pipeline; ahead:
-    pieces of 64 bytes of each row of the weight that a program fetches to the L2 cache before it waits for the previous
-    kernel; early: whether its pipeline starts by then, too. Rows of x then come by way of registers."""
+    """See `few_rows_triton.FP8Tile`; outputs: 64 or 128; early: whether its pipeline starts before the wait, too. Rows
+    of x then come by way of registers, which takes more instructions."""
 
     outputs: int
     splits: int
@@ -40,14 +32,10 @@ class W8A8FewRowsTile(NamedTuple):
     early: bool
 
     def settings(self, x: torch.Tensor, n: int, steps: int) -> tuple[int, dict[str, Any]]:
-        """How many programs for x [rows, K], n outputs and this number of steps over K, and what a kernel is launched
-        with."""
-        assert len(x) <= MOST_ROWS, f"{len(x)} rows are not few"
+        """`launch_of`."""
         assert self.outputs in (64, SCALE_BLOCK), "outputs of a tile share their scales, and an instruction has 64"
-        splits = used_splits(self.splits, steps)
-        found = {"SPLITS": splits, "BM": rows_of_tile(len(x)), "BN": self.outputs, "AHEAD": self.ahead, **pdl(x)}
-        found |= {"EARLY": self.early, "num_warps": self.warps, "num_stages": self.stages}
-        return triton.cdiv(n, self.outputs) * splits, found
+        programs, found = launch_of(self, x, n, steps)
+        return programs, found | {"EARLY": self.early}
 
 
 def w8a8_few_rows_tile_for(rows: int, n: int, k: int) -> W8A8FewRowsTile:
@@ -57,8 +45,8 @@ def w8a8_few_rows_tile_for(rows: int, n: int, k: int) -> W8A8FewRowsTile:
     To tune: `python -m specbatch.sweeps.microbench gemm-tiles`."""
     outputs = 128 if n >= 16384 else 64
     most = splits_for(triton.cdiv(n, outputs), outputs * MOST_ROWS, k, 3)
-    splits, stages = even_splits(most, k // SCALE_BLOCK), 4 if outputs == 128 else 6
-    return W8A8FewRowsTile(outputs, splits, 4, stages, 1024 // outputs, True)
+    stages = 6 if outputs == 64 else 4 if rows <= 16 else 3  # three programs fit on a multiprocessor
+    return W8A8FewRowsTile(outputs, even_splits(most, k // SCALE_BLOCK), 4, stages, 1024 // outputs, early=False)
 
 
 def w8a8_few_rows(

@@ -116,10 +116,10 @@ def grid(kind: str, name: str, rows: int) -> list[Any]:
             if _fills(outputs, n, rows, block, splits):
                 tiles.append(fp8_linear_triton.Tile(block, n, k, splits, warps, stages))
     elif rows <= MOST_ROWS:
-        pipelines = (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4)
+        pipelines = (64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 4, 4), (128, 8, 4)
         for (n, warps, stages), splits in itertools.product(pipelines, SPLITS):
             if _fills(outputs, n, rows, rows, splits):
-                ways = (0, True), (1024 // n, True), (1024 // n, False)
+                ways = (0, False), (1024 // n, False), (1024 // n, True)
                 tiles += [W8A8FewRowsTile(n, splits, warps, stages, *way) for way in ways]
     else:  # never split, and always the 64 rows of an instruction: see `fp8_linear_triton.tile_for`
         for n, warps, stages in itertools.product((32, 64, 128), (4, 8), range(3, 9)):

@@ -1,8 +1,8 @@
 """Compiles kernels for Hopper, which needs no GPU: deterministic ones, those of gpt-oss, of latent attention, of
 quantized weights and of collectives. One JSON line for each: shared memory, instructions of the tensor cores, how many
 of the main loop write to shared memory, how many elements assembly takes together, bytes of the stack, and how many
-asynchronous copies come before the wait for the previous kernel. A process of its own: in the tests, kernels are
-interpreted."""
+asynchronous copies and fetches to L2 come before the wait for the previous kernel. A process of its own: in the tests,
+kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from specbatch.kernels.gemm import w8a8_few_rows_triton as w8a8_few_rows
 from specbatch.kernels.gemm.skinny_gemm_configs import undivided_tile_for
 from specbatch.kernels.moe import experts_triton as experts
 
+EARLY = {"copied_early": r"cp\.async\.c[ag]", "fetched_early": r"prefetch\.global\.L2"}
 SIZES = ("N", "K", "x_stride", "y_stride", "x_token", "x_head", "weight_head", "weight_k", "weight_n")
 
 
@@ -55,11 +56,11 @@ def compiled(kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], **option
              if f"{(label := end[1])}:" in code[: end.end()]]  # fmt: skip
     copies = max(loops, key=len, default="").count("st.shared")
     before, found_wait, _ = code.partition("griddepcontrol.wait")
-    early = len(re.findall(r"cp\.async\.c[ag]", before)) if found_wait else 0
+    early = {name: len(re.findall(code, before)) if found_wait else 0 for name, code in EARLY.items()}
     together = max(map(int, re.findall(r"packed_element = (\d+)", done.asm["ttgir"])), default=0)
     return {
         "shared": done.metadata.shared, "instructions": found, "copies": copies, "together": together,
-        "stack": stack_of(done.asm["cubin"]), "copied_early": early,
+        "stack": stack_of(done.asm["cubin"]), **early,
     }  # fmt: skip
 
 
@@ -244,7 +245,9 @@ def few_rows(n: int, k: int, *, gated: bool) -> dict[str, Any]:
     return compiled(skinny._skinny_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
-def fp8(rows: int, *, per_channel: bool, quantized: bool, n: int = 4096, k: int = 12288) -> dict[str, Any]:
+def fp8(
+    rows: int, *, per_channel: bool, quantized: bool, n: int = 4096, k: int = 12288, early: bool = False
+) -> dict[str, Any]:
     kinds = dict.fromkeys(("x", "bias", "residual", "y"), "*bf16") | {"scales": "*fp32", "weight": "*fp8e4nv"}
     kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "residual_stride", "y_stride"), "i32")
     kinds |= {"x": "*fp8e4nv", "x_scales": "*fp32"} if quantized else {}
@@ -252,6 +255,7 @@ def fp8(rows: int, *, per_channel: bool, quantized: bool, n: int = 4096, k: int 
     tile = fp8s.tile_for(rows, n, k, 1 if quantized else 2)
     fixed: dict[str, Any] = {"PER_CHANNEL": per_channel, "HAS_BIAS": False, "HAS_RESIDUAL": True}
     if isinstance(tile, w8a8_few_rows.W8A8FewRowsTile):
+        tile = tile._replace(early=early)
         return of_few_rows(w8a8_few_rows._w8a8_few_rows_kernel, kinds, fixed | {"SIDE": 128}, rows, tile)
     if isinstance(tile, fp8_few_rows.FP8FewRowsTile):
         return of_few_rows(
@@ -406,6 +410,8 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
             scaled = "output" if per_channel else "block"
             name = f"FP8 GEMM of {rows} rows in FP8, {n} x {k}, scaled per {scaled}"
             yield name, fp8(rows, per_channel=per_channel, quantized=True, n=n, k=k)
+        name = f"FP8 GEMM of {rows} rows in FP8, {n} x {k}, with an early pipeline"
+        yield name, fp8(rows, per_channel=False, quantized=True, n=n, k=k, early=True)
     for ranks in (2, 4, 8):
         yield f"one-shot of {ranks} ranks", collective(ranks)
         yield f"one-shot of {ranks} ranks, gathering", collective(ranks, "fp32", reduces=False)

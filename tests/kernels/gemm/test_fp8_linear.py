@@ -15,6 +15,7 @@ from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_
 from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.gemm import fp8_linear as fp8_linear_module
 from specbatch.kernels.gemm import fp8_linear_triton
+from specbatch.kernels.gemm.few_rows_triton import even_splits, used_splits
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.gemm.fp8_few_rows_triton import FP8FewRowsTile
 from specbatch.kernels.gemm.fp8_linear import ConcatLinear, FP8Linear, fp8_linear_ref, linear
@@ -244,6 +245,12 @@ def test_splits_of_few_quantized_rows_depend_on_the_weight_alone(n: int, k: int)
     assert len({(tile.outputs, tile.splits) for tile in tiles}) == 1
     shares = k // 128 / tiles[0].splits
     assert shares == int(shares) >= 4, "programs have equal shares, which are worth one"
+
+
+def test_programs_have_equal_shares_where_that_is_possible() -> None:
+    assert [even_splits(most, 32) for most in (1, 4, 6, 7, 9)] == [1, 4, 4, 4, 8]
+    assert even_splits(6, 43) == 6
+    assert [used_splits(splits, 6) for splits in (1, 3, 4, 5, 6, 9)] == [1, 3, 3, 3, 6, 6]
 
 
 def test_deterministic_mode_never_splits_rows_of_fp8() -> None:
