@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
-from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, fetch_to_l2, rows_of_tile, store_rows
+from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, fetch_to_l2, rows_of_tile, store_rows, used_splits
 from specbatch.kernels.gemm.four_bits_triton import chunk_in_fragment_order, fragment_rows
 from specbatch.kernels.gemm.int4 import Int4Tiles
 from specbatch.kernels.gemm.int4_tiles_triton import first_of_row, scale_of, zero_of
@@ -57,7 +57,7 @@ def int4_few_rows(
     assert x.element_size() == 4 or weight.scales.dtype == x.dtype, f"scales are {weight.scales.dtype}, x {x.dtype}"
     chunks = 1 if k // weight.chunk % 2 else tile.chunks
     steps = k // (weight.chunk * chunks)
-    splits = triton.cdiv(steps, triton.cdiv(steps, tile.splits))  # no program without a part of K
+    splits = used_splits(tile.splits, steps)
     partial, counters = workspace(x.device)
     _int4_few_rows_kernel[(triton.cdiv(n, tile.outputs) * splits,)](
         x, *weight.words(), bias, residual, y, partial, counters, rows, n, k, x.stride(0),

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
+from specbatch.kernels.common.pdl_triton import wait_in_loop
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.one_row_triton import OneRowTile, one_row_product, takes_one_row
 from specbatch.kernels.gemm.skinny_gemm_configs import Tile, puts_weight_first, tile_for
@@ -105,7 +105,7 @@ def _skinny_kernel(
         # come after it: in a branch and through a variable of the loop, where the pipeline leaves them.
         a = a_next
         if k == k_from:
-            wait_for_previous_kernel(PDL)
+            wait_in_loop(PDL)
             a = tl.load(x_tile + k, mask=row_exists & (k + ks < k_to)[None, :], other=0.0)
             if HAS_RESIDUAL:
                 added = tl.load(residual_tile, mask=exists, other=0.0)

@@ -22,6 +22,7 @@ from specbatch.kernels.gemm.fp8_few_rows_triton import FP8FewRowsTile
 from specbatch.kernels.gemm.int4_few_rows_triton import Int4FewRowsTile
 from specbatch.kernels.gemm.one_row_triton import OneRowTile, one_row_tile_for
 from specbatch.kernels.gemm.split_k_triton import MULTIPROCESSORS, WORKSPACE, workspace
+from specbatch.kernels.gemm.w8a8_few_rows_triton import W8A8FewRowsTile
 from specbatch.sweeps.microbench.gemm import (
     HIDDEN,
     MEASURED_LAYERS,
@@ -41,7 +42,8 @@ KINDS = {
     "BF16": "outputs, k, splits, warps, stages; of one row rows of the weight, warps",
     "INT4": f"rows, outputs, splits, warps, stages; to {MOST_ROWS} rows outputs, splits, chunks, stages",
     "FP8": f"rows, outputs, k, splits, warps, stages; to {MOST_ROWS} rows outputs, splits, warps, stages, ahead",
-    "FP8 x FP8": "rows, outputs, k, splits, warps, stages",
+    "FP8 x FP8": f"rows, outputs, k, splits, warps, stages; to {MOST_ROWS} rows outputs, splits, warps, stages, ahead, "
+    "early",
 }
 
 
@@ -127,6 +129,12 @@ def grid(kind: str, name: str, rows: int) -> list[Any]:
         ):
             if _fills(outputs, n, rows, block, splits):
                 tiles.append(fp8_linear_triton.Tile(block, n, k, splits, warps, stages))
+    elif rows <= MOST_ROWS:
+        pipelines = (64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 4, 4), (128, 8, 4)
+        for (n, warps, stages), splits in itertools.product(pipelines, SPLITS):
+            if _fills(outputs, n, rows, rows, splits):
+                ways = (0, False), (1024 // n, False), (1024 // n, True)
+                tiles += [W8A8FewRowsTile(n, splits, warps, stages, *way) for way in ways]
     else:  # never split, and always the 64 rows of an instruction: see `fp8_linear_triton.tile_for`
         for n, warps, stages in itertools.product((32, 64, 128), (4, 8), range(3, 9)):
             tiles.append(fp8_linear_triton.Tile(64, n, 128, 1, warps, stages))
