@@ -96,6 +96,17 @@ class Recorder:
         return replay
 
 
+class Rehearsal(Recorder):
+    """Captures programs and drops the recordings: for `compiling_only`, in which what a program launches is compiled."""
+
+    def warm(self, program: Program) -> None:
+        """Nothing: a program must not run without its kernels."""
+
+    def record(self, program: Program) -> Program:
+        super().record(program)
+        return program
+
+
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """Disable the garbage collector: destroying a graph of a dropped engine would invalidate the recording."""
