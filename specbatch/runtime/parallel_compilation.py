@@ -1,38 +1,118 @@
-"""Compiles the Triton kernels of CUDA graphs in parallel, before the graphs are recorded.
+"""Compiles the Triton kernels of an engine in parallel, before its CUDA graphs are recorded.
 
-Triton compiles a kernel when it is first launched, and the launching thread waits. With an empty cache that takes half
-a minute for the few hundred kernels of an engine. Here every program is first captured without its Triton launches,
-each of which only hands its kernel to a pool of threads, and the capture is dropped. Nothing runs on the device, so
-nothing depends on values that the kernels would have computed.
+Triton compiles a kernel when it is first launched, and the launching thread waits: with an empty cache that takes half
+a minute for the hundred or two of an engine. Here what is going to be recorded is rehearsed first: the host does
+everything that it does for a pass, except that operations of PyTorch compute nothing (see `rehearsal`) and that
+launches only hand their kernel to a pool of threads. Nothing depends on a rehearsal: what it misses, or compiles in
+vain, costs time only.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
-from triton import JITFunction
-from triton.runtime._async_compile import AsyncCompileMode
+import triton
+from triton import AsyncCompileMode, JITFunction
+
+from specbatch.kernels.common.rehearsal import rehearse, rehearsing
+from specbatch.progress import Report
 
 MOST_THREADS = 32
 
 
+class Compilation(AsyncCompileMode):
+    """What `compiling_only` has handed to its threads."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        super().__init__(pool)
+        self.launching = ""  # the kernel that is being launched
+        self.compiled: list[str] = []  # kernels that were not in the cache
+        self._names: dict[Future[Any], str] = {}
+
+    def submit(self, key: Any, compile_fn: Any, finalize_fn: Any, *more: Any) -> Any:
+        future = super().submit(key, compile_fn, finalize_fn, *more)
+        if future.kernel is None:
+            self._names.setdefault(future.future, self.launching)
+            finalize_fn(future)  # later launches find it, and Triton need not look for it in its cache again
+        return future
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def is_cold(self) -> bool:
+        """Whether a kernel was not in the cache. Returns when that is known."""
+        waiting = set(self._names)
+        while waiting and not self.compiled:
+            _, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+        return bool(self.compiled)
+
+    def finish(self, report: Report) -> None:
+        """Wait for all kernels. Raises RuntimeError with the name of one that does not compile."""
+        for done, future in enumerate(as_completed(self._names), start=1):
+            error = future.exception()
+            if error is not None:
+                name = self._names[future]
+                raise RuntimeError(f"the kernel {name} does not compile: {type(error).__name__}: {error}") from error
+            report(done, len(self))
+
+    def __exit__(self, exc_type: Any, *error: Any) -> None:
+        if exc_type is not None:  # what is left is not waited for
+            self.raw_futures = []
+        super().__exit__(exc_type, *error)
+
+
 @contextmanager
-def compiling_only() -> Iterator[AsyncCompileMode]:
-    """Within it, launches of Triton kernels of this process start to compile them and return. Leaving it waits until all
-    are compiled; the first error of a compiler is raised."""
-    launch = JITFunction.run
+def compiling_only() -> Iterator[Compilation]:
+    """Within it, launches of Triton kernels by this thread start to compile them and return."""
+    launch, heard = JITFunction.run, triton.knobs.compilation.listener
+    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    own = threading.get_ident()
 
     def compile_only(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if threading.get_ident() != own:
+            return launch(self, *args, grid=grid, warmup=warmup, **options)
+        mode.launching = self.__name__
         return launch(self, *args, grid=grid, warmup=True, **options)
 
-    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(threads, "compile") as pool, AsyncCompileMode(pool) as mode:
-        JITFunction.run = compile_only  # type: ignore[method-assign]
-        try:
+    def listen(*, src: Any, cache_hit: bool, **more: Any) -> None:
+        if not cache_hit:
+            mode.compiled.append(src.name)
+        if heard is not None:
+            heard(src=src, cache_hit=cache_hit, **more)
+
+    pool = ThreadPoolExecutor(threads, "compile")
+    try:
+        with Compilation(pool) as mode:
+            JITFunction.run = compile_only  # type: ignore[method-assign]
+            triton.knobs.compilation.listener = listen
             yield mode
-        finally:
-            JITFunction.run = launch  # type: ignore[method-assign]
+    finally:
+        JITFunction.run = launch  # type: ignore[method-assign]
+        triton.knobs.compilation.listener = heard
+        pool.shutdown(cancel_futures=True)
+
+
+def compile_ahead(
+    parts: Sequence[Iterator[object]], passes: Sequence[Callable[[], object]], report: Report
+) -> list[str]:
+    """Compile what is launched by parts, iterators that run a little of a program per item, and then by passes, if a
+    kernel of the first item of a part is not in Triton's cache. Returns the names of the kernels that were not."""
+    with compiling_only() as mode:
+        with rehearsing():
+            for part in parts:
+                next(part, None)
+        if mode.is_cold():
+            with rehearsing():
+                for _ in chain.from_iterable(parts):
+                    report(0, len(mode))
+                for program in passes:
+                    rehearse(program)
+            report(0, len(mode))
+        mode.finish(report)
+        return mode.compiled
