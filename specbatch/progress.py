@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 Report = Callable[[int, int], None]  # (done, total)
 Work = tuple[float, float]  # done and total, in a unit that always takes about as long
@@ -24,13 +24,11 @@ class NotedReport(Protocol):
     def __call__(self, done: int, total: int, note: str = "", /, *, work: Work | None = None) -> None: ...
 
 
-@runtime_checkable
-class Phased(Protocol):
-    """A report that can name what it reports."""
-
-    def phase(self, name: str) -> None:
-        """Name what is reported from now on, such as "recording graphs"."""
-        ...
+def begin_phase(report: Report, name: str) -> None:
+    """Name what is reported from now on, such as "recording graphs", if the report is one of `progress`."""
+    begin = getattr(report, "phase", None)
+    if begin is not None:
+        begin(name)
 
 
 class Instead:
@@ -43,8 +41,7 @@ class Instead:
         self._call(done, total)
 
     def phase(self, name: str) -> None:
-        if isinstance(self._report, Phased):
-            self._report.phase(name)
+        begin_phase(self._report, name)
 
 
 class Waves:
@@ -85,10 +82,9 @@ class Stages:
         self._before = self._total = 0
 
     def begin(self, name: str) -> None:
-        """Begin another stage, which the report shows if it is `Phased`."""
+        """Begin another stage, which is also a phase."""
         self._before, self._total = self._before + self._total, 0
-        if isinstance(self._report, Phased):
-            self._report.phase(name)
+        begin_phase(self._report, name)
 
     def __call__(self, done: int, total: int) -> None:
         self._total = total

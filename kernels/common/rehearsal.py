@@ -8,19 +8,27 @@ keep them. Launches of Triton kernels are a matter of `specbatch.runtime.paralle
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-_active = ContextVar("rehearsing", default=False)
+_missed: ContextVar[list[str] | None] = ContextVar("missed", default=None)  # of the rehearsal, if there is one
 # They read no values of their argument, only its shape, type and device.
-_FACTORIES = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
-_FACTORIES += ("new_empty_strided",)
+_FACTORIES = frozenset(
+    ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+)
+# Operations whose results depend on values in other ways than by them, or that draw random numbers.
+_NEEDS_VALUES = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+}
+_MASKS = torch.bool, torch.uint8
 _Shape = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # size, strides, type
 
 
@@ -30,30 +38,36 @@ class ValueNeededError(Exception):
 
 def is_rehearsing() -> bool:
     """Whether operations return tensors without values."""
-    return _active.get()
+    return _missed.get() is not None
 
 
 def values_needed(by: str) -> None:
     """Call it before what would run in a rehearsal, too: functions of other libraries."""
-    if _active.get():
+    if is_rehearsing():
         raise ValueNeededError(by)
 
 
 @contextmanager
-def rehearsing() -> Iterator[None]:
-    """Within this context nothing is computed. Raises ValueNeededError where a value is needed."""
-    token = _active.set(True)
+def rehearsing() -> Iterator[list[str]]:
+    """Within this context nothing is computed. Raises ValueNeededError where a value is needed; what `rehearse` could
+    not finish for this reason is noted in the list."""
+    missed: list[str] = []
+    token = _missed.set(missed)
     try:
         with _Rehearsal():
-            yield
+            yield missed
     finally:
-        _active.reset(token)
+        _missed.reset(token)
 
 
 def rehearse(program: Callable[[], object]) -> None:
     """Run a program in the current rehearsal as far as it needs no values: a call of another library is one."""
-    with suppress(ValueNeededError):
+    try:
         program()
+    except ValueNeededError as error:
+        missed = _missed.get()
+        assert missed is not None, "there is no rehearsal"
+        missed.append(str(error))
 
 
 class _Rehearsal(TorchDispatchMode):
@@ -62,6 +76,11 @@ class _Rehearsal(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._known: dict[Any, tuple[list[_Shape], Any]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled by torch. To guard against that, it would import a thousand modules."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -87,22 +106,37 @@ class _Rehearsal(TorchDispatchMode):
         like = (_shape(leaf) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in leaves)
         key = func, str(structure), *like
         if key not in self._known:
-            self._known[key] = _made(func, args, kwargs)
+            self._known[key] = _made(func, leaves, structure)
         shapes, structure = self._known[key]
         made = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype in shapes]
         return tree_unflatten(made, structure)
 
 
-def _made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[_Shape], Any]:
-    """The tensors that an operation makes."""
-    try:
-        made = func(*tree_map_only(torch.Tensor, _meta, args), **_on_meta(kwargs))
-    except Exception as error:  # shapes that depend on values, and values themselves
-        raise ValueNeededError(f"{func}: {error}") from error
-    leaves, structure = tree_flatten(made)
-    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+def _made(func: Any, leaves: list[Any], structure: Any) -> tuple[list[_Shape], Any]:
+    """What an operation makes of arguments like these. It is tried once: PyTorch can tell this without a device, but
+    would import a thousand modules for it. Whole numbers may be indices and are 0, as theirs are not computed."""
+    name = func.overloadpacket.__name__
+    if name == "index":  # its shape depends on values if they are a mask
+        needs_values = any(isinstance(leaf, torch.Tensor) and leaf.dtype in _MASKS for leaf in leaves)
+    elif name == "repeat_interleave":
+        needs_values = sum(isinstance(leaf, torch.Tensor) for leaf in leaves) > 1
+    else:  # attention draws random numbers for dropout only
+        needs_values = "attention" not in name and not _NEEDS_VALUES.isdisjoint(func.tags)
+    if needs_values:
         raise ValueNeededError(str(func))
-    return [_shape(leaf) for leaf in leaves], structure
+    args, kwargs = tree_unflatten([_zeroed(leaf) for leaf in leaves], structure)
+    try:
+        made, made_structure = tree_flatten(func(*args, **kwargs))
+    except Exception as error:
+        raise ValueNeededError(f"{func}: {error}") from error
+    if not all(isinstance(leaf, torch.Tensor) for leaf in made):
+        raise ValueNeededError(str(func))
+    return [_shape(leaf) for leaf in made], made_structure
+
+
+def _zeroed(leaf: Any) -> Any:
+    is_whole = isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and leaf.dtype != torch.bool
+    return torch.zeros_like(leaf) if is_whole else leaf
 
 
 @cache
@@ -138,12 +172,3 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _shape(tensor: torch.Tensor) -> _Shape:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
-    moved: dict[str, Any] = tree_map_only(torch.Tensor, _meta, kwargs)
-    return moved | ({"device": "meta"} if moved.get("device") is not None else {})

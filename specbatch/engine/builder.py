@@ -35,6 +35,7 @@ from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.memory.state_cache import StateCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
+from specbatch.plurals import counted
 from specbatch.progress import Report, Stages
 from specbatch.runtime.cuda_graphs import Recorder, batch_buckets
 from specbatch.runtime.device import type_name
@@ -302,8 +303,11 @@ def _record_graphs(worker: DeviceWorker, log: Log, progress: Stages) -> dict[str
     progress.begin("compiling kernels")
     compiled = worker.compile_kernels(progress)
     recording = time.perf_counter()
-    if compiled:
-        log(f"kernels: {len(compiled)} compiled in {recording - start:.1f} s")
+    if compiled and compiled.kernels:
+        log(f"kernels: {len(compiled.kernels)} compiled in {recording - start:.1f} s")
+    if compiled and compiled.missed:
+        reason = f"they need values, such as for {min(compiled.missed)}"
+        log(f"kernels of {counted(len(compiled.missed), 'program')} are compiled one by one: {reason}")
     progress.begin("recording graphs")
     total = worker.record_graphs(progress)
     seconds, taken = time.perf_counter() - recording, max(free - available_memory(worker.batch.device), 0)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from itertools import chain
 from types import FrameType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -43,6 +43,9 @@ from specbatch.runtime.cuda_graphs import (
     token_buckets,
 )
 from specbatch.runtime.prefill_forward import PromptWork
+
+if TYPE_CHECKING:
+    from specbatch.runtime.parallel_compilation import Compiled
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -280,12 +283,12 @@ class DeviceWorker:
         return found if self.graphs is None else [*found, self.graphs]
 
     @torch.inference_mode()
-    def compile_kernels(self, report: Report) -> list[str]:
-        """Compile the kernels of `record_graphs` in parallel, unless Triton's cache has them. Returns the names of
-        those that were compiled; on a CPU there are none."""
+    def compile_kernels(self, report: Report) -> Compiled | None:
+        """Compile the kernels of `record_graphs` in parallel, unless Triton's cache has them. On a CPU there are none,
+        and Triton may be missing."""
         recordings = self.recordings()
         if self.batch.device.type != "cuda" or not recordings:
-            return []
+            return None
         from specbatch.runtime.parallel_compilation import compile_ahead
 
         with use_fp8_activations(self._fp8), use_deterministic(self._deterministic):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from triton import AsyncCompileMode, JITFunction
@@ -26,7 +26,15 @@ from specbatch.progress import Report
 MOST_THREADS = 32
 
 
-class Compilation(AsyncCompileMode):
+class Compiled(NamedTuple):
+    """kernels: names of those that were not in Triton's cache; missed: why programs were not rehearsed to their end, so
+    that the rest of their kernels is compiled when it is launched."""
+
+    kernels: Sequence[str] = ()
+    missed: Sequence[str] = ()
+
+
+class Compilation(AsyncCompileMode):  # type: ignore[misc]
     """What `compiling_only` has handed to its threads."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
@@ -63,7 +71,7 @@ class Compilation(AsyncCompileMode):
 
     def __exit__(self, exc_type: Any, *error: Any) -> None:
         if exc_type is not None:  # what is left is not waited for
-            self.raw_futures = []
+            self.raw_futures: list[Future[Any]] = []
         super().__exit__(exc_type, *error)
 
 
@@ -89,30 +97,31 @@ def compiling_only() -> Iterator[Compilation]:
     pool = ThreadPoolExecutor(threads, "compile")
     try:
         with Compilation(pool) as mode:
-            JITFunction.run = compile_only  # type: ignore[method-assign]
+            JITFunction.run = compile_only
             triton.knobs.compilation.listener = listen
             yield mode
     finally:
-        JITFunction.run = launch  # type: ignore[method-assign]
+        JITFunction.run = launch
         triton.knobs.compilation.listener = heard
         pool.shutdown(cancel_futures=True)
 
 
 def compile_ahead(
     parts: Sequence[Iterator[object]], passes: Sequence[Callable[[], object]], report: Report
-) -> list[str]:
+) -> Compiled:
     """Compile what is launched by parts, iterators that run a little of a program per item, and then by passes, if a
-    kernel of the first item of a part is not in Triton's cache. Returns the names of the kernels that were not."""
+    kernel of the first item of a part is not in Triton's cache."""
     with compiling_only() as mode:
-        with rehearsing():
+        with rehearsing() as missed:
             for part in parts:
                 next(part, None)
         if mode.is_cold():
-            with rehearsing():
+            with rehearsing() as more:
                 for _ in chain.from_iterable(parts):
                     report(0, len(mode))
                 for program in passes:
                     rehearse(program)
             report(0, len(mode))
+            missed += more
         mode.finish(report)
-        return mode.compiled
+        return Compiled(mode.compiled, missed)
