@@ -292,7 +292,9 @@ class DeviceWorker:
         from specbatch.runtime.parallel_compilation import compile_ahead
 
         with use_fp8_activations(self._fp8), use_deterministic(self._deterministic):
-            return compile_ahead([item.capture() for item in recordings], self._warm_ups(), report)
+            found = compile_ahead([item.capture() for item in recordings], self._warm_ups(), report)
+        torch.cuda.empty_cache()  # recordings warm up on another stream
+        return found
 
     @torch.inference_mode()
     def record_graphs(self, report: Report) -> int:
@@ -301,6 +303,8 @@ class DeviceWorker:
         with use_deterministic(self._deterministic):
             for program in self._warm_ups():
                 program()
+        if self.batch.device.type == "cuda":
+            torch.cuda.empty_cache()
         total = sum(len(item) for item in recordings)
         report(0, total)
         with use_fp8_activations(self._fp8), use_deterministic(self._deterministic):

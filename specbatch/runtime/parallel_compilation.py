@@ -42,13 +42,16 @@ class Compilation(AsyncCompileMode):  # type: ignore[misc]
         self.launching = ""  # the kernel that is being launched
         self.compiled: list[str] = []  # kernels that were not in the cache
         self._names: dict[Future[Any], str] = {}
+        self._places: list[tuple[Future[Any], Callable[[Any], None]]] = []
 
     def submit(self, key: Any, compile_fn: Any, finalize_fn: Any, *more: Any) -> Any:
-        future = super().submit(key, compile_fn, finalize_fn, *more)
-        if future.kernel is None:
-            self._names.setdefault(future.future, self.launching)
-            finalize_fn(future)  # later launches find it, and Triton need not look for it in its cache again
-        return future
+        """finalize_fn: writes a kernel to its place among those that are known to Triton."""
+        found = super().submit(key, compile_fn, finalize_fn, *more)
+        if found.kernel is None:
+            self._names.setdefault(found.future, self.launching)
+            self._places.append((found.future, finalize_fn))
+            finalize_fn(found)  # later launches find it, and need not look for it in the cache on disk again
+        return found
 
     def __len__(self) -> int:
         return len(self._names)
@@ -70,8 +73,11 @@ class Compilation(AsyncCompileMode):  # type: ignore[misc]
             report(done, len(self))
 
     def __exit__(self, exc_type: Any, *error: Any) -> None:
-        if exc_type is not None:  # what is left is not waited for
-            self.raw_futures: list[Future[Any]] = []
+        if exc_type is not None:
+            self.executor.shutdown(cancel_futures=True)
+        for future, finalize in self._places:  # without a kernel: a later launch compiles it
+            finalize(None if future.cancelled() or future.exception() else future.result())
+        self.raw_futures: list[Future[Any]] = []
         super().__exit__(exc_type, *error)
 
 

@@ -192,8 +192,8 @@ class PiecewiseGraphs:
         """Of the first `count` layers those after whose operation something else is launched than after that of an
         earlier one. What is compiled or allocated on first use is so for all layers once it is for these."""
         model, found = self._model, dict[object, int]()
-        if self._inputs is not None:
-            return list(range(count))  # each layer reads its own columns of them
+        if self._inputs is not None or model.config.ranks > 1:
+            return list(range(count))  # each layer reads its own columns of the inputs; ranks warm the same layers
         kinds = [structure_of(layer) for layer in model.layers[:count]]
         for index in range(count):
             taken = tuple(item in model.aux for item in model.config.published(index))

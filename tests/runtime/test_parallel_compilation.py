@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,14 +125,23 @@ def test_other_threads_launch(hopper: None, monkeypatch: pytest.MonkeyPatch) -> 
     assert calls == [True, False, False]
 
 
-def test_an_error_of_the_rehearsal_is_raised_at_once(hopper: None) -> None:
+def test_an_error_ends_a_rehearsal_and_leaves_kernels_to_later_launches(hopper: None) -> None:
+    """As when there is no memory for one configuration of several."""
+    kernel, failing, sizes = JITFunction(add), JITFunction(broken), range(16, 116)
+
     def part() -> Iterator[float]:
-        yield from launches(JITFunction(add), 16, 32)
+        yield from launches(failing, 16)
+        for _ in launches(kernel, *sizes):
+            pass
         yield 1 / 0
 
     with pytest.raises(ZeroDivisionError):
-        compile_ahead([part()], [], silent)
+        compile_ahead([islice(part(), 1, None)], [], silent)
     assert JITFunction.run.__name__ == "run"
+    assert len(compile_ahead([launches(kernel, *sizes)], [], silent).kernels) <= len(sizes)
+    for one in (kernel, failing):
+        kernels, *_ = one.device_caches[0]
+        assert all(item is None or item.is_compiled is True for item in kernels.values())
 
 
 @pytest.mark.slow
