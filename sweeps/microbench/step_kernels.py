@@ -24,7 +24,7 @@ SHORT, LONG, REPEATS = 8, 72, 3  # new tokens of the two runs; runs without the 
 
 
 class Launches(NamedTuple):
-    count: float
+    launches: float
     us: float
 
 
@@ -83,10 +83,12 @@ def per_step(long: Mapping[str, Launches], short: Mapping[str, Launches], steps:
     """Of each kernel that the steps launched by which one run is longer than the other."""
     none = Launches(0, 0)
     found = {
-        name: Launches((more.count - short.get(name, none).count) / steps, (more.us - short.get(name, none).us) / steps)
+        name: Launches(
+            (more.launches - short.get(name, none).launches) / steps, (more.us - short.get(name, none).us) / steps
+        )
         for name, more in long.items()
     }
-    return {name: launches for name, launches in found.items() if launches.count > 0}
+    return {name: launches for name, launches in found.items() if launches.launches > 0}
 
 
 def by_time(kernels: Mapping[str, Launches], most: int) -> Iterator[Row]:
@@ -100,12 +102,12 @@ def by_time(kernels: Mapping[str, Launches], most: int) -> Iterator[Row]:
     for name, launches in [*shown, ("all", _sum(list(kernels.values())))]:
         yield {
             "kernel": name,
-            "launches": f"{launches.count:.1f}",
+            "launches": f"{launches.launches:.1f}",
             "us": f"{launches.us:.1f}",
-            "us each": f"{launches.us / launches.count:.2f}" if launches.count else "-",
+            "us each": f"{launches.us / launches.launches:.2f}" if launches.launches else "-",
             "share (%)": f"{100 * launches.us / total:.1f}" if total else "-",
         }
 
 
 def _sum(launches: list[Launches]) -> Launches:
-    return Launches(sum(item.count for item in launches), sum(item.us for item in launches))
+    return Launches(sum(item.launches for item in launches), sum(item.us for item in launches))
