@@ -23,7 +23,7 @@ from specbatch.sweeps.run.workloads import Workload
 SHORT, LONG, REPEATS = 8, 72, 3  # new tokens of the two runs; runs without the profiler
 
 
-class Launches(NamedTuple):
+class Kernel(NamedTuple):
     launches: float
     us: float
 
@@ -61,12 +61,12 @@ def _rows(engine: Engine, batch: int, context: int, most: int) -> Iterator[Row]:
         engine.generate(prompts, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True), concurrency=batch)
         return float(engine.record(concurrency=batch).counters["iterations"])
 
-    def profiled(new_tokens: int) -> tuple[float, dict[str, Launches]]:
+    def profiled(new_tokens: int) -> tuple[float, dict[str, Kernel]]:
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             iterations = run(new_tokens)
             torch.cuda.synchronize()
         events = found.key_averages()
-        return iterations, {event.key: Launches(event.count, event.self_device_time_total) for event in events}
+        return iterations, {event.key: Kernel(event.count, event.self_device_time_total) for event in events}
 
     run(LONG)
     short_steps, short = profiled(SHORT)
@@ -79,35 +79,35 @@ def _rows(engine: Engine, batch: int, context: int, most: int) -> Iterator[Row]:
         yield {"kernel": "step", "us": f"{1e6 * seconds:.1f}"}
 
 
-def per_step(long: Mapping[str, Launches], short: Mapping[str, Launches], steps: float) -> dict[str, Launches]:
+def per_step(long: Mapping[str, Kernel], short: Mapping[str, Kernel], steps: float) -> dict[str, Kernel]:
     """Of each kernel that the steps launched by which one run is longer than the other."""
-    none = Launches(0, 0)
+    none = Kernel(0, 0)
     found = {
-        name: Launches(
+        name: Kernel(
             (more.launches - short.get(name, none).launches) / steps, (more.us - short.get(name, none).us) / steps
         )
         for name, more in long.items()
     }
-    return {name: launches for name, launches in found.items() if launches.launches > 0}
+    return {name: kernel for name, kernel in found.items() if kernel.launches > 0}
 
 
-def by_time(kernels: Mapping[str, Launches], most: int) -> Iterator[Row]:
+def by_time(kernels: Mapping[str, Kernel], most: int) -> Iterator[Row]:
     """The longest kernels, the sum of the others, and that of all."""
-    total = sum(launches.us for launches in kernels.values())
+    total = sum(kernel.us for kernel in kernels.values())
     ordered = sorted(kernels.items(), key=lambda item: -item[1].us)
-    others = [launches for _, launches in ordered[most:]]
-    shown = [(name[:60], launches) for name, launches in ordered[:most]]
+    others = [kernel for _, kernel in ordered[most:]]
+    shown = [(name[:60], kernel) for name, kernel in ordered[:most]]
     if others:
         shown.append((f"{len(others)} others", _sum(others)))
-    for name, launches in [*shown, ("all", _sum(list(kernels.values())))]:
+    for name, kernel in [*shown, ("all", _sum(list(kernels.values())))]:
         yield {
             "kernel": name,
-            "launches": f"{launches.launches:.1f}",
-            "us": f"{launches.us:.1f}",
-            "us each": f"{launches.us / launches.launches:.2f}" if launches.launches else "-",
-            "share (%)": f"{100 * launches.us / total:.1f}" if total else "-",
+            "launches": f"{kernel.launches:.1f}",
+            "us": f"{kernel.us:.1f}",
+            "us each": f"{kernel.us / kernel.launches:.2f}" if kernel.launches else "-",
+            "share (%)": f"{100 * kernel.us / total:.1f}" if total else "-",
         }
 
 
-def _sum(launches: list[Launches]) -> Launches:
-    return Launches(sum(item.launches for item in launches), sum(item.us for item in launches))
+def _sum(kernels: list[Kernel]) -> Kernel:
+    return Kernel(sum(item.launches for item in kernels), sum(item.us for item in kernels))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from specbatch.sweeps.microbench.step_kernels import Launches, by_time, per_step
+from specbatch.sweeps.microbench.step_kernels import Kernel, by_time, per_step
 
 LONG = {
-    "gemm": Launches(74, 740.0),
-    "prefill": Launches(4, 900.0),
-    "norm": Launches(20, 40.0),
-    "draft": Launches(10, 5.0),
+    "gemm": Kernel(74, 740.0),
+    "prefill": Kernel(4, 900.0),
+    "norm": Kernel(20, 40.0),
+    "draft": Kernel(10, 5.0),
 }
-SHORT = {"gemm": Launches(10, 100.0), "prefill": Launches(4, 870.0), "norm": Launches(10, 20.0)}
+SHORT = {"gemm": Kernel(10, 100.0), "prefill": Kernel(4, 870.0), "norm": Kernel(10, 20.0)}
 
 
 def test_what_both_runs_launched_does_not_count() -> None:
