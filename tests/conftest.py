@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator
 from functools import cache
 from typing import Any
 
+import lossless
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,11 @@ settings.load_profile("specbatch")
 # A shell has what it runs in the background ignore interruptions, and so would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Cases that are not run need not be made: there are some forty thousand."""
+    lossless.only_quick = config.option.markexpr == "not slow"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

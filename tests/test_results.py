@@ -13,6 +13,7 @@ import pytest
 RESULTS = Path(__file__).parents[1] / "results"
 ARCHIVES = sorted(RESULTS.rglob("*.tar.xz"))
 MOST_BYTES = 3_000_000  # of one archive: 60 bytes per request
+QUICK_BYTES = 800_000  # of one whose tables are remade in the quick tests
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,17 @@ def remake() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: str(path.relative_to(RESULTS)))
+@pytest.mark.parametrize(
+    "archive",
+    [
+        pytest.param(
+            path,
+            id=str(path.relative_to(RESULTS)),
+            marks=[pytest.mark.slow] if path.stat().st_size > QUICK_BYTES else [],
+        )
+        for path in ARCHIVES
+    ],
+)
 def test_tables_are_what_their_records_make(remake, archive) -> None:
     """If the format of a table changed: python results/remake.py."""
     assert archive.name == remake.ARCHIVE
