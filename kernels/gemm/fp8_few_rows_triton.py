@@ -16,7 +16,7 @@ import triton.language as tl
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, fetch_to_l2, rows_of_tile, store_rows
 from specbatch.kernels.gemm.four_bits_triton import fragment_rows, in_fragment_order, of_pairs
-from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
+from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, used_splits, workspace
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 
 # e4m3 in bytes 0 and 2, then in bytes 1 and 3: exponent and fraction move to where a 16-bit float has them, and a power
@@ -59,7 +59,7 @@ class FP8FewRowsTile(NamedTuple):
         with."""
         assert len(x) <= MOST_ROWS, f"{len(x)} rows are not few"
         assert min(self.outputs // 16, self.warps) >= 4, "weights are in the order of a warpgroup's operand"
-        splits = triton.cdiv(steps, triton.cdiv(steps, self.splits))  # no program without a part of K
+        splits = used_splits(steps, self.splits)
         found = {"SPLITS": splits, "BM": rows_of_tile(len(x)), "BN": self.outputs}
         found |= {"WARPS": min(self.warps, self.outputs // 16), "AHEAD": self.ahead, **pdl(x)}
         found |= {"num_warps": self.warps, "num_stages": self.stages}

@@ -20,7 +20,7 @@ import triton.language as tl
 from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.skinny_gemm_configs import Tile, tile_for
-from specbatch.kernels.gemm.split_k_triton import workspace
+from specbatch.kernels.gemm.split_k_triton import used_splits, workspace
 
 
 @triton.jit
@@ -234,7 +234,7 @@ def _product(
     y = torch.empty(m, n, device=x.device, dtype=x.dtype)
     tiles = triton.cdiv(n, tile.n)
     blocks = triton.cdiv(k, tile.k)
-    splits = triton.cdiv(blocks, triton.cdiv(blocks, tile.splits))  # no program without a part of K
+    splits = used_splits(blocks, tile.splits)
     _skinny_kernel[(tiles * splits,)](
         x,
         weight,

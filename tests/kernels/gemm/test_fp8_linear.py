@@ -104,6 +104,11 @@ def test_few_rows_match_reference(
     assert (out[:, n + 2 :] == 7).all()
 
 
+def test_no_rows_give_no_results(device: torch.device) -> None:
+    weight, _ = random_weight(40, 128, device, "outputs")
+    assert fp8_linear(torch.empty(0, 128, device=device), weight).shape == (0, 40)
+
+
 def test_few_rows_are_those_of_half_precision() -> None:
     assert isinstance(fp8_linear_triton.tile_for(16, 4096, 4096, 2), FP8FewRowsTile)
     for rows, k, item in ((33, 4096, 2), (16, 4032, 2), (16, 4096, 4), (16, 4096, 1)):
