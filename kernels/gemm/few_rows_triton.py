@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl
+from specbatch.kernels.gemm.split_k_triton import used_splits
 
 MOST_ROWS = 32
 
@@ -41,7 +42,7 @@ def launch_of(tile: FP8Tile, x: torch.Tensor, n: int, steps: int) -> tuple[int, 
     """How many programs for x [rows, K], n outputs and this number of steps over K, and what a kernel is launched
     with."""
     assert len(x) <= MOST_ROWS, f"{len(x)} rows are not few"
-    splits = used_splits(tile.splits, steps)
+    splits = used_splits(steps, tile.splits)
     found = {"SPLITS": splits, "BM": rows_of_tile(len(x)), "BN": tile.outputs, "AHEAD": tile.ahead, **pdl(x)}
     found |= {"num_warps": tile.warps, "num_stages": tile.stages}
     return triton.cdiv(n, tile.outputs) * splits, found
@@ -55,12 +56,6 @@ def even_splits(most: int, steps: int) -> int:
     """At most so many programs for this number of steps over K: fewer if that gives all of them the same share, but
     more than half as many."""
     return next((splits for splits in range(most, most // 2, -1) if steps % splits == 0), most)
-
-
-def used_splits(splits: int, steps: int) -> int:
-    """As many programs or fewer, each with some of the steps over K."""
-    share = -(-steps // splits)
-    return -(-steps // share)
 
 
 @triton.jit

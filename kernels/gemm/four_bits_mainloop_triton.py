@@ -90,8 +90,8 @@ def gemm_mainloop_int4(
     """INT4 weight (`Int4Tiles`, of UNIT outputs) @ x.T float32 [BN, BM] of the chunks from first to last, with the
     weight as first operand. x_row [BM] points to rows of x, of which x_rows bool [BM] exist, `weight_row` [BN] to the
     first word, int32, of the rows `fragment_rows`, `scale_row` [BN] to that of the scales, of which BF16 says the type,
-    of the rows in their order. The products with a group's whole numbers are exact, and their sums are scaled, so no
-    value is rounded on the way."""
+    of the rows in their order. The matmul with a group's integers is exact, and its sums are scaled, so no value is
+    rounded on the way."""
     HALF: tl.constexpr = CHUNK // 2
     GROUPS: tl.constexpr = CHUNK // GROUP
     policy: tl.constexpr = "evict_first" if ONCE else ""

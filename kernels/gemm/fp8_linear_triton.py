@@ -15,10 +15,17 @@ import triton.language as tl
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations
-from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, used_splits
+from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS
 from specbatch.kernels.gemm.fp8_few_rows_triton import FP8FewRowsTile, fp8_few_rows, fp8_few_rows_tile_for
 from specbatch.kernels.gemm.gemm_mainloop_triton import gemm_mainloop_e4m3, gemm_mainloop_fp8
-from specbatch.kernels.gemm.split_k_triton import MULTIPROCESSORS, is_last_split, splits_for, sum_of_splits, workspace
+from specbatch.kernels.gemm.split_k_triton import (
+    MULTIPROCESSORS,
+    is_last_split,
+    splits_for,
+    sum_of_splits,
+    used_splits,
+    workspace,
+)
 from specbatch.kernels.gemm.w8a8_few_rows_triton import W8A8FewRowsTile, w8a8_few_rows, w8a8_few_rows_tile_for
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 
@@ -83,7 +90,7 @@ def fp8_linear(
         assert x_scales is None, "these rows are not quantized"
         return fp8_few_rows(x, weight, bias, residual, y, tile)
     blocks = triton.cdiv(k, SCALE_BLOCK)
-    splits = used_splits(tile.splits, blocks)
+    splits = used_splits(blocks, tile.splits)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.outputs)
     partial, counters = workspace(x.device)
     _fp8_linear_kernel[(tiles * splits,)](

@@ -1,7 +1,7 @@
 """Triton GEMM with INT4 weights for at most 32 rows of 16-bit activations.
 
 Memory limits it as long as a program reads long pieces and a step has few instructions. Hence the layout of weights
-(`Int4Tiles`); for large matrices steps of two chunks, whose products are awaited once; scales and zero points in one
+(`Int4Tiles`); for large matrices steps of two chunks, whose MMAs are awaited once; scales and zero points in one
 word, which goes through the pipeline as the values do (two bytes could not); and five instructions that mask and shift
 a word of eight weights, before four that subtract zero points and multiply by scales at once.
 
@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
-from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, fetch_to_l2, rows_of_tile, store_rows, used_splits
+from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, fetch_to_l2, rows_of_tile, store_rows
 from specbatch.kernels.gemm.four_bits_triton import chunk_in_fragment_order, fragment_rows
 from specbatch.kernels.gemm.int4 import Int4Tiles
 from specbatch.kernels.gemm.int4_tiles_triton import first_of_row, scale_of, zero_of
-from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
+from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, used_splits, workspace
 
 _WARPS = 4
 _AHEAD = 2  # chunks that a program fetches to the L2 cache before it waits for the previous kernel
@@ -57,7 +57,7 @@ def int4_few_rows(
     assert x.element_size() == 4 or weight.scales.dtype == x.dtype, f"scales are {weight.scales.dtype}, x {x.dtype}"
     chunks = 1 if k // weight.chunk % 2 else tile.chunks
     steps = k // (weight.chunk * chunks)
-    splits = used_splits(tile.splits, steps)
+    splits = used_splits(steps, tile.splits)
     partial, counters = workspace(x.device)
     _int4_few_rows_kernel[(triton.cdiv(n, tile.outputs) * splits,)](
         x, *weight.words(), bias, residual, y, partial, counters, rows, n, k, x.stride(0),
@@ -111,31 +111,34 @@ mul.rn.f16x2 $2, c, high_scale;
 mul.rn.f16x2 $3, d, high_scale;
 }"""
 )
-# Pairs of -zero * scale * 2^-29, scale * 2^104 and scale * 2^100: weights become 2^-29 as large, and no scale of a
-# float16 is too large for it.
-_FACTORS_BF16: tl.constexpr = tl.constexpr("""{
-.reg .b32 scale, zero, one, sixteenth;
+_PAIRS: tl.constexpr = tl.constexpr("""{
+.reg .b32 scale, zero, one, sixteenth, factor;
 prmt.b32 scale, $3, $3, 0x1010;
 prmt.b32 zero, $3, $3, 0x3232;
-mov.b32 one, 0x73807380;
+""")
+# Pairs of -zero * scale * 2^-29, scale * 2^104 and scale * 2^100: weights become 2^-29 as large, and no scale of a
+# float16 is too large for it.
+_FACTORS_BF16: tl.constexpr = tl.constexpr(
+    _PAIRS.value
+    + """mov.b32 one, 0x73807380;
 mov.b32 sixteenth, 0x71807180;
 mul.rn.bf16x2 one, scale, one;
 mul.rn.bf16x2 $0, zero, one;
 mov.b32 $1, one;
 mul.rn.bf16x2 $2, scale, sixteenth;
-}""")
+}"""
+)
 # Pairs of -zero * 2^-9 and, twice, scale * 2^9
-_FACTORS_FP16: tl.constexpr = tl.constexpr("""{
-.reg .b32 scale, zero, one, factor;
-prmt.b32 scale, $3, $3, 0x1010;
-prmt.b32 zero, $3, $3, 0x3232;
-mov.b32 one, 0x78007800;
+_FACTORS_FP16: tl.constexpr = tl.constexpr(
+    _PAIRS.value
+    + """mov.b32 one, 0x78007800;
 mov.b32 factor, 0x60006000;
 mul.rn.f16x2 scale, scale, factor;
 mul.rn.f16x2 $0, zero, one;
 mov.b32 $1, scale;
 mov.b32 $2, scale;
-}""")
+}"""
+)
 
 
 @triton.jit
@@ -220,7 +223,7 @@ def _int4_few_rows_kernel(
     UNIT: tl.constexpr, CHUNKS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     WARPS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The weight is the first operand of the products, as in `gemm_mainloop_int4`."""
+    """The weight is the first operand of the MMAs, as in `gemm_mainloop_int4`."""
     WORDS: tl.constexpr = CHUNK // 8
     kind: tl.constexpr = x.dtype.element_ty
     FACTOR: tl.constexpr = 536870912.0 if kind == tl.bfloat16 else 1.0  # 2^29
@@ -248,7 +251,7 @@ def _int4_few_rows_kernel(
             rows = tl.load(x_tile + chunk * CHUNK, exists, other=0.0)
             if CHUNKS > 1:
                 total = tl.dot(weights, rows.T, total, input_precision="ieee")
-            else:  # a sum that stays in the registers of the products makes the assembler wait for each of them
+            else:  # an accumulator in the registers of the MMAs makes the assembler wait for each of them
                 zeros = tl.zeros([BN, BM], tl.float32)
                 total += tl.dot(weights, rows.T, zeros, input_precision="ieee") * FACTOR
     if CHUNKS > 1:

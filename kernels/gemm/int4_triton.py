@@ -13,13 +13,13 @@ import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.dispatch import is_deterministic
-from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS
+from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, store_rows
 from specbatch.kernels.gemm.four_bits_mainloop_triton import gemm_mainloop_int4
 from specbatch.kernels.gemm.four_bits_triton import fragment_rows, in_column_order
 from specbatch.kernels.gemm.int4 import Int4Tiles
 from specbatch.kernels.gemm.int4_few_rows_triton import Int4FewRowsTile, int4_few_rows, int4_few_rows_tile_for
 from specbatch.kernels.gemm.int4_tiles_triton import first_of_row, scale_of, zero_of
-from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
+from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, used_splits, workspace
 
 _MANY = 256  # rows from which to write and read a dequantized weight takes less time than to unpack it for each tile
 _DEQUANTIZED = 64  # rows of a program
@@ -68,8 +68,6 @@ def int4_linear(
     for name, tensor in (("residual", residual), ("out", y)):
         assert tensor is None or tensor.shape == (rows, n), f"{name} {tuple(tensor.shape)} is not {(rows, n)}"
         assert tensor is None or tensor.stride(1) == 1, f"the elements of a row of {name} must be adjacent"
-    if not rows:
-        return y
     if rows >= _MANY and not is_deterministic():
         matrix = dequantize(weight, x.dtype).t()
         torch.mm(x, matrix, out=y) if bias is None else torch.addmm(bias, x, matrix, out=y)
@@ -78,7 +76,7 @@ def int4_linear(
     if isinstance(tile, Int4FewRowsTile):
         return int4_few_rows(x, weight, bias, residual, y, tile)
     steps = k // weight.chunk
-    splits = triton.cdiv(steps, triton.cdiv(steps, tile.splits))  # no program without a part of K
+    splits = used_splits(steps, tile.splits)
     programs = triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.outputs)
     partial, counters = workspace(x.device)
     _int4_linear_kernel[(programs * splits,)](
@@ -103,7 +101,6 @@ def _int4_linear_kernel(
     block, split = tl.program_id(0) % blocks, tl.program_id(0) // blocks % SPLITS
     tile = tl.program_id(0) // (blocks * SPLITS)
     row = (block * BM + tl.arange(0, BM)).to(tl.int64)
-    exists = (row < M)[:, None]
     stored = tl.minimum(tile * BN + fragment_rows(BN, WARPS), N - 1).to(tl.int64)
     column = tile * BN + tl.arange(0, BN)
     chunks = K // CHUNK
@@ -120,14 +117,7 @@ def _int4_linear_kernel(
         if not is_last_split(total, partial, counters, place, split, SPLITS):
             return
         total = sum_of_splits(partial, counters, place, SPLITS, BN, BM)
-
-    result, inside = total.T, exists & (column < N)[None, :]
-    if HAS_BIAS:
-        result += tl.load(bias + column, column < N, other=0.0).to(tl.float32)[None, :]
-    if HAS_RESIDUAL:
-        added = tl.load(residual + row[:, None] * residual_stride + column[None, :], inside, other=0.0)
-        result += added.to(tl.float32)
-    tl.store(y + row[:, None] * y_stride + column[None, :], result.to(y.dtype.element_ty), inside)
+    store_rows(total, y, bias, residual, row, column, M, N, y_stride, residual_stride, HAS_BIAS, HAS_RESIDUAL)
 
 
 def dequantize(weight: Int4Tiles, dtype: torch.dtype) -> torch.Tensor:

@@ -21,7 +21,7 @@ from specbatch.kernels.common.pdl_triton import wait_in_loop
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.one_row_triton import OneRowTile, one_row_product, takes_one_row
 from specbatch.kernels.gemm.skinny_gemm_configs import Tile, puts_weight_first, tile_for
-from specbatch.kernels.gemm.split_k_triton import workspace
+from specbatch.kernels.gemm.split_k_triton import used_splits, workspace
 
 FEW = 16  # rows, whatever the weight
 MOST, MOST_OUTPUTS = 32, 65536  # rows, and outputs of a layer's weights
@@ -271,7 +271,7 @@ def _product(
     y = torch.empty(m, n, device=x.device, dtype=x.dtype)
     tiles = triton.cdiv(n, tile.n)
     blocks = triton.cdiv(k, tile.k)
-    splits = triton.cdiv(blocks, triton.cdiv(blocks, tile.splits))  # no program without a part of K
+    splits = used_splits(blocks, tile.splits)
     _skinny_kernel[(tiles * splits,)](
         x,
         weight,

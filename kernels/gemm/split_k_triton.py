@@ -34,8 +34,14 @@ def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 def splits_for(tiles: int, size: int, k: int, resident: int, least: int = 512) -> int:
     """How many programs share the K of each of so many tiles of `size` results: until every multiprocessor has
     `resident` of them, or each program the `least` columns of K that are worth one."""
+    tiles = max(1, tiles)  # none without rows
     splits = min(resident * MULTIPROCESSORS // tiles, k // least, WORKSPACE // (tiles * size))
     return max(1, splits)
+
+
+def used_splits(steps: int, splits: int) -> int:
+    """Of so many splits of the steps over K those that have a step, each as many as the others but the last."""
+    return -(-steps // -(-steps // splits))
 
 
 @triton.jit

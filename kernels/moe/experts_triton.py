@@ -125,10 +125,10 @@ def grouped(
     assert x.shape == (len(plan.order) if activation is None else tokens, k), f"x {tuple(x.shape)} is not [rows, {k}]"
     assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
     tile = tile or tile_for(rows, weight, x.element_size())
-    values, scales, told = _stored(weight)
+    values, scales, layout = _stored(weight)
     assert values.is_contiguous(), "the weight must be contiguous"
     assert scales is None or scales.is_contiguous(), "the scales must be contiguous"
-    is_fp8, per_channel = told["FP8"], told["PER_CHANNEL"]
+    is_fp8, per_channel = layout["FP8"], layout["PER_CHANNEL"]
     assert not is_fp8 or SCALE_BLOCK % tile.k == 0, f"steps of {tile.k} columns cross the {SCALE_BLOCK} of a scale"
     if x_scales is not None:
         assert tile.k == SCALE_BLOCK, f"steps are of the {SCALE_BLOCK} columns that share a scale, not {tile.k}"
@@ -141,9 +141,9 @@ def grouped(
     _grouped_kernel[(grid,)](
         x, x_scales, values, scales, bias, *plan, y, n, k, x.stride(0), QUANTIZED=x_scales is not None,
         SHARE=1 if activation is None else rule.width, GATED=gated, CLAMPED=activation == "clamped_swiglu",
-        GELU=activation == "geglu", SQUARED=activation == "relu2", **told, SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows,
-        EARLY=activation is None and rows == 16 and scales is None,
-        EVEN_K=k % (CHUNK if told["MXFP4"] else tile.k) == 0,
+        GELU=activation == "geglu", SQUARED=activation == "relu2", **layout, SCALE_BLOCK=SCALE_BLOCK,
+        ONCE=tokens <= rows, EARLY=activation is None and rows == 16 and scales is None,
+        EVEN_K=k % (CHUNK if layout["MXFP4"] else tile.k) == 0,
         BM=rows, BN=tile.n, BK=tile.k, WARPS=min(tile.warps, tile.n // 16), **pdl(x),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -151,22 +151,22 @@ def grouped(
 
 
 def _stored(weight: Weight | Int4Tiles) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
-    """Values and scales as the kernel reads them, and what it is told of their format."""
+    """Values and scales as the kernel reads them, and the constants that tell it their format."""
     values, scales = weight.values, weight.scales
-    told: dict[str, Any] = {"SCALED": False, "PER_CHANNEL": False, "FP8": False, "MXFP4": False}
-    told |= {"INT4": 0, "CHUNK": CHUNK, "UNIT": 1, "BF16": False}
+    layout: dict[str, Any] = {"SCALED": False, "PER_CHANNEL": False, "FP8": False, "MXFP4": False}
+    layout |= {"INT4": 0, "CHUNK": CHUNK, "UNIT": 1, "BF16": False}
     if isinstance(weight, Int4Tiles):
-        told |= {"INT4": weight.group, "CHUNK": weight.chunk, "UNIT": weight.unit}
-        return *weight.words(), told | {"BF16": weight.scales.dtype == torch.bfloat16}
+        layout |= {"INT4": weight.group, "CHUNK": weight.chunk, "UNIT": weight.unit}
+        return *weight.words(), layout | {"BF16": weight.scales.dtype == torch.bfloat16}
     assert not weight.is_int4, "INT4 weights must be in tiles"
     if weight.is_mxfp4:
         bytes_of_row = triton.cdiv(weight.shape[-1], CHUNK) * CHUNK // 2
         assert values.shape[-1] == bytes_of_row, f"a row of the weight has {values.shape[-1]} bytes, not {bytes_of_row}"
-        return values.view(torch.int32), scales, told | {"MXFP4": True}
+        return values.view(torch.int32), scales, layout | {"MXFP4": True}
     if scales is None:
-        return values, None, told
+        return values, None, layout
     per_channel = weight.is_per_channel
-    return values, scales, told | {"FP8": True, "PER_CHANNEL": per_channel, "SCALED": not per_channel}
+    return values, scales, layout | {"FP8": True, "PER_CHANNEL": per_channel, "SCALED": not per_channel}
 
 
 @triton.jit

@@ -15,12 +15,13 @@ from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_
 from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.gemm import fp8_linear as fp8_linear_module
 from specbatch.kernels.gemm import fp8_linear_triton
-from specbatch.kernels.gemm.few_rows_triton import even_splits, used_splits
+from specbatch.kernels.gemm.few_rows_triton import even_splits
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.gemm.fp8_few_rows_triton import FP8FewRowsTile
 from specbatch.kernels.gemm.fp8_linear import ConcatLinear, FP8Linear, fp8_linear_ref, linear
 from specbatch.kernels.gemm.fp8_linear_triton import fp8_linear
 from specbatch.kernels.gemm.linear import Norm
+from specbatch.kernels.gemm.split_k_triton import used_splits
 from specbatch.kernels.gemm.w8a8_few_rows_triton import W8A8FewRowsTile
 from specbatch.kernels.gemm.weight import Weight
 
@@ -106,6 +107,11 @@ def test_few_rows_match_reference(
     check(out[:, 2 : n + 2], expected + bias.double() + residual.double(), dtype)
     assert (out[:, :2] == 7).all()
     assert (out[:, n + 2 :] == 7).all()
+
+
+def test_no_rows_give_no_results(device: torch.device) -> None:
+    weight, _ = random_weight(40, 128, device, "outputs")
+    assert fp8_linear(torch.empty(0, 128, device=device), weight).shape == (0, 40)
 
 
 def test_few_rows_are_those_of_half_precision() -> None:
@@ -250,7 +256,7 @@ def test_splits_of_few_quantized_rows_depend_on_the_weight_alone(n: int, k: int)
 def test_programs_have_equal_shares_where_that_is_possible() -> None:
     assert [even_splits(most, 32) for most in (1, 4, 6, 7, 9)] == [1, 4, 4, 4, 8]
     assert even_splits(6, 43) == 6
-    assert [used_splits(splits, 6) for splits in (1, 3, 4, 5, 6, 9)] == [1, 3, 3, 3, 6, 6]
+    assert [used_splits(6, splits) for splits in (1, 3, 4, 5, 6, 9)] == [1, 3, 3, 3, 6, 6]
 
 
 def test_deterministic_mode_never_splits_rows_of_fp8() -> None:
