@@ -20,6 +20,9 @@ from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 
 
+_EARLY_ROWS = 4  # up to so many, the pipeline starts before the wait for the previous kernel
+
+
 class W8A8FewRowsTile(NamedTuple):
     """See `few_rows_triton.FP8Tile`; outputs: 64 or 128; early: whether its pipeline starts before the wait, too. Rows
     of x then come by way of registers, which takes more instructions."""
@@ -43,10 +46,10 @@ def w8a8_few_rows_tile_for(rows: int, n: int, k: int) -> W8A8FewRowsTile:
     depends on the weight alone.
 
     To tune: `python -m specbatch.sweeps.microbench gemm-tiles`."""
-    outputs = 128 if n >= 16384 else 64
-    most = splits_for(triton.cdiv(n, outputs), outputs * MOST_ROWS, k, 3)
-    stages = 6 if outputs == 64 else 4 if rows <= 16 else 3  # three programs fit on a multiprocessor
-    return W8A8FewRowsTile(outputs, even_splits(most, k // SCALE_BLOCK), 4, stages, 1024 // outputs, early=False)
+    programs = 6 if n >= 16384 else 3  # of a multiprocessor
+    splits = even_splits(splits_for(triton.cdiv(n, 64), 64 * MOST_ROWS, k, programs), k // SCALE_BLOCK)
+    early = rows <= _EARLY_ROWS
+    return W8A8FewRowsTile(64, splits, 4, 6, 0 if early else 16, early)
 
 
 def w8a8_few_rows(

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ class Compilation(AsyncCompileMode):  # type: ignore[misc]
 
     def submit(self, key: Any, compile_fn: Any, finalize_fn: Any, *more: Any) -> Any:
         """finalize_fn: writes a kernel to its place among those that are known to Triton."""
-        found = super().submit(key, compile_fn, finalize_fn, *more)
+        found = super().submit(key, partial(_ready_to_launch, compile_fn), finalize_fn, *more)
         if found.kernel is None:
             self._names.setdefault(found.future, self.launching)
             self._places.append((found.future, finalize_fn))
@@ -79,6 +80,14 @@ class Compilation(AsyncCompileMode):  # type: ignore[misc]
             finalize(None if future.cancelled() or future.exception() else future.result())
         self.raw_futures: list[Future[Any]] = []
         super().__exit__(exc_type, *error)
+
+
+def _ready_to_launch(compile_kernel: Callable[[], Any]) -> Any:
+    """The kernel, with what launches it: in Triton 3.6 that is a module in C for each signature, which takes a
+    compiler of the machine a fifth of a second and is otherwise made by the first launch."""
+    kernel = compile_kernel()
+    triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+    return kernel
 
 
 @contextmanager

@@ -133,7 +133,7 @@ def grid(kind: str, name: str, rows: int) -> list[Any]:
         pipelines = (64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 4, 4), (128, 8, 4)
         for (n, warps, stages), splits in itertools.product(pipelines, SPLITS):
             if _fills(outputs, n, rows, rows, splits):
-                ways = (0, False), (1024 // n, False), (1024 // n, True)
+                ways = (0, False), (1024 // n, False), (0, True)
                 tiles += [W8A8FewRowsTile(n, splits, warps, stages, *way) for way in ways]
     else:  # never split, and always the 64 rows of an instruction: see `fp8_linear_triton.tile_for`
         for n, warps, stages in itertools.product((32, 64, 128), (4, 8), range(3, 9)):

@@ -35,7 +35,7 @@ def experts_of_four_bits(rows: int, *, is_gated: bool, group: int = 0) -> dict[s
 
 
 def fp8(
-    rows: int, *, per_channel: bool, quantized: bool, n: int = 4096, k: int = 12288, early: bool = False
+    rows: int, *, per_channel: bool, quantized: bool, n: int = 4096, k: int = 12288
 ) -> dict[str, Any]:
     kinds = dict.fromkeys(("x", "bias", "residual", "y"), "*bf16") | {"scales": "*fp32", "weight": "*fp8e4nv"}
     kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "residual_stride", "y_stride"), "i32")
@@ -44,7 +44,6 @@ def fp8(
     tile = fp8s.tile_for(rows, n, k, 1 if quantized else 2)
     fixed: dict[str, Any] = {"PER_CHANNEL": per_channel, "HAS_BIAS": False, "HAS_RESIDUAL": True}
     if isinstance(tile, w8a8_few_rows.W8A8FewRowsTile):
-        tile = tile._replace(early=early)
         return of_few_rows(w8a8_few_rows._w8a8_few_rows_kernel, kinds, fixed | {"SIDE": 128}, rows, tile)
     if isinstance(tile, fp8_few_rows.FP8FewRowsTile):
         return of_few_rows(
@@ -113,13 +112,11 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     for rows, quantized in ((16, False), (32, False), (128, False), (64, True)):
         yield f"FP8 GEMM of {rows} rows, scaled per output", fp8(rows, per_channel=True, quantized=quantized)
     yield "FP8 GEMM of 16 rows, scaled per block", fp8(16, per_channel=False, quantized=False)
-    for rows, n, k in ((16, 6144, 4096), (16, 24576, 4096), (32, 4096, 12288), (32, 24576, 4096)):
+    for rows, n, k in ((4, 6144, 4096), (4, 24576, 4096), (16, 24576, 4096), (32, 4096, 12288), (32, 24576, 4096)):
         for per_channel in (False, True):
             scaled = "output" if per_channel else "block"
             name = f"FP8 GEMM of {rows} rows in FP8, {n} x {k}, scaled per {scaled}"
             yield name, fp8(rows, per_channel=per_channel, quantized=True, n=n, k=k)
-        name = f"FP8 GEMM of {rows} rows in FP8, {n} x {k}, with an early pipeline"
-        yield name, fp8(rows, per_channel=False, quantized=True, n=n, k=k, early=True)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ HOPPER = SimpleNamespace(
     get_current_device=lambda: 0,
     get_current_stream=lambda device: 0,
     get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    launcher_cls=lambda src, metadata: None,
 )
 
 

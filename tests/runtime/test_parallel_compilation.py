@@ -27,6 +27,7 @@ HOPPER = SimpleNamespace(
     get_current_device=lambda: 0,
     get_current_stream=lambda device: 0,
     get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    launcher_cls=lambda src, metadata: None,
 )
 
 
@@ -50,7 +51,7 @@ class Cache:
         key = src.name, *src.constants.values()
         triton.knobs.compilation.listener(src=src, cache_hit=key in self._known)
         self._known.add(key)
-        return SimpleNamespace(is_compiled=True)
+        return SimpleNamespace(is_compiled=True, src=src, metadata=None)
 
 
 @pytest.fixture
