@@ -19,7 +19,6 @@ from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, even_splits, fetch
 from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 
-
 _EARLY_ROWS = 4  # up to so many, the pipeline starts before the wait for the previous kernel
 
 

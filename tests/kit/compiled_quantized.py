@@ -34,9 +34,7 @@ def experts_of_four_bits(rows: int, *, is_gated: bool, group: int = 0) -> dict[s
     return compiled(experts._grouped_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
-def fp8(
-    rows: int, *, per_channel: bool, quantized: bool, n: int = 4096, k: int = 12288
-) -> dict[str, Any]:
+def fp8(rows: int, *, per_channel: bool, quantized: bool, n: int = 4096, k: int = 12288) -> dict[str, Any]:
     kinds = dict.fromkeys(("x", "bias", "residual", "y"), "*bf16") | {"scales": "*fp32", "weight": "*fp8e4nv"}
     kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "residual_stride", "y_stride"), "i32")
     kinds |= {"x": "*fp8e4nv", "x_scales": "*fp32"} if quantized else {}
