@@ -7,7 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 Report = Callable[[int, int], None]  # (done, total)
 Work = tuple[float, float]  # done and total, in a unit that always takes about as long
@@ -21,6 +22,26 @@ class NotedReport(Protocol):
     follows from the work."""
 
     def __call__(self, done: int, total: int, note: str = "", /, *, work: Work | None = None) -> None: ...
+
+
+def begin_phase(report: Report, name: str) -> None:
+    """Name what is reported from now on, such as "recording graphs", if the report is one of `progress`."""
+    begin = getattr(report, "phase", None)
+    if begin is not None:
+        begin(name)
+
+
+class Instead:
+    """`call` in place of `report`, which still shows the phases."""
+
+    def __init__(self, report: Report, call: Report) -> None:
+        self._report, self._call = report, call
+
+    def __call__(self, done: int, total: int) -> None:
+        self._call(done, total)
+
+    def phase(self, name: str) -> None:
+        begin_phase(self._report, name)
 
 
 class Waves:
@@ -60,9 +81,10 @@ class Stages:
         self._report = report
         self._before = self._total = 0
 
-    def begin(self) -> None:
-        """Begin another stage."""
+    def begin(self, name: str) -> None:
+        """Begin another stage, which is also a phase."""
         self._before, self._total = self._before + self._total, 0
+        begin_phase(self._report, name)
 
     def __call__(self, done: int, total: int) -> None:
         self._total = total
@@ -79,7 +101,7 @@ def progress(label: str, unit: str, done: int = 0) -> Iterator[NotedReport]:
     done   what an earlier run had finished
     """
     if not sys.stderr.isatty():
-        yield _lines(label, unit)
+        yield _Lines(label, unit)
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -93,15 +115,9 @@ def progress(label: str, unit: str, done: int = 0) -> Iterator[NotedReport]:
         TextColumn("{task.fields[left]}"),
         TextColumn("{task.fields[note]}"),
     )
-    pace = _Pace(unit)
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=None, completed=done, count="", left="", note="")
-
-        def report(done: int, total: int, note: str = "", *, work: Work | None = None) -> None:
-            count, left = pace(done, total, work)
-            bar.update(task, completed=done, total=total, count=count, left=left, note=note)
-
-        yield report
+        yield _Bar(label, unit, partial(bar.update, task))
 
 
 class _Pace:
@@ -161,18 +177,41 @@ class Speed:
             self._tokens -= self._recent.popleft()[1]
 
 
-def _lines(label: str, unit: str) -> NotedReport:
-    start = last = time.monotonic()
-    pace = _Pace(unit)
+class _Shown:
+    """Progress with a label, which includes the phase, and a rate, which is that of the phase."""
 
-    def report(done: int, total: int, note: str = "", *, work: Work | None = None) -> None:
-        nonlocal last
+    def __init__(self, label: str, unit: str) -> None:
+        self._begin, self._unit = label, unit
+        self._label, self._pace = label, _Pace(unit)
+
+    def phase(self, name: str) -> None:
+        self._label, self._pace = f"{self._begin}, {name}", _Pace(self._unit)
+
+
+class _Bar(_Shown):
+    def __init__(self, label: str, unit: str, update: Callable[..., Any]) -> None:
+        super().__init__(label, unit)
+        self._update = update
+
+    def phase(self, name: str) -> None:
+        super().phase(name)
+        self._update(description=self._label)
+
+    def __call__(self, done: int, total: int, note: str = "", *, work: Work | None = None) -> None:
+        count, left = self._pace(done, total, work)
+        self._update(completed=done, total=total, count=count, left=left, note=note)
+
+
+class _Lines(_Shown):
+    def __init__(self, label: str, unit: str) -> None:
+        super().__init__(label, unit)
+        self._start = self._last = time.monotonic()
+
+    def __call__(self, done: int, total: int, note: str = "", *, work: Work | None = None) -> None:
         now = time.monotonic()
-        count, left = pace(done, total, work)
-        if now - last < SECONDS_BETWEEN_LINES:
+        count, left = self._pace(done, total, work)
+        if now - self._last < SECONDS_BETWEEN_LINES:
             return
-        last = now
-        parts = filter(None, (count, f"{now - start:.0f} s elapsed", left, note))
-        print(f"{label}: {', '.join(parts)}", file=sys.stderr, flush=True)
-
-    return report
+        self._last = now
+        parts = filter(None, (count, f"{now - self._start:.0f} s elapsed", left, note))
+        print(f"{self._label}: {', '.join(parts)}", file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from specbatch.progress import SECONDS_BETWEEN_LINES, SECONDS_OF_SPEED, Speed, Waves, progress
+from specbatch.progress import SECONDS_BETWEEN_LINES, SECONDS_OF_SPEED, Instead, Speed, Stages, Waves, progress
 
 
 class Clock:
@@ -115,3 +115,25 @@ def test_a_terminal_has_a_bar_with_the_note(monkeypatch):
     assert "elapsed" in shown
     assert "/?" not in shown
     assert "7 tok/s, 2 running" in shown
+
+
+def test_a_phase_is_named_and_has_a_rate_of_its_own(clock, capsys):
+    with progress("starting", "layers and graphs") as report:
+        stages = Stages(Instead(report, report))
+        for phase, done, total in (("loading", 3, 4), ("recording graphs", 5, 10)):
+            stages.begin(phase)
+            stages(0, total)
+            clock.now += SECONDS_BETWEEN_LINES
+            stages(done, total)
+    assert capsys.readouterr().err.splitlines() == [
+        "starting, loading: 3/4 layers and graphs, 0.05/s, 60 s elapsed, about 20 s left",
+        "starting, recording graphs: 9/14 layers and graphs, 0.0833/s, 120 s elapsed, about 60 s left",
+    ]
+
+
+def test_stages_of_a_report_without_phases():
+    seen = []
+    stages = Stages(lambda *progress: seen.append(progress))
+    stages.begin("loading")
+    stages(1, 2)
+    assert seen == [(1, 2)]

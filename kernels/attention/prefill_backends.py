@@ -27,6 +27,7 @@ from specbatch.errors import refuse
 from specbatch.kernels.attention.paged_attention import prefill_attention_ref
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.attention.span_attention import span_prefill_attention
+from specbatch.kernels.common.rehearsal import values_needed
 from specbatch.kernels.dispatch import is_deterministic
 
 NAMES = ("auto", "triton", "torch", "flashinfer", "flash-attn")
@@ -187,6 +188,7 @@ class _FlashAttn:
         k_cache: torch.Tensor, v_cache: torch.Tensor, spans: RaggedBatch, window: int = 0,
         out: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
+        values_needed("flash-attn")
         attended = self._attend(
             q, _packed(q, k_new, k_cache, spans), _packed(q, v_new, v_cache, spans),
             spans.query_bounds, spans.key_bounds, max(spans.counts), max(spans.ends),
@@ -214,6 +216,7 @@ class _FlashInfer:
         k_cache: torch.Tensor, v_cache: torch.Tensor, spans: RaggedBatch, window: int = 0,
         out: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
+        values_needed("flashinfer")
         if self._planned is None or self._planned[0] is not spans or self._planned[1] != window:
             self._plan(q, k_cache, spans, window)
             self._planned = spans, window

@@ -21,7 +21,7 @@ from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.attention.verify_attention_configs import Tile, splits_for, tile_for
 from specbatch.kernels.common.kv_slots_triton import kv_slot
-from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.pdl_triton import pdl, wait_in_loop
 from specbatch.kernels.common.workspace import reserve
 
 _NEW = tl.constexpr(16)  # new keys a step; the smallest tile of `tl.dot`
@@ -182,7 +182,7 @@ def _verify_attention(
         page = tl.load(pages + (key + BLOCK_N) // PAGE, key + BLOCK_N < end, 0)
         # The pipeline asks for the first keys ahead of the loop, hence before the wait for the kernel in front.
         if start == begin:
-            wait_for_previous_kernel(PDL)
+            wait_in_loop(PDL)
             query = token * WIDTH + (head * GROUP + row % GROUP) * DIM
             q_one, q_two = _halves(qkv, query, live, DIM, HALF)
             q_cos, q_sin = _turn(cos, sin, position, live, DIM, HALF)

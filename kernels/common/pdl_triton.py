@@ -22,6 +22,17 @@ def wait_for_previous_kernel(PDL: tl.constexpr):
 
 
 @triton.jit
+def wait_in_loop(PDL: tl.constexpr):
+    """`wait_for_previous_kernel` within a loop whose loads of weights come before it. In assembly: Triton 3.9 gives a
+    loop with the operation no pipeline of loads."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def let_next_kernel_start(PDL: tl.constexpr):
     """Let the next kernel start before this one has waited. For small kernels, before `wait_for_previous_kernel`: the
     next GEMM then fetches its first weights while the kernel before the small one still runs.

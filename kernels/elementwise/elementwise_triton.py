@@ -6,12 +6,16 @@ and many programs share a processor.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
+from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.elementwise.fp8_quantize import FP8_MAX, SMALLEST_MAX, FP8Activations
+from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS
 from specbatch.kernels.gemm.weight import SCALE_BLOCK
 
 PROGRAM = 2048  # elements of a program
@@ -54,28 +58,61 @@ def relu_squared(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def quantize_fp8(x: torch.Tensor) -> FP8Activations:
+def quantize_fp8(x: torch.Tensor, before_gemm: bool = False) -> FP8Activations:
     """`quantize_fp8_ref` of x [T, K]."""
-    (rows, width), device = x.shape, x.device
+    width, tile = x.shape[1], PROGRAM // SCALE_BLOCK
     assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
-    values = torch.empty(rows, width, device=device, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(rows, triton.cdiv(width, SCALE_BLOCK), device=device)
-    tile = PROGRAM // SCALE_BLOCK
+    values, scales = _quantized_like(x, width)
     _quantize_fp8[(triton.cdiv(scales.numel(), tile),)](
-        x, values, scales, scales.numel(), width, x.stride(0), SCALE_BLOCK=SCALE_BLOCK,
-        FP8_MAX=FP8_MAX, SMALLEST_MAX=SMALLEST_MAX,
-        TILE=tile, num_warps=4, **pdl(x),
+        x, values, scales, scales.numel(), width, x.stride(0), TILE=tile, num_warps=4,
+        **_quantizing(x, before_gemm=before_gemm),
     )  # fmt: skip
     return FP8Activations(values, scales, x.dtype)
+
+
+def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> FP8Activations:
+    """`rms_norm_fp8_ref`: the bits of `rms_norm` and `quantize_fp8`."""
+    rows, width = x.shape
+    values, scales = _quantized_like(x, width)
+    block = max(SCALE_BLOCK, triton.next_power_of_2(width))
+    tile = max(1, PROGRAM // block)
+    _rms_norm_fp8[(triton.cdiv(rows, tile),)](
+        x, weight, values, scales, rows, width, eps, TILE=tile, BLOCK=block, num_warps=_warps(tile * block),
+        **_quantizing(x, before_gemm=True),
+    )  # fmt: skip
+    return FP8Activations(values, scales, x.dtype)
+
+
+def silu_and_mul_fp8(gate_up: torch.Tensor) -> FP8Activations:
+    """`silu_and_mul_fp8_ref`: the bits of `silu_and_mul` and `quantize_fp8`."""
+    width, tile = gate_up.shape[1] // 2, PROGRAM // 2 // SCALE_BLOCK  # of which each element is two of gate_up
+    values, scales = _quantized_like(gate_up, width)
+    _silu_and_mul_fp8[(triton.cdiv(scales.numel(), tile),)](
+        gate_up, values, scales, scales.numel(), width, TILE=tile, num_warps=4, **_quantizing(gate_up, before_gemm=True)
+    )
+    return FP8Activations(values, scales, gate_up.dtype)
+
+
+def _quantized_like(x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for rows of x in FP8, [T, width], and for their scales."""
+    values = torch.empty(len(x), width, device=x.device, dtype=torch.float8_e4m3fn)
+    return values, torch.empty(len(x), triton.cdiv(width, SCALE_BLOCK), device=x.device)
+
+
+def _quantizing(x: torch.Tensor, *, before_gemm: bool) -> dict[str, Any]:
+    """Arguments of kernels that quantize. EARLY: the next one is a GEMM of few rows, which reads weights before it
+    waits (`w8a8_few_rows_triton`). Other GEMMs gain nothing, and were slower: 121 us a layer in place of 115 (H100)."""
+    found = {"SCALE_BLOCK": SCALE_BLOCK, "FP8_MAX": FP8_MAX, "SMALLEST_MAX": SMALLEST_MAX}
+    return found | {"EARLY": before_gemm and len(x) <= MOST_ROWS and not is_deterministic(), **pdl(x)}
 
 
 def _warps(elements: int) -> int:
     return 4 if elements <= 4096 else 8
 
 
-@triton.jit(do_not_specialize=["rows"])  # it changes from pass to pass
-def _rms_norm(x, weight, y, rows, width, eps, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    let_next_kernel_start(PDL)
+@triton.jit
+def _normalized(x, weight, rows, width, eps, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """A program's rows of x [TILE, BLOCK], and their RMSNorm float32; waits for the previous kernel."""
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -86,9 +123,19 @@ def _rms_norm(x, weight, y, rows, width, eps, TILE: tl.constexpr, BLOCK: tl.cons
     values = tl.load(x + offsets, mask=mask, other=0.0)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / width + eps)
-    # Rounded twice, as the reference does: before the weight and after.
+    # Rounded twice, as the reference does: before the weight and, by the caller, after.
     normal = (wide * scale[:, None]).to(values.dtype).to(tl.float32)
-    tl.store(y + offsets, normal * w[None, :], mask=mask)
+    return values, normal * w[None, :]
+
+
+@triton.jit(do_not_specialize=["rows"])  # it changes from pass to pass
+def _rms_norm(x, weight, y, rows, width, eps, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_kernel_start(PDL)
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    column = tl.arange(0, BLOCK)
+    _, normal = _normalized(x, weight, rows, width, eps, TILE, BLOCK, PDL)
+    mask = (row < rows)[:, None] & (column < width)[None, :]
+    tl.store(y + row.to(tl.int64)[:, None] * width + column[None, :], normal, mask=mask)
 
 
 @triton.jit
@@ -123,23 +170,70 @@ def _relu_squared(x, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(x + at, value * value, mask=at < count)
 
 
-@triton.jit(do_not_specialize=["lines"])
-def _quantize_fp8(
-    x, values, scales, lines, width, x_stride, SCALE_BLOCK: tl.constexpr, FP8_MAX: tl.constexpr,
-    SMALLEST_MAX: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A line is what shares a scale."""
-    blocks = tl.cdiv(width, SCALE_BLOCK)
-    line = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    row = (line // blocks).to(tl.int64)[:, None]
-    column = (line % blocks * SCALE_BLOCK)[:, None] + tl.arange(0, SCALE_BLOCK)[None, :]
-    mask = (line < lines)[:, None] & (column < width)
-    wait_for_previous_kernel(PDL)
-    wide = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+@triton.jit
+def _quantized(wide, kind: tl.constexpr, FP8_MAX: tl.constexpr, SMALLEST_MAX: tl.constexpr):
+    """Lines float32 [L, SCALE_BLOCK] in FP8, and their scales [L]."""
     # As whole numbers, of which that of NaN is the largest: a maximum of floating point would hide it.
     bits = tl.max(wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     largest = bits.to(tl.float32, bitcast=True)
     largest = tl.where(largest < SMALLEST_MAX, SMALLEST_MAX, largest)
-    tl.store(scales + line, tl.div_rn(largest, FP8_MAX), mask=line < lines)
-    inverse = tl.div_rn(tl.full([TILE], FP8_MAX, tl.float32), largest)
-    tl.store(values + row * width + column, (wide * inverse[:, None]).to(values.dtype.element_ty), mask=mask)
+    inverse = tl.div_rn(tl.full(largest.shape, FP8_MAX, tl.float32), largest)
+    return (wide * inverse[:, None]).to(kind), tl.div_rn(largest, FP8_MAX)
+
+
+@triton.jit
+def _lines_of_program(lines, width, TILE: tl.constexpr, SCALE_BLOCK: tl.constexpr):
+    """TILE lines, which are what shares a scale; their rows and columns, and which elements there are."""
+    blocks = tl.cdiv(width, SCALE_BLOCK)
+    line = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = (line // blocks).to(tl.int64)[:, None]
+    column = (line % blocks * SCALE_BLOCK)[:, None] + tl.arange(0, SCALE_BLOCK)[None, :]
+    return line, row, column, (line < lines)[:, None] & (column < width)
+
+
+@triton.jit(do_not_specialize=["lines"])
+def _quantize_fp8(
+    x, values, scales, lines, width, x_stride, SCALE_BLOCK: tl.constexpr, FP8_MAX: tl.constexpr,
+    SMALLEST_MAX: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_kernel_start(PDL and EARLY)
+    line, row, column, mask = _lines_of_program(lines, width, TILE, SCALE_BLOCK)
+    wait_for_previous_kernel(PDL)
+    wide = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    quantized, scale = _quantized(wide, values.dtype.element_ty, FP8_MAX, SMALLEST_MAX)
+    tl.store(scales + line, scale, mask=line < lines)
+    tl.store(values + row * width + column, quantized, mask=mask)
+
+
+@triton.jit(do_not_specialize=["lines"])
+def _silu_and_mul_fp8(
+    gate_up, values, scales, lines, width, SCALE_BLOCK: tl.constexpr, FP8_MAX: tl.constexpr,
+    SMALLEST_MAX: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_kernel_start(PDL and EARLY)
+    line, row, column, mask = _lines_of_program(lines, width, TILE, SCALE_BLOCK)
+    wait_for_previous_kernel(PDL)
+    source = gate_up + row * 2 * width + column
+    gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(source + width, mask=mask, other=0.0).to(tl.float32)
+    wide = (gate / (1 + tl.exp(-gate)) * up).to(gate_up.dtype.element_ty).to(tl.float32)
+    quantized, scale = _quantized(wide, values.dtype.element_ty, FP8_MAX, SMALLEST_MAX)
+    tl.store(scales + line, scale, mask=line < lines)
+    tl.store(values + row * width + column, quantized, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm_fp8(
+    x, weight, values, scales, rows, width, eps, SCALE_BLOCK: tl.constexpr, FP8_MAX: tl.constexpr,
+    SMALLEST_MAX: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_kernel_start(PDL and EARLY)
+    BLOCKS: tl.constexpr = BLOCK // SCALE_BLOCK
+    stored, normal = _normalized(x, weight, rows, width, eps, TILE, BLOCK, PDL)
+    wide = tl.reshape(normal.to(stored.dtype).to(tl.float32), [TILE * BLOCKS, SCALE_BLOCK])
+    quantized, scale = _quantized(wide, values.dtype.element_ty, FP8_MAX, SMALLEST_MAX)
+    line, blocks = tl.arange(0, TILE * BLOCKS), tl.cdiv(width, SCALE_BLOCK)
+    row = (tl.program_id(0) * TILE + line // BLOCKS).to(tl.int64)
+    column = (line % BLOCKS * SCALE_BLOCK)[:, None] + tl.arange(0, SCALE_BLOCK)[None, :]
+    tl.store(scales + row * blocks + line % BLOCKS, scale, mask=(row < rows) & (line % BLOCKS < blocks))
+    tl.store(values + row[:, None] * width + column, quantized, mask=(row < rows)[:, None] & (column < width))

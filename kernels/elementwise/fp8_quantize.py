@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.kernels.dispatch import op
+from specbatch.kernels.elementwise.activations import silu_and_mul_ref
+from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.gemm.weight import SCALE_BLOCK
 
 FP8_MAX = 448.0  # of float8_e4m3fn
@@ -34,9 +36,10 @@ class FP8Activations(NamedTuple):
         return self.values.float() * self.scales.repeat_interleave(SCALE_BLOCK, 1)[:, : self.values.shape[1]]
 
 
-def quantize_fp8_ref(x: torch.Tensor) -> FP8Activations:
+def quantize_fp8_ref(x: torch.Tensor, before_gemm: bool = False) -> FP8Activations:
     """x [T, K], its rows apart or not, each block of 128 columns divided by its largest value / 448 and rounded to
-    nearest even. Where a block holds NaN or infinity its scale does, too, so that every GEMM with it shows that."""
+    nearest even. Where a block holds NaN or infinity its scale does, too, so that every GEMM with it shows that.
+    before_gemm: the next kernel is that of `fp8_linear`, which may then start early."""
     width = x.shape[1]
     blocks = F.pad(x.float(), (0, -width % SCALE_BLOCK)).unflatten(1, (-1, SCALE_BLOCK))
     largest = blocks.abs().amax(-1).clamp(min=SMALLEST_MAX)
@@ -45,4 +48,16 @@ def quantize_fp8_ref(x: torch.Tensor) -> FP8Activations:
     return FP8Activations(values.to(torch.float8_e4m3fn).contiguous(), largest / limit, x.dtype)
 
 
+def rms_norm_fp8_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> FP8Activations:
+    """`rms_norm_ref` of x [T, H], contiguous, quantized before `fp8_linear`."""
+    return quantize_fp8_ref(rms_norm_ref(x, weight, eps))
+
+
+def silu_and_mul_fp8_ref(gate_up: torch.Tensor) -> FP8Activations:
+    """`silu_and_mul_ref` of gate_up [T, 2 * I], contiguous, quantized before `fp8_linear`."""
+    return quantize_fp8_ref(silu_and_mul_ref(gate_up))
+
+
 quantize_fp8 = op(quantize_fp8_ref, "specbatch.kernels.elementwise.elementwise_triton:quantize_fp8")
+rms_norm_fp8 = op(rms_norm_fp8_ref, "specbatch.kernels.elementwise.elementwise_triton:rms_norm_fp8")
+silu_and_mul_fp8 = op(silu_and_mul_fp8_ref, "specbatch.kernels.elementwise.elementwise_triton:silu_and_mul_fp8")

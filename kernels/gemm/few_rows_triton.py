@@ -1,4 +1,4 @@
-"""What GEMMs of at most 32 rows of 16-bit activations with a weight that is unpacked in registers have in common.
+"""What GEMMs of at most 32 rows with a quantized weight have in common.
 
 Their programs are split over K. Before it waits for the previous kernel, a program fetches its first weights to the L2
 cache. Loading them to registers by then was slower on an H200, as was a limit of the registers of a thread.
@@ -6,14 +6,56 @@ cache. Loading them to registers by then was slower on an H200, as was a limit o
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
+import torch
 import triton
 import triton.language as tl
+
+from specbatch.kernels.common.pdl_triton import pdl
+from specbatch.kernels.gemm.split_k_triton import used_splits
 
 MOST_ROWS = 32
 
 
+class FP8Tile(Protocol):
+    """outputs of a program; splits: programs that share the K of a tile; stages of the pipeline; ahead: pieces of 64
+    bytes of each row of the weight that a program fetches to the L2 cache before it waits for the previous kernel."""
+
+    @property
+    def outputs(self) -> int: ...
+
+    @property
+    def splits(self) -> int: ...
+
+    @property
+    def warps(self) -> int: ...
+
+    @property
+    def stages(self) -> int: ...
+
+    @property
+    def ahead(self) -> int: ...
+
+
+def launch_of(tile: FP8Tile, x: torch.Tensor, n: int, steps: int) -> tuple[int, dict[str, Any]]:
+    """How many programs for x [rows, K], n outputs and this number of steps over K, and what a kernel is launched
+    with."""
+    assert len(x) <= MOST_ROWS, f"{len(x)} rows are not few"
+    splits = used_splits(steps, tile.splits)
+    found = {"SPLITS": splits, "BM": rows_of_tile(len(x)), "BN": tile.outputs, "AHEAD": tile.ahead, **pdl(x)}
+    found |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    return triton.cdiv(n, tile.outputs) * splits, found
+
+
 def rows_of_tile(rows: int) -> int:
     return 16 if rows <= 16 else 32
+
+
+def even_splits(most: int, steps: int) -> int:
+    """At most so many programs for this number of steps over K: fewer if that gives all of them the same share, but
+    more than half as many."""
+    return next((splits for splits in range(most, most // 2, -1) if steps % splits == 0), most)
 
 
 @triton.jit
@@ -22,6 +64,14 @@ def fetch_to_l2(at):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def fetch_rows_to_l2(weight_row, first, last, AHEAD: tl.constexpr, PIECE: tl.constexpr):
+    """Fetch AHEAD pieces of PIECE values, which are 64 bytes, of rows at pointers [N], from the value `first` to that
+    before `last`."""
+    at = tl.minimum(first + tl.arange(0, AHEAD) * PIECE, last - 1)
+    fetch_to_l2(weight_row[:, None] + at[None, :])
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 
+from specbatch.kernels.common.rehearsal import is_rehearsing
 from specbatch.kernels.elementwise.activations import silu_and_mul
 from specbatch.kernels.gemm import skinny_gemm_triton
 from specbatch.kernels.gemm.fixed_order_gemm_triton import fixed_order_gemm
@@ -45,7 +46,7 @@ def fixed_order_linear(
     and rounded before the residual is added, too, as cuBLAS does. The memory of `out` or `residual` may hold the
     result."""
     n, k = weight.shape
-    if skinny_gemm_triton.is_skinny(len(x), weight):
+    if _is_few(x, weight):
         tile = undivided_tile_for(n, k, gated=False, item=weight.element_size())
         return skinny_gemm_triton.skinny_linear(x, weight, bias, residual=residual, rounded=True, tile=tile)
     if _library_agrees(x, weight, bias, residual, out):
@@ -57,10 +58,15 @@ def fixed_order_gated(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     """silu(g) * u for [g | u] = x @ weight.T + bias, rounded to the type of x: x [T, K], weight [2 I, K], bias [2 I] ->
     [T, I]."""
     n, k = weight.shape
-    if not skinny_gemm_triton.is_skinny(len(x), weight):
+    if not _is_few(x, weight):
         return silu_and_mul(fixed_order_linear(x, weight, bias))
     tile = undivided_tile_for(n // 2, k, gated=True, item=weight.element_size())
     return skinny_gemm_triton.skinny_gated(x, weight, bias, rounded=True, tile=tile)
+
+
+def _is_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Is x multiplied by the kernels of `skinny_gemm_triton`? Of more rows the library's bits are tried first."""
+    return len(x) <= skinny_gemm_triton.FEW and skinny_gemm_triton.is_skinny(len(x), weight)
 
 
 def _library(
@@ -91,7 +97,7 @@ def _library_agrees(
     key = rows, weight.shape, x.dtype, x.device, bias is None, residual is None
     found = _agreed.get(key)
     if found is None:
-        if torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing() or is_rehearsing():
             return False
         found = _agreed[key] = _compare(x, weight, bias, residual)
     return found

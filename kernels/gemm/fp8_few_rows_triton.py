@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
-from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, fetch_to_l2, rows_of_tile, store_rows
+from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
+from specbatch.kernels.gemm.few_rows_triton import fetch_rows_to_l2, launch_of, rows_of_tile, store_rows
 from specbatch.kernels.gemm.four_bits_triton import fragment_rows, in_fragment_order, of_pairs
-from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, used_splits, workspace
+from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 
 # e4m3 in bytes 0 and 2, then in bytes 1 and 3: exponent and fraction move to where a 16-bit float has them, and a power
@@ -45,8 +45,7 @@ _WIDEN_FP16: tl.constexpr = tl.constexpr(_FOR_FP16.value.replace("FACTOR", "0x5c
 
 
 class FP8FewRowsTile(NamedTuple):
-    """outputs of a program; splits: programs that share the K of a tile; stages of the pipeline; ahead: pieces of 64
-    bytes of each row of the weight that a program fetches to the L2 cache before it waits for the previous kernel."""
+    """See `few_rows_triton.FP8Tile`."""
 
     outputs: int
     splits: int
@@ -55,15 +54,10 @@ class FP8FewRowsTile(NamedTuple):
     ahead: int
 
     def settings(self, x: torch.Tensor, n: int, steps: int) -> tuple[int, dict[str, Any]]:
-        """How many programs for x [rows, K], n outputs and this number of steps over K, and what a kernel is launched
-        with."""
-        assert len(x) <= MOST_ROWS, f"{len(x)} rows are not few"
+        """`launch_of`."""
         assert min(self.outputs // 16, self.warps) >= 4, "weights are in the order of a warpgroup's operand"
-        splits = used_splits(steps, self.splits)
-        found = {"SPLITS": splits, "BM": rows_of_tile(len(x)), "BN": self.outputs}
-        found |= {"WARPS": min(self.warps, self.outputs // 16), "AHEAD": self.ahead, **pdl(x)}
-        found |= {"num_warps": self.warps, "num_stages": self.stages}
-        return triton.cdiv(n, self.outputs) * splits, found
+        programs, found = launch_of(self, x, n, steps)
+        return programs, found | {"WARPS": min(self.warps, self.outputs // 16)}
 
 
 def fp8_few_rows_tile_for(rows: int, n: int, k: int) -> FP8FewRowsTile:
@@ -92,13 +86,6 @@ def fp8_few_rows(
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, SIDE=SCALE_BLOCK, **settings,
     )  # fmt: skip
     return y
-
-
-@triton.jit
-def _fetch_words_to_l2(weight_row, first, last, AHEAD: tl.constexpr):
-    """Fetch AHEAD pieces of 64 bytes of rows of int32 at pointers [N], from the word `first` to that before `last`."""
-    word = tl.minimum(first + tl.arange(0, AHEAD) * 16, last - 1)
-    fetch_to_l2(weight_row[:, None] + word[None, :])
 
 
 @triton.jit
@@ -153,7 +140,7 @@ def _fp8_few_rows_kernel(
     weight_tile = weight_row[:, None] + tl.arange(0, WORDS)[None, :]
     scale_row = scales + tile * BN // SIDE * steps
     if PDL and AHEAD > 0:
-        _fetch_words_to_l2(weight_row, first * WORDS, last * WORDS, AHEAD)
+        fetch_rows_to_l2(weight_row, first * WORDS, last * WORDS, AHEAD, 16)
     scale_next = tl.load(scale_row if PER_CHANNEL else scale_row + first).to(tl.float32)
     total = tl.zeros([BN, BM], tl.float32)
     wait_for_previous_kernel(PDL)

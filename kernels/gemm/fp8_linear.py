@@ -7,7 +7,12 @@ import torch.nn.functional as F
 
 from specbatch.kernels.dispatch import is_deterministic, op
 from specbatch.kernels.elementwise.activations import relu_squared, silu_and_mul
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8
+from specbatch.kernels.elementwise.fp8_quantize import (
+    FP8Activations,
+    quantize_fp8,
+    rms_norm_fp8,
+    silu_and_mul_fp8,
+)
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm import fp8_activations
 from specbatch.kernels.gemm.fixed_rows import linear_in_blocks
@@ -63,15 +68,32 @@ class _Unfused(Linear):
 
 
 class FP8Linear(_Unfused):
-    """A `Linear` whose weight is FP8."""
+    """A `Linear` whose weight is FP8. Where x is quantized, the norm or the activation before it is fused with that."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         self.shape, self.bias = weight.values.shape, bias
         self._scaled = weight
 
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if norm is None or not fp8_activations.quantizes(x):
+            return super().__call__(x, norm=norm, residual=residual, out=out)
+        return fp8_linear(rms_norm_fp8(x, *norm), self._scaled, self.bias, residual, out)
+
     def _gemm(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
-        inputs = quantize_fp8(x) if fp8_activations.quantizes(x) else x
+        inputs = quantize_fp8(x, before_gemm=True) if fp8_activations.quantizes(x) else x
         return fp8_linear(inputs, self._scaled, self.bias, residual, out)
+
+    def after_gate(self, gate_up: Linear, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        if not fp8_activations.quantizes(x):
+            return super().after_gate(gate_up, x, norm)
+        return fp8_linear(silu_and_mul_fp8(gate_up(x, norm=norm)), self._scaled, self.bias, residual=x)
 
 
 class Int4Linear(_Unfused):

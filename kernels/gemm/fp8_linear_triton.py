@@ -1,6 +1,7 @@
 """Triton kernel of a GEMM with an FP8 weight that has scales per 128 x 128 values or per output.
 
-With few rows and unquantized activations it is split over K until its programs fill the device.
+Few rows have kernels of their own, except in deterministic mode. With few rows of other widths, and unquantized
+activations, it is split over K until its programs fill the device.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from specbatch.kernels.gemm.split_k_triton import (
     used_splits,
     workspace,
 )
+from specbatch.kernels.gemm.w8a8_few_rows_triton import W8A8FewRowsTile, w8a8_few_rows, w8a8_few_rows_tile_for
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 
 
@@ -40,15 +42,15 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_for(rows: int, n: int, k: int, item: int) -> Tile | FP8FewRowsTile:
+def tile_for(rows: int, n: int, k: int, item: int) -> Tile | FP8FewRowsTile | W8A8FewRowsTile:
     """The tile of a GEMM of so many rows of x [rows, k], of `item` bytes a value, with a weight [n, k].
 
     To tune: `python -m specbatch.sweeps.microbench gemm-tiles`."""
-    if item == 2 and rows <= MOST_ROWS and k % SCALE_BLOCK == 0 and not is_deterministic():
-        return fp8_few_rows_tile_for(rows, n, k)
+    if item <= 2 and rows <= MOST_ROWS and k % SCALE_BLOCK == 0 and not is_deterministic():
+        return (w8a8_few_rows_tile_for if item == 1 else fp8_few_rows_tile_for)(rows, n, k)
     if item == 1:
         # Always the 64 rows that a warpgroup takes, and never split, so that a row's result does not depend on the
-        # number of rows: fewer would be another instruction. 128 are slower in most shapes.
+        # number of rows. 128 are slower in most shapes.
         fills = triton.cdiv(rows, 64) * triton.cdiv(n, 128) >= MULTIPROCESSORS * 2 // 3
         return Tile(64, 128 if fills else 64, SCALE_BLOCK, 1, 4, 4 if fills else 6)
     block = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or item == 4 else 128
@@ -64,7 +66,7 @@ def fp8_linear(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    tile: Tile | FP8FewRowsTile | None = None,
+    tile: Tile | FP8FewRowsTile | W8A8FewRowsTile | None = None,
 ) -> torch.Tensor:
     """`fp8_linear_ref`: x [T, K], weight [N, K] -> [T, N], in `out` if given. Rows of x, residual and out may be
     apart. tile: chosen by the shapes if None."""
@@ -81,6 +83,9 @@ def fp8_linear(
     assert y.shape == (rows, n), f"out {tuple(y.shape)} is not {(rows, n)}"
     assert y.stride(1) == 1, "the elements of a row of out must be adjacent"
     tile = tile or tile_for(rows, n, k, x.element_size())
+    if isinstance(tile, W8A8FewRowsTile):
+        assert x_scales is not None, "these rows are quantized"
+        return w8a8_few_rows(FP8Activations(x, x_scales, dtype), weight, bias, residual, y, tile)
     if isinstance(tile, FP8FewRowsTile):
         assert x_scales is None, "these rows are not quantized"
         return fp8_few_rows(x, weight, bias, residual, y, tile)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
+from specbatch.kernels.common.pdl_triton import wait_in_loop
 
 # Four values of e4m3 in a word: each byte becomes the high one of two, its exponent and fraction move to where bfloat16
 # has them, and 2^120 makes up for the other bias, of subnormal values too. The conversion is exact. The compiler's own
@@ -55,7 +55,7 @@ def gemm_mainloop(
             # it, as they pass through a branch and a variable of the loop.
             a = a_next
             if k == 0:
-                wait_for_previous_kernel(PDL)
+                wait_in_loop(PDL)
                 a = tl.load(x_tile, x_rows[:, None] & (ks < K)[None, :], other=0.0)
             a_next = tl.load(x_tile + k + BK, x_rows[:, None] & (k + BK + ks < K)[None, :], other=0.0)
         elif EVEN_K:

@@ -2,7 +2,7 @@
 
 One program owns `BN` rows of the weight (or a part of their K) and streams them through the tensor cores against the
 rows of x, padded to 16, 32, 64 or 128. RMSNorm of x, bias, residual and the activation of an MLP are fused,
-so that a layer's GEMMs need no kernel between them.
+so that a layer's GEMMs need no kernel between them. One row in 16 bits has a kernel of its own: `one_row_triton`.
 
 Where a GEMM is split over K, every program leaves float32 partial sums in a workspace; the last to arrive at a tile
 adds them in the order of the splits, so that results do not depend on timing.
@@ -17,10 +17,24 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
+from specbatch.kernels.common.pdl_triton import wait_in_loop
 from specbatch.kernels.elementwise.norm import rms_norm
-from specbatch.kernels.gemm.skinny_gemm_configs import Tile, tile_for
+from specbatch.kernels.gemm.one_row_triton import OneRowTile, one_row_product, takes_one_row
+from specbatch.kernels.gemm.skinny_gemm_configs import Tile, puts_weight_first, tile_for
 from specbatch.kernels.gemm.split_k_triton import used_splits, workspace
+
+FEW = 16  # rows, whatever the weight
+MOST, MOST_OUTPUTS = 32, 65536  # rows, and outputs of a layer's weights
+
+
+@triton.jit
+def _sums_of_products(x, weight, total, WEIGHT_FIRST: tl.constexpr):
+    """total + x [BM, BK] @ weight [BK, BN] as [BM, BN]; or weight [BN, BK] @ x.T as [BN, BM]."""
+    if WEIGHT_FIRST:
+        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+    else:
+        total = tl.dot(x, weight, total, input_precision="ieee")
+    return total
 
 
 @triton.jit
@@ -45,6 +59,7 @@ def _skinny_kernel(
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ROUNDED: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr,
     SPLITS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BM: tl.constexpr,
@@ -52,6 +67,8 @@ def _skinny_kernel(
     BK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """WEIGHT_FIRST: the weight is the first operand of products, so that its rows fill the 64 of an instruction, and
+    x the second; sums of squares are then not products but elementwise."""
     tile = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     blocks = tl.cdiv(tl.cdiv(K, BK), SPLITS)
@@ -63,16 +80,22 @@ def _skinny_kernel(
     columns = tile * BN + tl.arange(0, BN)
     ks = tl.arange(0, BK)
     weight_rows = tl.minimum(columns, N - 1).to(tl.int64)
-    weight_tile = weight + weight_rows[None, :] * K + ks[:, None]
+    if WEIGHT_FIRST:
+        weight_tile = weight + weight_rows[:, None] * K + ks[None, :]
+        total = tl.zeros([BN, BM], tl.float32)
+        total_up = tl.zeros([BN, BM], tl.float32)
+    else:
+        weight_tile = weight + weight_rows[None, :] * K + ks[:, None]
+        total = tl.zeros([BM, BN], tl.float32)
+        total_up = tl.zeros([BM, BN], tl.float32)
     x_tile = x + rows[:, None].to(tl.int64) * x_stride + ks[None, :]
     row_exists = rows[:, None] < M
     exists = row_exists & (columns[None, :] < N)
     residual_tile = (
         residual + rows[:, None].to(tl.int64) * residual_stride + columns[None, :] if HAS_RESIDUAL else x_tile
     )
-    total = tl.zeros([BM, BN], tl.float32)
-    total_up = tl.zeros([BM, BN], tl.float32)
     gram = tl.zeros([BM, BM], tl.float32)  # its diagonal: the rows' sums of squares
+    squares = tl.zeros([BM, BK], tl.float32)  # or its columns' sums
     a_next = tl.zeros([BM, BK], x.dtype.element_ty)
     added = tl.zeros([BM, BN], x.dtype.element_ty)
     if HAS_NORM:
@@ -82,7 +105,7 @@ def _skinny_kernel(
         # come after it: in a branch and through a variable of the loop, where the pipeline leaves them.
         a = a_next
         if k == k_from:
-            wait_for_previous_kernel(PDL)
+            wait_in_loop(PDL)
             a = tl.load(x_tile + k, mask=row_exists & (k + ks < k_to)[None, :], other=0.0)
             if HAS_RESIDUAL:
                 added = tl.load(residual_tile, mask=exists, other=0.0)
@@ -90,21 +113,29 @@ def _skinny_kernel(
         if EVEN_K:
             b = tl.load(weight_tile + k, eviction_policy="evict_first")
         else:
-            b = tl.load(weight_tile + k, mask=(k + ks < k_to)[:, None], other=0.0)
+            inside = (k + ks < k_to)[None, :] if WEIGHT_FIRST else (k + ks < k_to)[:, None]
+            b = tl.load(weight_tile + k, mask=inside, other=0.0)
         if HAS_NORM:
-            gram = tl.dot(a, tl.trans(a), gram, input_precision="ieee")
+            if WEIGHT_FIRST:
+                squares += a.to(tl.float32) * a.to(tl.float32)
+            else:
+                gram = tl.dot(a, tl.trans(a), gram, input_precision="ieee")
             scale = scale_next
             scale_next = tl.load(norm + k + BK + ks, mask=k + BK + ks < K, other=0.0)
             a = (a * scale[None, :]).to(x.dtype.element_ty)  # weights that are 1 + w are float32
-        total = tl.dot(a, b, total, input_precision="ieee")
+        total = _sums_of_products(a, b, total, WEIGHT_FIRST)
         if GATED:
             up_tile = weight_tile + up_offset
             if EVEN_K:
                 b_up = tl.load(up_tile + k, eviction_policy="evict_first")
             else:
-                b_up = tl.load(up_tile + k, mask=(k + ks < k_to)[:, None], other=0.0)
-            total_up = tl.dot(a, b_up, total_up, input_precision="ieee")
-    square = tl.sum(tl.where(rows[:, None] == rows[None, :], gram, 0.0), 1)
+                b_up = tl.load(up_tile + k, mask=inside, other=0.0)
+            total_up = _sums_of_products(a, b_up, total_up, WEIGHT_FIRST)
+    if WEIGHT_FIRST:
+        total, total_up = tl.trans(total), tl.trans(total_up)
+        square = tl.sum(squares, 1)
+    else:
+        square = tl.sum(tl.where(rows[:, None] == rows[None, :], gram, 0.0), 1)
 
     if SPLITS > 1:
         # per tile and split: BM x BN sums (twice where gated), then BM sums of squares
@@ -156,11 +187,13 @@ def _skinny_kernel(
 def is_skinny(rows: int, weight: torch.Tensor) -> bool:
     """Are these kernels the right choice for so many rows and this weight [N, K]? (else the library's GEMM is)
 
-    Measured on an H200 (`sweeps/microbench/gemm.py`): up to 16 rows a layer of Qwen3-8B takes less time than the
-    library's GEMMs alone; with 32 the library is faster.
+    Measured on an H200 and an H100 (`sweeps/microbench/gemm.py`): up to 16 rows a layer of Qwen3-8B takes less time
+    than the library's GEMMs alone; with 32, less than the library's GEMMs and the kernels of norms and activations
+    between them, which a head does not need.
     """
-    k, is_half = weight.shape[1], weight.dtype in (torch.bfloat16, torch.float16)
-    return weight.is_cuda and weight.is_contiguous() and is_half and rows <= 16 and k % 8 == 0
+    (n, k), is_half = weight.shape, weight.dtype in (torch.bfloat16, torch.float16)
+    is_few = rows <= FEW or (rows <= MOST and n <= MOST_OUTPUTS)
+    return weight.is_cuda and weight.is_contiguous() and is_half and is_few and k % 8 == 0
 
 
 def skinny_linear(
@@ -173,7 +206,7 @@ def skinny_linear(
     residual: torch.Tensor | None = None,
     squared: bool = False,
     rounded: bool = False,
-    tile: Tile | None = None,
+    tile: Tile | OneRowTile | None = None,
 ) -> torch.Tensor:
     """RMSNorm(x; norm_weight, eps) @ weight.T + bias + residual, summed in float32; `squared`: relu(..)^2 + residual.
 
@@ -195,7 +228,7 @@ def skinny_gated(
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     rounded: bool = False,
-    tile: Tile | None = None,
+    tile: Tile | OneRowTile | None = None,
 ) -> torch.Tensor:
     """silu(g) * u for [g | u] = RMSNorm(x; norm_weight, eps) @ weight.T + bias.
 
@@ -216,7 +249,7 @@ def _product(
     gated,
     squared=False,
     rounded=False,
-    tile: Tile | None = None,
+    tile: Tile | OneRowTile | None = None,
     pdl=None,
 ) -> torch.Tensor:
     (m, k), n = x.shape, weight.shape[0] // (2 if gated else 1)
@@ -225,11 +258,15 @@ def _product(
     assert weight.is_contiguous(), "the weight must be contiguous"
     assert weight.shape[1] == k, f"x has {k} columns, the weight {weight.shape[1]}"
     assert residual is None or residual.stride(1) == 1, "the elements of a row of the residual must be adjacent"
+    pdl = x.is_cuda if pdl is None else pdl
+    if isinstance(tile, OneRowTile) or (tile is None and not rounded and takes_one_row(x, weight)):
+        return one_row_product(
+            x, weight, bias, norm_weight, eps, residual, gated=gated, squared=squared, tile=tile, pdl=pdl
+        )
     if norm_weight is not None and x.dtype == torch.float16:  # x * norm before its scaling may exceed 65504
         x, norm_weight = rms_norm(x.contiguous(), norm_weight, eps), None
     block_m = max(16, triton.next_power_of_2(m))
     tile = tile or tile_for(n, k, block_m, gated, x.element_size())
-    pdl = x.is_cuda if pdl is None else pdl
     partial, counters = workspace(x.device)
     y = torch.empty(m, n, device=x.device, dtype=x.dtype)
     tiles = triton.cdiv(n, tile.n)
@@ -256,6 +293,7 @@ def _product(
         HAS_NORM=norm_weight is not None,
         HAS_RESIDUAL=residual is not None,
         ROUNDED=rounded,
+        WEIGHT_FIRST=puts_weight_first(block_m),
         SPLITS=splits,
         EVEN_K=k % tile.k == 0,
         BM=block_m,

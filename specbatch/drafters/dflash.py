@@ -24,6 +24,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.dflash import DFlash, DFlashConfig, published_shape, token_ids
 from specbatch.models.layers import Reader
+from specbatch.runtime.device import find_device
 from specbatch.runtime.loader import Loader
 from specbatch.weights.dummy import DummyCheckpoint
 
@@ -210,11 +211,13 @@ def block_plan(target: Checkpoint, config: EngineConfig, log: Log, parts: Block)
 def _open(target: Checkpoint, config: EngineConfig, log: Log, parts: Block) -> Checkpoint:
     asked, seed = config.speculation.draft, config.seed + 1
     assert asked is not None
-    dummy = config.load_format == "dummy"
+    dummy, device = config.load_format == "dummy", str(find_device(config.device))
     read = parts.config.from_dict
     if dummy and asked == "dummy":
         own = read(parts.published(target.config))
-        return DummyCheckpoint(own, name=f"a draft for {target.name}", seed=seed, tokenizer=None)
+        return DummyCheckpoint(own, name=f"a draft for {target.name}", seed=seed, tokenizer=None, device=device)
     with of_draft(asked):
         works = "give a folder with config.json and safetensors, or a hub id"
-        return weights.open_checkpoint(asked, "dummy" if dummy else "auto", seed=seed, log=log, read=read, works=works)
+        return weights.open_checkpoint(
+            asked, "dummy" if dummy else "auto", seed=seed, log=log, read=read, works=works, device=device
+        )

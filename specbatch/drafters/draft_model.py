@@ -23,6 +23,7 @@ from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
+from specbatch.runtime.device import find_device
 from specbatch.runtime.loader import Loader
 from specbatch.runtime.prefill_forward import Forward
 from specbatch.tokenizer import ByteTokenizer, vocabulary_difference
@@ -231,6 +232,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
             log=log,
             read=_read_config,
             max_model_len=config.max_model_len,
+            device=str(find_device(config.device)),
         )
         own = draft.tokenizer()
     # A draft of random weights has no tokenizer, and one that was given is the target's alone: only the sizes count.

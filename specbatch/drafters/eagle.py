@@ -11,6 +11,7 @@ from specbatch.errors import of_draft
 from specbatch.models.decoder import Decoder
 from specbatch.models.draft_head import layer_config
 from specbatch.models.eagle import Eagle, eagle_shapes
+from specbatch.runtime.device import find_device
 from specbatch.runtime.loader import Loader
 from specbatch.weights.draft_heads import dummy_config, dummy_draft, open_draft
 from specbatch.weights.folder import check_tensors
@@ -27,7 +28,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     with of_draft(asked.draft):
         if config.load_format == "dummy":
             described = dummy_config(asked.draft) or usual_head(target.config)
-            files = dummy_draft(described, eagle_shapes(layer_config(described), {}), config.seed + 1)
+            device = str(find_device(config.device))
+            files = dummy_draft(described, eagle_shapes(layer_config(described), {}), config.seed + 1, device)
         else:
             files = open_draft(asked.draft)
             expect(files, "eagle")

@@ -17,6 +17,7 @@ from specbatch.errors import of_draft, refuse
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle3 import Eagle3, Eagle3Config, default_aux
+from specbatch.runtime.device import find_device
 from specbatch.runtime.loader import Loader
 from specbatch.weights.draft_heads import DraftFiles, dummy_config, dummy_draft, open_draft
 from specbatch.weights.folder import check_tensors
@@ -45,7 +46,7 @@ def eagle3_plan(
     assert asked.draft is not None
     with of_draft(asked.draft):
         if config.load_format == "dummy":
-            files = _dummy(target, asked.draft, config.seed + 1, algorithm)
+            files = _dummy(target, asked.draft, config.seed + 1, algorithm, str(find_device(config.device)))
         else:
             files = open_draft(asked.draft)
             expect(files, algorithm)
@@ -107,7 +108,7 @@ def _offsets(files: DraftFiles, vocabulary: int, log: Log) -> torch.Tensor | Non
     return d2t
 
 
-def _dummy(target: Checkpoint, draft: str, seed: int, algorithm: str) -> DraftFiles:
+def _dummy(target: Checkpoint, draft: str, seed: int, algorithm: str, device: str) -> DraftFiles:
     """Random weights: of a config.json, or of the target's sizes and the usual vocabulary. P-EAGLE usually has two
     layers (that of AWS for GPT-OSS)."""
     layers, config = target.config.depth, dummy_config(draft)
@@ -126,4 +127,4 @@ def _dummy(target: Checkpoint, draft: str, seed: int, algorithm: str) -> DraftFi
         shapes["mask_hidden"] = (1, 1, count * described.target_hidden)
     total, known = target.config.vocab_size, described.draft_vocabulary
     own = torch.arange(known)
-    return dummy_draft(config, shapes, seed, {"d2t": own * total // known - own})
+    return dummy_draft(config, shapes, seed, device, {"d2t": own * total // known - own})

@@ -36,7 +36,7 @@ from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.draft_head import Attend, DraftHead
-from specbatch.runtime.cuda_graphs import GraphCounters, Program, Recorder, bucket_of, token_buckets
+from specbatch.runtime.cuda_graphs import GraphCounters, Recorder, bucket_of, nothing, token_buckets
 from specbatch.runtime.loader import Loader
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class HeadPrefillGraphs(HeadPrefill):
         super().__init__(head, cache)
         self._recorder = recorder
         self._buckets = token_buckets(most)
-        self._graphs: dict[int, list[Program]] = {}
+        self._graphs = {bucket: [nothing] * head.depth for bucket in self._buckets}  # until they are recorded
         like, between = head.embedding, most if head.more else 0
         projected, mixed = head.config.mixer_widths
         # Tokens, positions and slots.

@@ -35,6 +35,7 @@ from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.memory.state_cache import StateCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
+from specbatch.plurals import counted
 from specbatch.progress import Report, Stages
 from specbatch.runtime.cuda_graphs import Recorder, batch_buckets
 from specbatch.runtime.device import type_name
@@ -75,12 +76,13 @@ def build(
 
     ranks: over which the models are divided, for a rank that is led; others: for rank 0, those that it leads. They
     build once the configuration is checked."""
+    start = time.perf_counter()
     prepared = prepare(config, log, shared=shared)
     if others is None:
-        return _build(prepared, log, report, shared, share, ranks)
+        return _build(prepared, log, report, shared, share, ranks, start=start)
     ranks = others.build()
     try:
-        return _build(prepared, log, others.with_theirs(report), shared, share, ranks, others)
+        return _build(prepared, log, others.with_theirs(report), shared, share, ranks, others, start=start)
     except BaseException as error:
         others.fail(error)
         raise
@@ -94,6 +96,8 @@ def _build(
     share: MemoryShare,
     ranks: Communicator | None,
     others: OtherRanks | None = None,
+    *,
+    start: float,
 ) -> EngineParts:
     plan = memory_plan(prepared, share, is_shared=shared is not None, ranks=ranks)
     config = prepared.config
@@ -116,9 +120,11 @@ def _build(
     try:
         with on_device(prepared.device):
             progress = Stages(report)
+            before = time.perf_counter()
             parts = _load(prepared, plan, shared, log, progress, ranks)
-            progress.begin()
+            parts.caps["load_s"] = time.perf_counter() - before
             parts.caps.update(_record_graphs(parts.worker, log, progress))
+            log(_times(parts.caps, time.perf_counter() - start))
             if others is not None:
                 parts.worker.lead(others)
                 others.wait_until_built()
@@ -288,15 +294,33 @@ def _largest_window(models: list[ModelConfig]) -> int | None:
     return None if None in windows else max(filter(None, windows))
 
 
-def _record_graphs(worker: DeviceWorker, log: Log, report: Report) -> dict[str, Any]:
-    """Record the graphs, if any. Returns the time and memory that it took, for the caps."""
+def _record_graphs(worker: DeviceWorker, log: Log, progress: Stages) -> dict[str, Any]:
+    """Record the graphs, if any, once their kernels are compiled. Returns the time and memory that it took, for the
+    caps."""
     if not worker.recordings():
         return {}
     start, free = time.perf_counter(), available_memory(worker.batch.device)
-    total = worker.record_graphs(report)
-    seconds, taken = time.perf_counter() - start, max(free - available_memory(worker.batch.device), 0)
+    progress.begin("compiling kernels")
+    compiled = worker.compile_kernels(progress)
+    recording = time.perf_counter()
+    if compiled and compiled.kernels:
+        log(f"kernels: {len(compiled.kernels)} compiled in {recording - start:.1f} s")
+    if compiled and compiled.missed:
+        reason = f"they need values, such as for {min(compiled.missed)}"
+        log(f"kernels of {counted(len(compiled.missed), 'program')} are compiled one by one: {reason}")
+    progress.begin("recording graphs")
+    total = worker.record_graphs(progress)
+    seconds, taken = time.perf_counter() - recording, max(free - available_memory(worker.batch.device), 0)
     log(f"graphs: {total} buckets recorded in {seconds:.1f} s, {size_text(taken)}")
-    return {"capture_s": seconds, "graph_bytes": taken}
+    return {"compile_s": recording - start, "capture_s": seconds, "graph_bytes": taken}
+
+
+def _times(caps: dict[str, Any], total: float) -> str:
+    """A log line: how long an engine took to start, and its parts."""
+    parts = {"load": "load_s", "compile": "compile_s", "record": "capture_s"}
+    seconds = {verb: caps[name] for verb, name in parts.items() if name in caps}
+    plan = total - sum(seconds.values())
+    return f"start-up: {total:.1f} s ({', '.join(f'{verb} {s:.1f}' for verb, s in ({'plan': plan} | seconds).items())})"
 
 
 def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from itertools import chain
 from types import FrameType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -43,6 +43,9 @@ from specbatch.runtime.cuda_graphs import (
     token_buckets,
 )
 from specbatch.runtime.prefill_forward import PromptWork
+
+if TYPE_CHECKING:
+    from specbatch.runtime.parallel_compilation import Compiled
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -280,25 +283,41 @@ class DeviceWorker:
         return found if self.graphs is None else [*found, self.graphs]
 
     @torch.inference_mode()
-    def record_graphs(self, report: Report) -> int:
-        """Record every bucket, then run what is not recorded once, so that it is compiled. Returns how many buckets."""
+    def compile_kernels(self, report: Report) -> Compiled | None:
+        """Compile the kernels of `record_graphs` in parallel, unless Triton's cache has them. On a CPU there are none,
+        and Triton may be missing."""
         recordings = self.recordings()
+        if self.batch.device.type != "cuda" or not recordings:
+            return None
+        from specbatch.runtime.parallel_compilation import compile_ahead
+
+        with use_fp8_activations(self._fp8), use_deterministic(self._deterministic):
+            found = compile_ahead([item.capture() for item in recordings], self._warm_ups(), report)
+        torch.cuda.empty_cache()  # recordings warm up on another stream
+        return found
+
+    @torch.inference_mode()
+    def record_graphs(self, report: Report) -> int:
+        """Run what is not recorded once, so that it is ready, then record every bucket. Returns how many buckets."""
+        recordings = self.recordings()
+        with use_deterministic(self._deterministic):
+            for program in self._warm_ups():
+                program()
+        if self.batch.device.type == "cuda":
+            torch.cuda.empty_cache()
         total = sum(len(item) for item in recordings)
         report(0, total)
         with use_fp8_activations(self._fp8), use_deterministic(self._deterministic):
             for done, _ in enumerate(chain.from_iterable(item.capture() for item in recordings), start=1):
                 report(done, total)
         if self.batch.device.type == "cuda":
-            torch.cuda.empty_cache()  # what warming up took on the recorder's stream, where nothing else can use it
-        with use_deterministic(self._deterministic):
-            for program in self._warm_ups():
-                program()
-        if self.batch.device.type == "cuda":
             torch.cuda.synchronize(self.batch.device)
+            torch.cuda.empty_cache()  # what warming up took on the recorder's stream, where nothing else can use it
         return total
 
     def _warm_ups(self) -> list[Program]:
-        """Prefill passes that compile whatever runs between the recorded segments."""
+        """Prefill passes that compile whatever runs between the segments, which are not recorded yet: it has the static
+        tensors as inputs, whose values do not matter."""
         if not any(isinstance(item, Recordings) for item in self.forwards.values()):
             return []
         warm_up, sizes = self.prefill_step.warm_up, token_buckets(self._prefill_chunk)

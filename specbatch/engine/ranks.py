@@ -26,7 +26,7 @@ from specbatch.engine.rank_link import Built, Call, Digests, Message, Progress, 
 from specbatch.errors import SpecbatchError, one_line, refuse
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.memory.planner import MemoryShare
-from specbatch.progress import Report
+from specbatch.progress import Instead, Report
 from specbatch.runtime.device import far_device, find_device
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class EngineRanks:
         def with_own(done: int, total: int) -> None:
             report(*self._group.note_progress(0, Progress(self._number, done, total)))
 
-        return with_own
+        return Instead(report, with_own)
 
     def wait_until_built(self) -> None:
         self._group.wait_until_built(self._number, self._report)

@@ -115,7 +115,7 @@ class SwiGlu:
     down: Linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.gate_up.gated(x, self.norm), residual=x)
+        return self.down.after_gate(self.gate_up, x, self.norm)
 
 
 @dataclass(frozen=True)

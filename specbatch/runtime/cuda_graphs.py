@@ -19,6 +19,7 @@ import torch
 from specbatch.config import Graphs
 from specbatch.core.sampling import SamplingFlags
 from specbatch.core.sampling_params import MOST_TOP_LOGPROBS
+from specbatch.kernels.common.rehearsal import is_rehearsing, rehearse
 from specbatch.kernels.elementwise.gather_rows import ring_push
 
 Program = Callable[[], None]
@@ -66,7 +67,8 @@ class GraphCounters:
 class Recorder:
     """Records programs into CUDA graphs that share one memory pool.
 
-    They may share it because each leaves its results in tensors made outside, and all replay on one stream.
+    They may share it because each leaves its results in tensors made outside, and all replay on one stream. In a
+    rehearsal (see `parallel_compilation`) programs run on the host only, and what is recorded does nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,6 +77,9 @@ class Recorder:
 
     def warm(self, program: Program) -> None:
         """Run once, for what is compiled or allocated on first use."""
+        if is_rehearsing():
+            rehearse(program)
+            return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             program()
@@ -83,6 +88,8 @@ class Recorder:
     def record(self, program: Program) -> Program:
         """Record what `program` launches; returns its replay. `torch.cuda.graph` would collect garbage at every
         entry."""
+        if is_rehearsing():
+            return nothing
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), _no_collection():
@@ -94,6 +101,10 @@ class Recorder:
         torch.cuda.current_stream().wait_stream(self._stream)
         replay: Program = graph.replay
         return replay
+
+
+def nothing() -> None:
+    """What replays a program that is not recorded yet."""
 
 
 @contextmanager

@@ -142,7 +142,7 @@ class Loader:
     caches: list[KVCache] = field(default_factory=list)
 
     def model(self, checkpoint: Checkpoint, *, of_draft: bool = False) -> Decoder:
-        self.progress.begin()
+        self.progress.begin("loading the draft" if of_draft else "loading")
         return Decoder(
             self.part(checkpoint.config),
             checkpoint.tensor,

@@ -8,7 +8,7 @@ whose keys are read from the cache, and without one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Protocol, cast
 
@@ -22,7 +22,16 @@ from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.layers import Attention, Recurrent
-from specbatch.runtime.cuda_graphs import SHORT_TOKENS, GraphCounters, Program, Recorder, bucket_of, token_buckets
+from specbatch.runtime.cuda_graphs import (
+    SHORT_TOKENS,
+    GraphCounters,
+    Program,
+    Recorder,
+    bucket_of,
+    nothing,
+    token_buckets,
+)
+from specbatch.runtime.structure import structure_of
 
 
 def _most_spans(bucket: int) -> int:
@@ -94,7 +103,9 @@ class PiecewiseGraphs:
         # takes less time in one graph with all layers.
         self._in_segments = len(mixers) if needs_all_hidden or model.aux else model.first_reader
         self._buckets = token_buckets(most)
-        self._segments: dict[int, list[Program]] = {}
+        # Until they are recorded they do nothing, and a pass runs what is between them.
+        count = self._in_segments + needs_all_hidden
+        self._segments: dict[int, list[Program]] = {bucket: [nothing] * count for bucket in self._buckets}
         # By bucket, and whether no sequence has a prefix.
         self._wholes: dict[tuple[int, bool], Program] = {}
         short = [bucket for bucket in self._buckets if bucket <= SHORT_TOKENS and cache.attention.recordable]
@@ -124,16 +135,18 @@ class PiecewiseGraphs:
         return len(self._buckets)
 
     def capture(self) -> Iterator[None]:
+        count, layers = self._in_segments, len(self._model.layers)
+        unlike, all_unlike = self._unlike(count), self._unlike(layers)
         for bucket in reversed(self._buckets):
-            for segment in self._programs(bucket, self._in_segments):
-                self._recorder.warm(segment)
-            programs = self._programs(bucket, self._in_segments)
-            self._segments[bucket] = [self._recorder.record(segment) for segment in programs]
+            programs = list(self._programs(bucket, count))
+            for index in (0, *(index + 1 for index in unlike if index + 1 < len(programs))):
+                self._recorder.warm(programs[index])
+            self._segments[bucket] = [self._recorder.record(segment) for segment in self._programs(bucket, count)]
             for key in ((bucket, True), (bucket, False)):
                 if (spans := self._spans.get(key)) is not None:
-                    layers = len(self._model.layers)
-                    whole = partial(self._run, list(self._programs(bucket, layers)), layers, bucket, spans)
-                    self._recorder.warm(whole)
+                    programs = list(self._programs(bucket, layers))
+                    self._recorder.warm(partial(self._run, programs, all_unlike, bucket, spans))
+                    whole = partial(self._run, programs, range(layers), bucket, spans)
                     self._wholes[key] = self._recorder.record(whole)
             yield
 
@@ -160,7 +173,7 @@ class PiecewiseGraphs:
             done = len(self._model.layers)
         else:
             done = self._in_segments
-            self._run(self._segments[bucket], done, count, spans)
+            self._run(self._segments[bucket], range(done), count, spans)
         self.counters.replays += 1
         self.counters.padded += bucket - count
         aux = None if self._aux is None else self._aux[:count]
@@ -175,10 +188,22 @@ class PiecewiseGraphs:
         context, of_rows = metadata.bind(self._cache), metadata.bind_rows(rows, self._cache)
         return Features(model.end(x, mixed, metadata.positions, context, rows, of_rows, inputs=inputs), aux)
 
-    def _run(self, segments: list[Program], layers: int, count: int, spans: RaggedBatch) -> None:
-        """Run the segments, and between them the operations of so many layers over the first `count` rows."""
+    def _unlike(self, count: int) -> list[int]:
+        """Of the first `count` layers those after whose operation something else is launched than after that of an
+        earlier one. What is compiled or allocated on first use is so for all layers once it is for these."""
+        model, found = self._model, dict[object, int]()
+        if self._inputs is not None or model.config.ranks > 1:
+            return list(range(count))  # each layer reads its own columns of the inputs; ranks warm the same layers
+        kinds = [structure_of(layer) for layer in model.layers[:count]]
+        for index in range(count):
+            taken = tuple(item in model.aux for item in model.config.published(index))
+            found.setdefault((*kinds[index : index + 2], index + 2 == count, taken), index)
+        return list(found.values())
+
+    def _run(self, segments: list[Program], layers: Iterable[int], count: int, spans: RaggedBatch) -> None:
+        """Run the segments, and between them the operations of these layers over the first `count` rows."""
         segments[0]()
-        for index in range(layers):
+        for index in layers:
             self._operation(index, count, spans)
             if index + 1 < len(segments):
                 segments[index + 1]()

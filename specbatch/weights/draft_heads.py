@@ -71,13 +71,18 @@ def open_draft(draft: str) -> DraftFiles:
 
 
 def dummy_draft(
-    config: dict[str, Any], shapes: Shapes, seed: int, maps: dict[str, torch.Tensor] | None = None
+    config: dict[str, Any], shapes: Shapes, seed: int, device: str, maps: dict[str, torch.Tensor] | None = None
 ) -> DraftFiles:
-    """A head of random weights with these shapes; `maps`: given tensors, such as d2t."""
+    """A head of random weights with these shapes, generated on `device`: on a GPU in bfloat16; `maps`: given tensors,
+    such as d2t."""
     fixed = maps or {}
 
     def tensor(name: str) -> torch.Tensor:
-        return fixed[name] if name in fixed else random_tensor(name, shapes[name], seed)
+        if name in fixed:
+            return fixed[name]
+        import torch
+
+        return random_tensor(name, shapes[name], seed, device, None if device == "cpu" else torch.bfloat16)
 
     return DraftFiles("dummy", f"random weights, seed {seed}", config, shapes, tensor)
 

@@ -1,9 +1,11 @@
-"""GEMMs of a decode step in Qwen3-8B's shapes, BF16: `torch.nn.functional.linear` and specbatch's kernel.
+"""GEMMs of a decode step in Qwen3-8B's shapes, BF16: `torch.nn.functional.linear` and specbatch's kernels.
 
 Each GEMM for 1 to 128 rows, with the norm, residual or gating that the model has there; then the chain of whole layers,
 in which each GEMM waits for the previous one: qkv with its norm, a stand-in for attention (5 us on 32 processors), o
-with its residual, the gated pair, down with its residual. Then GEMMs with INT4 weights in groups of 128 and with FP8
-weights scaled per output. The floor is one read of the weights.
+with its residual, the gated pair, down with its residual. `library` is cuBLAS with kernels of norms and SwiGLU between
+its GEMMs, as `Linear` multiplies more rows. Then GEMMs with INT4 weights in groups of 128 and with FP8 weights scaled
+per output, with activations in BF16 and in FP8, and the chain with FP8 weights, in which activations are quantized on
+the way. The floor is one read of the weights.
 """
 
 from __future__ import annotations
@@ -11,15 +13,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle, islice
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+import typer
 
+from specbatch.errors import refuse
+from specbatch.kernels.elementwise.activations import silu_and_mul
+from specbatch.kernels.elementwise.fp8_quantize import quantize_fp8
+from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm import skinny_gemm_triton
-from specbatch.kernels.gemm.fp8_linear import fp8_linear
+from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
+from specbatch.kernels.gemm.fp8_linear import fp8_linear, linear
 from specbatch.kernels.gemm.int4 import Int4Tiles, int4_linear, int4_tiles
+from specbatch.kernels.gemm.linear import Linear, Norm
+from specbatch.kernels.gemm.one_row_triton import OneRowTile
 from specbatch.kernels.gemm.skinny_gemm_configs import Tile
 from specbatch.kernels.gemm.split_k_triton import workspace
 from specbatch.kernels.gemm.weight import Weight
@@ -33,8 +44,11 @@ SIZES = {
     "down": (HIDDEN, INNER),
     "head": (VOCABULARY, HIDDEN),
 }
+ROWS = 1, 4, 16, 24, 32, 64
+NORMED, ADDED = ("qkv", "gate+up", "head"), ("o", "down")
 MEASURED_LAYERS, HEADS = 8, 2  # with weights of their own: more than the L2 holds
 QUANTIZED_COPIES = 4 * MEASURED_LAYERS  # of a weight, which is smaller than in BF16
+KINDS = "BF16", "INT4", "FP8"
 OF_LAYER = tuple(name for name in SIZES if name != "head")
 LAYER_BYTES = sum(2 * outputs * inputs for outputs, inputs in map(SIZES.__getitem__, OF_LAYER))
 
@@ -77,12 +91,24 @@ def model_gemm(
     residual: torch.Tensor,
     *,
     pdl: bool = True,
-    tile: Tile | None = None,
+    tile: Tile | OneRowTile | None = None,
 ) -> torch.Tensor:
     """The GEMM with the norm, gating or residual that the model has there."""
-    gated, normed = name == "gate+up", name in ("qkv", "gate+up", "head")
-    weights_of_norm, added = norm if normed else None, residual if name in ("o", "down") else None
-    return skinny_gemm_triton._product(x, weight, None, weights_of_norm, 1e-6, added, gated=gated, tile=tile, pdl=pdl)
+    weights_of_norm, added = norm if name in NORMED else None, residual if name in ADDED else None
+    return skinny_gemm_triton._product(
+        x, weight, None, weights_of_norm, 1e-6, added, gated=name == "gate+up", tile=tile, pdl=pdl
+    )
+
+
+def library_gemm(
+    name: str, x: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor, residual: torch.Tensor
+) -> torch.Tensor:
+    """`model_gemm` by the library and kernels before and after it; a residual is added to in place."""
+    x = rms_norm(x, norm, 1e-6) if name in NORMED else x
+    if name in ADDED:
+        return residual.addmm_(x, weight.t())
+    y = torch.mm(x, weight.t())
+    return silu_and_mul(y) if name == "gate+up" else y
 
 
 class Weights:
@@ -100,39 +126,70 @@ class Weights:
         self.rows = {width: torch.randn(128, width, device="cuda").bfloat16() for width in (HIDDEN, INNER)}
 
     def gemm(
-        self, name: str, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, *, pdl: bool = True
+        self,
+        name: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        residual: torch.Tensor,
+        *,
+        pdl: bool = True,
+        library: bool = False,
     ) -> torch.Tensor:
+        if library:
+            return library_gemm(name, x, weight, self.norm, residual)
         return model_gemm(name, x, weight, self.norm, residual, pdl=pdl)
 
     def chain(
-        self, rows: int, layers: int = MEASURED_LAYERS, *, pdl: bool = True, attention: bool = True, head: bool = False
+        self,
+        rows: int,
+        layers: int = MEASURED_LAYERS,
+        *,
+        attention: bool = True,
+        head: bool = False,
+        pdl: bool = True,
+        library: bool = False,
     ) -> None:
-        x = self.rows[HIDDEN][:rows]
-        weights = zip(*(self.of[name] for name in ("qkv", "o", "gate+up", "down")), strict=True)
+        gemm = partial(self.gemm, pdl=pdl, library=library)
+        x = self.rows[HIDDEN][:rows].clone()
+        weights = zip(*(self.of[name] for name in OF_LAYER), strict=True)
         for qkv, o, gated, down in islice(cycle(weights), layers):
-            h = self.gemm("qkv", x, qkv, x, pdl=pdl)
+            h = gemm("qkv", x, qkv, x)
             h = _attention(h, pdl) if attention else h[:, :HIDDEN]
-            x = self.gemm("o", h, o, x, pdl=pdl)
-            h = self.gemm("gate+up", x, gated, x, pdl=pdl)
-            x = self.gemm("down", h, down, x, pdl=pdl)
+            x = gemm("o", h, o, x)
+            h = gemm("gate+up", x, gated, x)
+            x = gemm("down", h, down, x)
         if head:
-            self.gemm("head", x, self.of["head"][0], x, pdl=pdl)
+            gemm("head", x, self.of["head"][0], x)
 
 
-def tables() -> Iterator[Table]:
+def tables(
+    weights: Annotated[str, typer.Option(help=f"One of {', '.join(KINDS)}; all by default.")] = "",
+) -> Iterator[Table]:
+    if weights and weights not in KINDS:
+        raise refuse("weights", weights, f"use {', '.join(KINDS)}")
     workspace(torch.device("cuda"))
-    weights = Weights()
+    if weights in ("", "BF16"):
+        yield from _tables_in_bf16(Weights())
+    if weights != "BF16":
+        yield Table(_quantized(weights), "Quantized weights", shows=("floor",))
+    if weights in ("", "FP8"):
+        yield Table(_chains_in_fp8(), "A layer of the chain with FP8 weights", shows=("floor",))
+
+
+def _tables_in_bf16(weights: Weights) -> Iterator[Table]:
     yield Table(_single(weights), shows=("floor",))
     yield Table(_chains(weights), "A layer of the chain", shows=("floor",))
-    yield Table(_quantized(), "Quantized weights", shows=("floor",))
     step = partial(weights.chain, layers=LAYERS, head=True)
-    rows = (Case({"rows": rows}, {f"{LAYERS} layers and head": [partial(step, rows)]}) for rows in (1, 16, 32, 64))
-    yield Table(rows, "A decode step", unit="ms")
+    cases = (
+        Case({"rows": rows}, {"specbatch": [partial(step, rows)], "library": [partial(step, rows, library=True)]})
+        for rows in ROWS
+    )
+    yield Table(cases, f"A decode step: {LAYERS} layers and a head", unit="ms")
 
 
 def _single(weights: Weights) -> Iterator[Case]:
     for name, (outputs, inputs) in SIZES.items():
-        for rows in (1, 4, 16, 32, 64, 128):
+        for rows in (*ROWS, 128):
             x, residual = weights.rows[inputs][:rows], weights.rows[HIDDEN][:rows]
             calls = {
                 "specbatch": [partial(weights.gemm, name, x, weight, residual) for weight in weights.of[name]],
@@ -157,24 +214,51 @@ def bytes_of(weight: Weight | Int4Tiles) -> int:
     return sum(part.nbytes for part in (weight.values, weight.scales) if part is not None)
 
 
-def _quantized() -> Iterator[Case]:
-    gemms: dict[str, Callable[..., object]] = {"INT4": int4_linear, "FP8": fp8_linear}
+def _quantized(of: str) -> Iterator[Case]:
+    """of: INT4, FP8 or all."""
+    gemms: dict[str, Callable[..., object]] = {"INT4": int4_linear, "FP8": fp8_linear, "FP8 x FP8": fp8_linear}
     for name in OF_LAYER:
         shape = SIZES[name]
         for kind, multiply in gemms.items():
-            weights = [quantized_weight(kind, shape) for _ in range(QUANTIZED_COPIES)]
+            if not kind.startswith(of):
+                continue
+            weights = [quantized_weight(kind.split()[0], shape) for _ in range(QUANTIZED_COPIES)]
             for rows in (1, 4, 16, 32, 64, 128, 256, 1024):
                 x = torch.randn(rows, shape[1], device="cuda").bfloat16()
-                calls = [partial(multiply, x, weight) for weight in weights]
+                given = quantize_fp8(x) if kind == "FP8 x FP8" else x
+                calls = [partial(multiply, given, weight) for weight in weights]
                 labels = {"weights": kind, "GEMM": name, "rows": rows}
                 yield Case(labels, {"specbatch": calls}, bytes=bytes_of(weights[0]))
 
 
+def _chains_in_fp8() -> Iterator[Case]:
+    stored = [{name: quantized_weight("FP8", SIZES[name]) for name in OF_LAYER} for _ in range(QUANTIZED_COPIES)]
+    size = sum(bytes_of(weight) for weight in stored[0].values())
+    layers = [{name: linear(weight) for name, weight in layer.items()} for layer in stored]  # type: ignore[arg-type]
+    norm = Norm(torch.ones(HIDDEN, device="cuda").bfloat16(), 1e-6)
+    for rows in (1, 4, 16, 32, 64, 128):
+        x = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
+        calls = {
+            "FP8 activations": [partial(_chain_in_fp8, layers, x, norm, quantizes=True)],
+            "BF16 activations": [partial(_chain_in_fp8, layers, x, norm, quantizes=False)],
+        }
+        yield Case({"rows": rows}, calls, count=QUANTIZED_COPIES, bytes=size)
+
+
+def _chain_in_fp8(layers: list[dict[str, Linear]], x: torch.Tensor, norm: Norm, *, quantizes: bool) -> None:
+    with use_fp8_activations(quantizes):
+        for layer in layers:
+            mixed = _attention(layer["qkv"](x, norm=norm), pdl=True)
+            x = layer["o"](mixed, residual=x)
+            x = layer["down"].after_gate(layer["gate+up"], x, norm)
+
+
 def _chains(weights: Weights) -> Iterator[Case]:
-    for rows in (1, 16, 32, 64):
+    for rows in ROWS:
         calls = {
             "PDL": [partial(weights.chain, rows)],
             "no PDL": [partial(weights.chain, rows, pdl=False)],
             "PDL, no attention": [partial(weights.chain, rows, attention=False)],
+            "library": [partial(weights.chain, rows, library=True)],
         }
         yield Case({"rows": rows}, calls, count=MEASURED_LAYERS, bytes=LAYER_BYTES)

@@ -20,7 +20,9 @@ from specbatch.kernels.gemm import fp8_linear_triton, int4_triton, skinny_gemm_c
 from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS
 from specbatch.kernels.gemm.fp8_few_rows_triton import FP8FewRowsTile
 from specbatch.kernels.gemm.int4_few_rows_triton import Int4FewRowsTile
+from specbatch.kernels.gemm.one_row_triton import OneRowTile, one_row_tile_for
 from specbatch.kernels.gemm.split_k_triton import MULTIPROCESSORS, WORKSPACE, workspace
+from specbatch.kernels.gemm.w8a8_few_rows_triton import W8A8FewRowsTile
 from specbatch.sweeps.microbench.gemm import (
     HIDDEN,
     MEASURED_LAYERS,
@@ -37,10 +39,11 @@ ROWS, SPLITS = (16, 32, 64, 128), (1, 2, 3, 4, 6, 8, 12, 16)
 BLOCKS = {16: (16,), 32: (16, 32), 64: (32, 64), 128: (64, 128)}  # rows of a tile, by rows of x
 SHARED_BYTES = 227 * 1024  # of a multiprocessor of an H200
 KINDS = {
-    "BF16": "outputs, k, splits, warps, stages",
+    "BF16": "outputs, k, splits, warps, stages; of one row rows of the weight, warps",
     "INT4": f"rows, outputs, splits, warps, stages; to {MOST_ROWS} rows outputs, splits, chunks, stages",
     "FP8": f"rows, outputs, k, splits, warps, stages; to {MOST_ROWS} rows outputs, splits, warps, stages, ahead",
-    "FP8 x FP8": "rows, outputs, k, splits, warps, stages",
+    "FP8 x FP8": f"rows, outputs, k, splits, warps, stages; to {MOST_ROWS} rows outputs, splits, warps, stages, ahead, "
+    "early",
 }
 
 
@@ -53,7 +56,7 @@ def tables(
     for kind, columns in KINDS.items():
         if weights not in ("", kind):
             continue
-        works = [(name, rows) for name in OF_LAYER for rows in ROWS]
+        works = [(name, rows) for name in OF_LAYER for rows in rows_of(kind)]
         jobs = {(kind, name, rows, tile) for name, rows in works for tile in grid(kind, name, rows)}
         compile_all(_launch, sorted(jobs, key=repr))
         yield Table((_row(kind, name, rows, columns) for name, rows in works), f"{kind} weights")
@@ -69,12 +72,19 @@ def _row(kind: str, name: str, rows: int, columns: str) -> Row:
     return fastest({"GEMM": name, "rows": rows}, launches, rule(kind, name, rows), grid(kind, name, rows), columns)
 
 
+def rows_of(kind: str) -> tuple[int, ...]:
+    """Numbers of rows with tiles of their own."""
+    return (1, *ROWS) if kind == "BF16" else ROWS
+
+
 def rule(kind: str, name: str, rows: int) -> Any:
     """The tile that the kernel chooses."""
     outputs, inputs = SIZES[name]
     if kind == "BF16":
         gated = name == "gate+up"
-        return skinny_gemm_configs.tile_for(outputs // 2 if gated else outputs, inputs, max(16, rows), gated, 2)
+        if rows == 1:
+            return one_row_tile_for(inputs, gated)
+        return skinny_gemm_configs.tile_for(outputs // 2 if gated else outputs, inputs, rows, gated, 2)
     if kind == "INT4":
         return int4_triton.tile_for(rows, outputs, inputs, 2)
     return fp8_linear_triton.tile_for(rows, outputs, inputs, 1 if kind == "FP8 x FP8" else 2)
@@ -84,12 +94,18 @@ def grid(kind: str, name: str, rows: int) -> list[Any]:
     """Tiles that fit in shared memory, in numbers that give a multiprocessor between 3/4 and 4 programs on average."""
     outputs, inputs = SIZES[name]
     tiles: list[Any] = []
-    if kind == "BF16":
-        halves = 2 if name == "gate+up" else 1
-        sizes = (32, 64, 128), (64, 128, 256), SPLITS, (2, 4, 8), (3, 4, 5)
+    halves = 2 if name == "gate+up" else 1
+    if kind == "BF16" and rows == 1:
+        for of_weight, warps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
+            if of_weight >= halves and 8 <= of_weight * inputs // (64 * warps) <= 96:  # registers that hold weights
+                tiles.append(OneRowTile(of_weight, warps))
+    elif kind == "BF16":
+        is_weight_first = skinny_gemm_configs.puts_weight_first(rows)
+        sizes = (32, 64, 128), (64, 128, 256), SPLITS, (2, 4, 8), (3, 4, 5, 6)
         for n, k, splits, warps, stages in itertools.product(*sizes):
             is_split = splits > 1 and (halves == 2 or inputs // k < splits)
             fits = (n * halves + rows) * k * 2 * (stages - 1) <= SHARED_BYTES and n * halves >= 16 * warps
+            fits = fits and (not is_weight_first or n >= max(64, 16 * warps))
             if fits and not is_split and _fills(outputs // halves, n, rows, rows, splits):
                 tiles.append(skinny_gemm_configs.Tile(n, k, splits, warps, stages))
     elif kind == "INT4" and rows <= MOST_ROWS:
@@ -113,6 +129,12 @@ def grid(kind: str, name: str, rows: int) -> list[Any]:
         ):
             if _fills(outputs, n, rows, block, splits):
                 tiles.append(fp8_linear_triton.Tile(block, n, k, splits, warps, stages))
+    elif rows <= MOST_ROWS:
+        pipelines = (64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 4, 4), (128, 8, 4)
+        for (n, warps, stages), splits in itertools.product(pipelines, SPLITS):
+            if _fills(outputs, n, rows, rows, splits):
+                ways = (0, False), (1024 // n, False), (0, True)
+                tiles += [W8A8FewRowsTile(n, splits, warps, stages, *way) for way in ways]
     else:  # never split, and always the 64 rows of an instruction: see `fp8_linear_triton.tile_for`
         for n, warps, stages in itertools.product((32, 64, 128), (4, 8), range(3, 9)):
             tiles.append(fp8_linear_triton.Tile(64, n, 128, 1, warps, stages))

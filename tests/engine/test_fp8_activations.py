@@ -295,7 +295,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 @on_gpu
 @pytest.mark.parametrize("shape", [DENSE, MOE, NEXT], ids=["dense", "moe", "next"])
 def test_logits_are_near_those_of_bfloat16_activations(build: Callable[..., Engine], shape: dict[str, Any]) -> None:
-    """And nearer to those of other chunk sizes: rows of a GEMM are bit-identical, but attention is not, so that some
+    """And nearer to those of other chunk sizes: attention and GEMMs of few rows differ in their last bits, so that some
     values are quantized to the other side."""
     found = {}
     for name, settings in {

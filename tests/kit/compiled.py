@@ -1,7 +1,8 @@
-"""Compiles kernels for Hopper, which needs no GPU: deterministic ones, those of gpt-oss, of latent attention, of
-quantized weights and of collectives. One JSON line for each: shared memory, instructions of the tensor cores, how many
-of the main loop write to shared memory, and how many elements assembly takes together. A process of its own: in the
-tests, kernels are interpreted."""
+"""Compiles kernels for Hopper, which needs no GPU: deterministic ones, those of gpt-oss, of latent attention and of
+collectives. One JSON line for each: shared memory, instructions of the tensor cores, how many of the main loop write to
+shared memory, how many elements assembly takes together, registers and bytes of stack of a thread, and before the wait
+for the previous kernel: loads of memory, asynchronous copies among them, and fetches to L2. A process of its own: in
+the tests, kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -27,15 +28,13 @@ from specbatch.kernels.collectives import push_triton as one_shots
 from specbatch.kernels.collectives import two_shot_triton as two_shots
 from specbatch.kernels.collectives.peer_words_triton import EMPTY, KINDS
 from specbatch.kernels.gemm import fixed_order_gemm_triton as gemms
-from specbatch.kernels.gemm import fp8_few_rows_triton as fp8_few_rows
-from specbatch.kernels.gemm import fp8_linear_triton as fp8s
 from specbatch.kernels.gemm import head_gemm_triton as head_gemms
-from specbatch.kernels.gemm import int4_few_rows_triton as int4_few_rows
-from specbatch.kernels.gemm import int4_triton as int4s
-from specbatch.kernels.gemm import skinny_gemm_triton as skinny
-from specbatch.kernels.gemm.skinny_gemm_configs import undivided_tile_for
-from specbatch.kernels.moe import experts_triton as experts
 
+EARLY = {
+    "early": r"ld\.global|cp\.async\.c[ag]\.",
+    "copied_early": r"cp\.async\.c[ag]\.",
+    "fetched_early": r"prefetch\.global\.L2",
+}
 SIZES = ("N", "K", "x_stride", "y_stride", "x_token", "x_head", "weight_head", "weight_k", "weight_n")
 
 
@@ -52,21 +51,26 @@ def compiled(kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], **option
     loops = [code[code.index(f"{label}:") : end.end()] for end in re.finditer(r"bra(?:\.uni)? \s*(\$\w+);", code)
              if f"{(label := end[1])}:" in code[: end.end()]]  # fmt: skip
     copies = max(loops, key=len, default="").count("st.shared")
+    before, found_wait, _ = code.partition("griddepcontrol.wait")
+    early = {name: len(re.findall(code, before)) if found_wait else 0 for name, code in EARLY.items()}
     together = max(map(int, re.findall(r"packed_element = (\d+)", done.asm["ttgir"])), default=0)
+    registers, stack = usage_of(done.asm["cubin"])
     return {
         "shared": done.metadata.shared, "instructions": found, "copies": copies, "together": together,
-        "stack": stack_of(done.asm["cubin"]),
+        "registers": registers, "stack": stack, **early,
     }  # fmt: skip
 
 
-def stack_of(code: bytes) -> int:
-    """Bytes of a thread's stack in an assembled kernel: of registers that were spilled, as no kernel has arrays."""
+def usage_of(code: bytes) -> tuple[int, int]:
+    """Of a thread in an assembled kernel: registers, and bytes of its stack, those of registers that were spilled, as
+    no kernel has arrays."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(code)
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(re.findall(r"STACK:(\d+)", done.stdout)[0])
+    registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", done.stdout)[0])
+    return registers, stack
 
 
 def attention(
@@ -199,23 +203,6 @@ def head_gemm(tokens: int, *, is_turned: bool, dtype: str = "bf16") -> dict[str,
     return compiled(head_gemms._head_gemm, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
-def experts_of_four_bits(rows: int, *, is_gated: bool, group: int = 0) -> dict[str, Any]:
-    """A grouped GEMM of gpt-oss; with a group of Qwen3-30B-A3B in INT4."""
-    tile = experts._FOUR_BITS_TILES[rows]
-    kinds = dict.fromkeys(("x", "bias", "y"), "*bf16") | {"weight": "*i32"}
-    kinds |= dict.fromkeys(("order", "blocks", "used"), "*i32") | dict.fromkeys(("N", "K", "x_stride"), "i32")
-    kinds["scales"] = "*i32" if group else "*u8"
-    fixed: dict[str, Any] = {
-        "x_scales": None, "QUANTIZED": False, "SHARE": 4 if is_gated else 1, "GATED": is_gated,
-        "CLAMPED": is_gated and not group, "GELU": False, "SQUARED": False, "SCALED": False, "PER_CHANNEL": False,
-        "FP8": False, "MXFP4": not group, "INT4": group, "SCALE_BLOCK": 128, "ONCE": rows == 16, "EARLY": False,
-        "EVEN_K": bool(group), "BM": rows, "BN": tile.n, "BK": tile.k, "CHUNK": 128, "UNIT": 128, "BF16": True,
-        "WARPS": tile.warps, "PDL": True,
-    }  # fmt: skip
-    fixed |= {"bias": None} if group else {}
-    return compiled(experts._grouped_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
-
-
 def gemm(rows: int, dtype: str = "bf16") -> dict[str, Any]:
     tile = gemms.tile_for(rows, {"bf16": 2, "fp32": 4}[dtype])
     kinds = dict.fromkeys(("bias", "residual", "y"), f"*{dtype}")
@@ -226,65 +213,6 @@ def gemm(rows: int, dtype: str = "bf16") -> dict[str, Any]:
     }
     fixed = {"BT": tile.rows, "BN": tile.outputs, "BK": tile.columns, "GROUP": tile.group, "PDL": True}
     return compiled(gemms._fixed_order_gemm, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
-
-
-def few_rows(n: int, k: int, *, gated: bool) -> dict[str, Any]:
-    tile = undivided_tile_for(n, k, gated=gated, item=2)
-    kinds = dict.fromkeys(("x", "weight", "residual", "y"), "*bf16") | {"partial": "*fp32", "counters": "*i32"}
-    kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "residual_stride"), "i32") | {"eps": "fp32"}
-    fixed: dict[str, Any] = {
-        "bias": None, "norm": None, "GATED": gated, "SQUARED": False, "HAS_BIAS": False, "HAS_NORM": False,
-        "HAS_RESIDUAL": not gated, "ROUNDED": True, "SPLITS": tile.splits, "EVEN_K": True, "BM": 16, "BN": tile.n,
-        "BK": tile.k, "PDL": True,
-    }  # fmt: skip
-    return compiled(skinny._skinny_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
-
-
-def fp8(rows: int, *, per_channel: bool, quantized: bool) -> dict[str, Any]:
-    kinds = dict.fromkeys(("x", "bias", "residual", "y"), "*bf16") | {"scales": "*fp32", "weight": "*fp8e4nv"}
-    kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "residual_stride", "y_stride"), "i32")
-    kinds |= {"x": "*fp8e4nv", "x_scales": "*fp32"} if quantized else {}
-    kinds |= {"partial": "*fp32", "counters": "*i32"}
-    tile = fp8s.tile_for(rows, 4096, 12288, 1 if quantized else 2)
-    fixed: dict[str, Any] = {"PER_CHANNEL": per_channel, "HAS_BIAS": False, "HAS_RESIDUAL": True}
-    if isinstance(tile, fp8_few_rows.FP8FewRowsTile):
-        return of_few_rows(
-            fp8_few_rows._fp8_few_rows_kernel, kinds | {"weight": "*i32"}, fixed | {"SIDE": 128}, rows, tile
-        )
-    fixed |= {
-        "QUANTIZED": quantized, "SCALE_BLOCK": 128, "EVEN_K": True, "SPLITS": tile.splits, "BM": tile.rows,
-        "BN": tile.outputs, "BK": tile.k, "PDL": True,
-    }  # fmt: skip
-    fixed |= {} if quantized else {"x_scales": None}
-    return compiled(fp8s._fp8_linear_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
-
-
-def of_few_rows(
-    kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], rows: int, tile: fp8_few_rows.FP8FewRowsTile
-) -> dict[str, Any]:
-    _, settings = tile.settings(torch.empty(rows, 12288, device="meta"), 4096, 96)
-    settings.pop("launch_pdl")
-    options = {name: settings.pop(name) for name in ("num_warps", "num_stages")}
-    return compiled(kernel, kinds, fixed | settings | {"PDL": True}, **options)
-
-
-def int4(rows: int, kind: str, group: int, n: int = 4096, k: int = 12288) -> dict[str, Any]:
-    tile = int4s.tile_for(rows, n, k, 2)
-    kinds = dict.fromkeys(("x", "bias", "residual", "y"), f"*{kind}") | {"partial": "*fp32"}
-    kinds |= dict.fromkeys(("weight", "scales", "counters"), "*i32")
-    kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "residual_stride", "y_stride"), "i32")
-    fixed: dict[str, Any] = {"HAS_BIAS": False, "HAS_RESIDUAL": True, "CHUNK": 128, "UNIT": 128}
-    fixed["BF16"] = kind == "bf16"
-    if isinstance(tile, int4_few_rows.Int4FewRowsTile):
-        fixed |= {
-            "GROUPS": 128 // group, "CHUNKS": tile.chunks, "SPLITS": tile.splits, "BM": rows, "BN": tile.outputs,
-            "WARPS": 4, "STAGES": tile.stages, "AHEAD": 2, "PDL": True,
-        }  # fmt: skip
-        return compiled(int4_few_rows._int4_few_rows_kernel, kinds, fixed, num_warps=4, num_stages=tile.stages)
-    fixed |= {
-        "GROUP": group, "SPLITS": tile.splits, "BM": tile.rows, "BN": tile.outputs, "WARPS": tile.warps, "PDL": True
-    }  # fmt: skip
-    return compiled(int4s._int4_linear_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def collective(ranks: int, dtype: str = "bf16", *, reduces: bool = True, is_two_shot: bool = False) -> dict[str, Any]:
@@ -359,10 +287,6 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     for tokens, is_turned in ((1, False), (1, True), (1024, False), (1024, True)):
         yield f"GEMM of heads, {tokens} tokens, turned: {is_turned}", head_gemm(tokens, is_turned=is_turned)
     yield "FP32 GEMM of heads", head_gemm(1024, is_turned=True, dtype="fp32")
-    for rows in experts._FOUR_BITS_TILES:
-        yield f"INT4 experts of {rows} rows", experts_of_four_bits(rows, is_gated=True, group=128)
-        yield f"experts of {rows} rows", experts_of_four_bits(rows, is_gated=True)
-        yield f"second GEMM of experts of {rows} rows", experts_of_four_bits(rows, is_gated=False)
     exact: dict[str, Any] = {"cache": "fp32", "dtype": "fp32"}
     yield "FP32 prompt", attention(16, 16, is_prompt=True, is_spread=False, **exact)
     yield "FP32 step, spread", attention(16, 4, is_prompt=False, is_spread=True, **exact)
@@ -371,26 +295,6 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"FP32 GEMM of {rows} rows", gemm(rows, "fp32")
     for rows in (16, 32, 64, 128, 1024):
         yield f"GEMM of {rows} rows", gemm(rows)
-    for n, k, gated in ((6144, 4096, False), (4096, 4096, False), (151936, 4096, False), (12288, 4096, True)):
-        yield f"GEMM of few rows, {n} x {k}", few_rows(n, k, gated=gated)
-    cases = (
-        (16, "bf16", 128),
-        (32, "fp16", 128),
-        (32, "bf16", 64),
-        (16, "bf16", 32),
-        (64, "fp16", 128),
-        (64, "bf16", 32),
-        (128, "bf16", 128),
-        (128, "fp16", 32),
-    )
-    for rows, kind, group in cases:
-        yield f"INT4 GEMM of {rows} rows, {kind}, groups of {group}", int4(rows, kind, group)
-    for n, k in ((6144, 4096), (24576, 4096), (57344, 8192)):
-        yield f"INT4 GEMM of 16 rows, {n} x {k}", int4(16, "bf16", 128, n, k)
-    yield "INT4 GEMM of 64 rows, 24576 x 4096", int4(64, "bf16", 128, 24576, 4096)
-    for rows, quantized in ((16, False), (32, False), (128, False), (64, True)):
-        yield f"FP8 GEMM of {rows} rows, scaled per output", fp8(rows, per_channel=True, quantized=quantized)
-    yield "FP8 GEMM of 16 rows, scaled per block", fp8(16, per_channel=False, quantized=False)
     for ranks in (2, 4, 8):
         yield f"one-shot of {ranks} ranks", collective(ranks)
         yield f"one-shot of {ranks} ranks, gathering", collective(ranks, "fp32", reduces=False)

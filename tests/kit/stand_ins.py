@@ -9,7 +9,8 @@ import torch
 
 from specbatch.core.async_copy import AsyncCopy
 from specbatch.engine.draft_length import DraftLength
-from specbatch.runtime.cuda_graphs import Program
+from specbatch.kernels.common.rehearsal import is_rehearsing, rehearse
+from specbatch.runtime.cuda_graphs import Program, nothing
 
 
 class FakeRecorder:
@@ -22,9 +23,14 @@ class FakeRecorder:
         self.recorded = 0
 
     def warm(self, program: Program) -> None:
-        program()
+        if is_rehearsing():
+            rehearse(program)
+        else:
+            program()
 
     def record(self, program: Program) -> Program:
+        if is_rehearsing():
+            return nothing
         self.recorded += 1
         return program
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,11 +22,13 @@ from specbatch.config import Graphs, Speculation
 from specbatch.core.async_copy import StepTimer
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.core.request import SamplingParams
+from specbatch.engine.device_worker import DeviceWorker
 from specbatch.engine.prefill import PrefillStep
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.models.padded_attention import PaddedAttention
 from specbatch.runtime.cuda_graphs import RING, batch_buckets, token_buckets
+from specbatch.runtime.parallel_compilation import Compilation, compile_ahead
 from specbatch.runtime.prefill_forward import EagerForward, PiecewiseGraphs, static_bytes
 
 SPECULATIONS = {
@@ -226,6 +229,45 @@ def test_prefill_is_warmed_up_with_and_without_a_prefix(
     seen.clear()
     width = graph_engine(prefill_chunk=40, max_model_len=20)._worker.batch.width
     assert all(0 <= start < end < width for start, end in seen)
+
+
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_a_rehearsal_changes_nothing(
+    toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Of all recordings and passes, as with an empty cache of kernels."""
+    seen: list[torch.Tensor] = []
+
+    @torch.inference_mode()
+    def compile_kernels(worker: DeviceWorker, report: Any) -> None:
+        state = worker.batch.tokens, worker.batch.lengths, worker.decode_step.cache.keys
+        before = [item.clone() for item in state]
+        compile_ahead([item.capture() for item in worker.recordings()], worker._warm_ups(), report)
+        assert all(torch.equal(*pair) for pair in zip(before, state, strict=True))
+        seen.extend(before)
+
+    monkeypatch.setattr(DeviceWorker, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(Compilation, "is_cold", lambda self: True)
+    engine = graph_engine(speculation=SPECULATIONS[name], max_running=7)
+    assert seen
+    prompts = toy.prompts()[::4]
+    done = engine.generate([list(prompt) for prompt in prompts], greedy(9))
+    assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:9] for prompt in prompts]
+
+
+def test_layers_that_are_alike_are_warmed_once(graph_engine: Callable[..., Any]) -> None:
+    forward = graph_engine()._worker.forwards["target"]
+    assert len(forward._model.layers) == 4
+    assert forward._unlike(4) == [0, 2, 3]  # the one before the last layer has another program after it
+    assert forward._unlike(1) == [0]
+
+
+def test_log_says_how_long_the_start_took(graph_engine: Callable[..., Any]) -> None:
+    lines: list[str] = []
+    caps = graph_engine(log=lines.append).caps
+    [line] = [line for line in lines if line.startswith("start-up: ")]
+    assert re.fullmatch(r"start-up: \d+\.\d s \(plan \d+\.\d, load \d+\.\d, compile \d+\.\d, record \d+\.\d\)", line)
+    assert min(caps[name] for name in ("load_s", "compile_s", "capture_s")) >= 0
 
 
 def test_progress_of_recording_is_reported(graph_engine: Callable[..., Any]) -> None:

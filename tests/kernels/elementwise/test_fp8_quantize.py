@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from specbatch.kernels.elementwise import elementwise_triton
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8, quantize_fp8_ref
+from specbatch.kernels.elementwise.fp8_quantize import (
+    FP8Activations,
+    quantize_fp8,
+    quantize_fp8_ref,
+    rms_norm_fp8_ref,
+    silu_and_mul_fp8_ref,
+)
 from specbatch.kernels.gemm import fp8_activations
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 
@@ -119,6 +125,34 @@ def test_fp8_activations_setting() -> None:
     with pytest.raises(ZeroDivisionError), use_fp8_activations(True):
         _ = 1 / 0
     assert not fp8_activations.quantizes(half)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 4096), (40, 300), (3, 576), (5, 5120), (33, 256)])
+def test_kernels_that_quantize_what_they_compute_have_the_bits_of_two(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """In the interpreter all of them cast to FP8 in the same wrong way."""
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter cannot store bfloat16")
+    x = (torch.randn(rows, 2 * width) * torch.logspace(-2, 1, 2 * width)).to(device, dtype)
+    weight = torch.rand(width, device=device).to(dtype) + 0.5
+    wanted = elementwise_triton.quantize_fp8(elementwise_triton.silu_and_mul(x))
+    same(elementwise_triton.silu_and_mul_fp8(x), wanted)
+    x = x[:, :width].contiguous()
+    wanted = elementwise_triton.quantize_fp8(elementwise_triton.rms_norm(x, weight, 1e-3))
+    same(elementwise_triton.rms_norm_fp8(x, weight, 1e-3), wanted)
+    same(elementwise_triton.quantize_fp8(x, before_gemm=True), elementwise_triton.quantize_fp8(x))
+
+
+def test_nan_propagates_through_fused_quantization(device: torch.device) -> None:
+    x = torch.randn(3, 512).half().to(device)
+    x[1, 300] = torch.nan
+    for found in (silu_and_mul_fp8_ref(x), elementwise_triton.silu_and_mul_fp8(x)):
+        assert found.scales.isnan().nonzero().tolist() == [[1, 0]]
+    weight = torch.ones(512, dtype=torch.float16, device=device)
+    for found in (rms_norm_fp8_ref(x, weight, 1e-3), elementwise_triton.rms_norm_fp8(x, weight, 1e-3)):
+        assert found.scales.isnan().any(1).tolist() == [False, True, False]
 
 
 def test_quantize_fp8_dispatches_to_kernels(

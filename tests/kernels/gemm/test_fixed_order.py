@@ -48,6 +48,15 @@ def test_matches_float64(
         assert (y.double() - gate.sigmoid() * gate * up).norm() <= 2 * TOLERANCE[dtype] * y.double().norm()
 
 
+def test_more_than_16_rows_leave_the_kernels_of_few(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Those of the default mode take up to 32, with the weight as the other operand."""
+    monkeypatch.setattr(skinny_gemm_triton, "is_skinny", lambda rows, weight: True)
+    monkeypatch.setattr(skinny_gemm_triton, "_product", lambda *_, **__: pytest.fail("few rows"))
+    x, weight = (torch.ones(size, device=device) for size in ((17, 24), (8, 24)))
+    assert (fixed_order_linear(x, weight) == 24).all()
+    assert fixed_order_gated(x, weight).shape == (17, 4)
+
+
 def _divided(x: torch.Tensor, weight: torch.Tensor, *_: torch.Tensor | None) -> torch.Tensor:
     halves = [a.float() @ b.float().T for a, b in zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True)]
     return (halves[0] + halves[1]).to(x.dtype)

@@ -10,14 +10,19 @@ import torch.nn.functional as F
 from assembly import create_inline_asm
 from dtypes import HALVES
 
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8_ref
+from specbatch.kernels.dispatch import use_deterministic
+from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8_ref, rms_norm_fp8_ref
 from specbatch.kernels.elementwise.norm import rms_norm_ref
+from specbatch.kernels.gemm import fp8_linear as fp8_linear_module
 from specbatch.kernels.gemm import fp8_linear_triton
+from specbatch.kernels.gemm.few_rows_triton import even_splits
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.gemm.fp8_few_rows_triton import FP8FewRowsTile
 from specbatch.kernels.gemm.fp8_linear import ConcatLinear, FP8Linear, fp8_linear_ref, linear
 from specbatch.kernels.gemm.fp8_linear_triton import fp8_linear
 from specbatch.kernels.gemm.linear import Norm
+from specbatch.kernels.gemm.split_k_triton import used_splits
+from specbatch.kernels.gemm.w8a8_few_rows_triton import W8A8FewRowsTile
 from specbatch.kernels.gemm.weight import Weight
 
 TILES = [FP8FewRowsTile(64, 1, 4, 3, 8), FP8FewRowsTile(128, 3, 4, 3, 0)]
@@ -111,7 +116,7 @@ def test_no_rows_give_no_results(device: torch.device) -> None:
 
 def test_few_rows_are_those_of_half_precision() -> None:
     assert isinstance(fp8_linear_triton.tile_for(16, 4096, 4096, 2), FP8FewRowsTile)
-    for rows, k, item in ((33, 4096, 2), (16, 4032, 2), (16, 4096, 4), (16, 4096, 1)):
+    for rows, k, item in ((33, 4096, 2), (16, 4032, 2), (16, 4096, 4)):
         assert isinstance(fp8_linear_triton.tile_for(rows, 4096, k, item), fp8_linear_triton.Tile)
 
 
@@ -199,6 +204,69 @@ def test_fp8_linear_with_fp8_activations_matches_reference(
     assert (out[:, n + 2 :] == 7).all()
 
 
+QUANTIZED_TILES = [
+    W8A8FewRowsTile(64, 1, 4, 3, 8, early=False), W8A8FewRowsTile(128, 3, 4, 4, 0, early=True),
+    W8A8FewRowsTile(64, 2, 4, 6, 16, early=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("tile", QUANTIZED_TILES)
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "scaled"),
+    [(1, 130, 512, "blocks"), (17, 72, 384, "blocks"), (16, 200, 256, "outputs"), (32, 40, 1152, "blocks")],
+)
+def test_few_quantized_rows_match_reference(
+    tile: W8A8FewRowsTile, rows: int, n: int, k: int, scaled: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    weight, dequantized = random_weight(n, k, device, scaled)
+    x, bias = random_rows(rows, k, dtype, device), torch.randn(n).to(device, dtype)
+    residual = torch.randn(rows, n + 5).to(device, dtype)[:, 3 : 3 + n]
+    expected = x.dequantize().double() @ dequantized.t()
+    check(fp8_linear(x, weight, tile=tile), expected, dtype)
+    out = torch.full((rows, n + 4), 7.0, device=device, dtype=dtype)
+    fp8_linear(x, weight, bias, residual, out[:, 2 : n + 2], tile)
+    check(out[:, 2 : n + 2], expected + bias.double() + residual.double(), dtype)
+    assert (out[:, :2] == 7).all()
+    assert (out[:, n + 2 :] == 7).all()
+
+
+@pytest.mark.parametrize("tile", QUANTIZED_TILES)
+def test_few_quantized_rows_do_not_depend_on_their_number(
+    tile: W8A8FewRowsTile, device: torch.device, assert_same: Callable[..., None]
+) -> None:
+    n, k = (140, 512) if device.type == "cpu" else (8600, 4096)
+    weight, _ = random_weight(n, k, device)
+    x = random_rows(32, k, torch.float16, device)
+    together = fp8_linear(x, weight, tile=tile)
+    for first, last in [(0, 1), (3, 12), (7, 23), (15, 32)]:
+        part = FP8Activations(x.values[first:last], x.scales[first:last], torch.float16)
+        assert_same(fp8_linear(part, weight, tile=tile), together[first:last])
+
+
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 2560)])
+def test_splits_of_few_quantized_rows_depend_on_the_weight_alone(n: int, k: int) -> None:
+    tiles = [fp8_linear_triton.tile_for(rows, n, k, 1) for rows in range(1, 33)]
+    assert all(isinstance(tile, W8A8FewRowsTile) for tile in tiles)
+    assert len({(tile.outputs, tile.splits) for tile in tiles}) == 1
+    shares = k // 128 / tiles[0].splits
+    assert shares == int(shares) >= 4, "programs have equal shares, which are worth one"
+
+
+def test_programs_have_equal_shares_where_that_is_possible() -> None:
+    assert [even_splits(most, 32) for most in (1, 4, 6, 7, 9)] == [1, 4, 4, 4, 8]
+    assert even_splits(6, 43) == 6
+    assert [used_splits(6, splits) for splits in (1, 3, 4, 5, 6, 9)] == [1, 3, 3, 3, 6, 6]
+
+
+def test_deterministic_mode_never_splits_rows_of_fp8() -> None:
+    ordinary = fp8_linear_triton.tile_for(33, 4096, 4096, 1)
+    assert isinstance(ordinary, fp8_linear_triton.Tile)
+    assert isinstance(fp8_linear_triton.tile_for(16, 4096, 4032, 1), fp8_linear_triton.Tile)
+    with use_deterministic():
+        assert fp8_linear_triton.tile_for(16, 4096, 4096, 1) == ordinary
+
+
 def test_scales_apply_per_block(device: torch.device) -> None:
     """In x and in the weight; averaging scales would give another number."""
     values = torch.ones(3, 300).to(device, torch.float8_e4m3fn)
@@ -212,17 +280,19 @@ def test_scales_apply_per_block(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("k", [1024, 1100])
 def test_rows_do_not_depend_on_batch(
-    dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None]
+    k: int, dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None]
 ) -> None:
-    """For every tile size, so that a prompt's results do not depend on its chunks."""
-    rows, n, k = (130, 140, 256) if device.type == "cpu" else (3000, 8600, 1100)
+    """For every tile size, in deterministic mode for any number of rows, else for those that are not few."""
+    rows, n, k = (130, 140, k // 4) if device.type == "cpu" else (3000, 8600, k)
     weight, _ = random_weight(n, k, device)
     x = random_rows(rows, k, dtype, device)
     together = fp8_linear(x, weight)
-    for first, last in [(0, 1), (0, 64), (7, 90), (1, rows)]:
+    for first, last, deterministic in [(0, 1, True), (0, 64, False), (7, 90, False), (1, rows, False)]:
         part = FP8Activations(x.values[first:last], x.scales[first:last], dtype)
-        assert_same(fp8_linear(part, weight), together[first:last])
+        with use_deterministic(deterministic):
+            assert_same(fp8_linear(part, weight), together[first:last])
 
 
 def test_nan_and_inf_activations_propagate(device: torch.device) -> None:
@@ -246,7 +316,7 @@ def test_fp8_activations_apply_within_context_only(
     force_kernels(kernels)
     if device.type == "cpu":
         # The interpreter's cast to FP8 is wrong.
-        monkeypatch.setattr("specbatch.kernels.elementwise.elementwise_triton.quantize_fp8", quantize_fp8_ref)
+        monkeypatch.setattr("specbatch.kernels.elementwise.elementwise_triton.rms_norm_fp8", rms_norm_fp8_ref)
     weight, _ = random_weight(140, 200, device)
     layer, norm = FP8Linear(weight), Norm(torch.rand(200, device=device) + 0.5, 1e-5)
     x, residual = torch.randn(3, 200).to(device), torch.randn(3, 140).to(device)
@@ -269,3 +339,34 @@ def test_fp8_activations_apply_within_context_only(
             )
             assert (prompt - plain).abs().max() > 0.01 * plain.abs().max()
         assert torch.equal(layer(given[0], norm=given[1], residual=given[2]), plain)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_the_activation_before_a_gemm_is_quantized_with_it(
+    kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[[bool], None]
+) -> None:
+    force_kernels(kernels)
+    seen: list[torch.dtype] = []
+    quantize = fp8_linear_module.silu_and_mul_fp8
+
+    def quantized(gate_up: torch.Tensor) -> FP8Activations:
+        seen.append(gate_up.dtype)
+        return quantize(gate_up)
+
+    monkeypatch.setattr(fp8_linear_module, "silu_and_mul_fp8", quantized)
+    first, second = random_weight(140, 140, device)[0], random_weight(140, 70, device)[0]
+    gate_up, down = FP8Linear(first), FP8Linear(second)
+    for dtype in (torch.float16, torch.float32):
+        x, norm = torch.randn(3, 140).to(device, dtype), Norm(torch.ones(140, device=device, dtype=dtype), 1e-5)
+        plain = down.after_gate(gate_up, x, norm)
+        assert torch.equal(plain, down(gate_up.gated(x, norm), residual=x))
+        assert not seen
+        with use_fp8_activations(True):
+            found = down.after_gate(gate_up, x, norm)
+            if dtype == torch.float16:
+                wanted = fp8_linear_module.fp8_linear(quantize(gate_up(x, norm=norm)), second, None, x)
+                assert torch.equal(found, wanted)
+                assert seen == [dtype]
+                seen.clear()
+            else:
+                assert torch.equal(found, plain)

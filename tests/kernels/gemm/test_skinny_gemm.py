@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from crossed import crossed
 
 from specbatch.kernels.gemm import skinny_gemm_triton
-from specbatch.kernels.gemm.skinny_gemm_configs import Tile
+from specbatch.kernels.gemm.skinny_gemm_configs import Tile, puts_weight_first, tile_for
 from specbatch.kernels.gemm.skinny_gemm_triton import is_skinny, skinny_gated, skinny_linear
-from specbatch.kernels.gemm.split_k_triton import workspace
+from specbatch.kernels.gemm.split_k_triton import COUNTERS, WORKSPACE, workspace
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
 SHAPES = [(131, 72), (8, 8), (64, 256), (72, 1096), (200, 512)]  # N, K
@@ -55,7 +55,7 @@ def test_skinny_linear_matches_reference(
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "norm-bias"])
-@pytest.mark.parametrize(("n", "k", "rows"), crossed(SHAPES, [1, 33]))
+@pytest.mark.parametrize(("n", "k", "rows"), crossed(SHAPES, [1, 20, 33]))
 def test_skinny_gated_matches_reference(
     rows: int, n: int, k: int, full: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -88,11 +88,12 @@ def test_skinny_relu_squared_matches_reference(
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 5])
 @pytest.mark.parametrize("gated", [False, True])
-def test_split_k_matches_reference(splits: int, gated: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("rows", [3, 19])
+def test_split_k_matches_reference(rows: int, splits: int, gated: bool, device: torch.device) -> None:
     """Every split of K gives the same result, whatever the workspace held, and leaves the arrival counters at zero."""
     kind = {"dtype": torch.float32, "device": device}
     x, weight, norm = (
-        numbers(3, 328, seed=1, **kind),
+        numbers(rows, 328, seed=1, **kind),
         numbers(80, 328, seed=2, **kind) / 18,
         numbers(328, seed=3, **kind),
     )
@@ -117,20 +118,23 @@ def test_large_activations_do_not_overflow(
     check(gemm(x, weight, norm_weight=norm, eps=EPS), expected, dtype)
 
 
-def test_strided_inputs(dtype: torch.dtype, device: torch.device) -> None:
-    buffer = numbers(4, 200, seed=1, dtype=dtype, device=device)
+@pytest.mark.parametrize("rows", [4, 18])
+def test_strided_inputs(rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    buffer = numbers(rows, 200, seed=1, dtype=dtype, device=device)
     weight = numbers(24, 64, seed=2, dtype=dtype, device=device) / 8
     x, residual = buffer[:, 40:104], buffer[:, 120:144]
     check(skinny_linear(x, weight, residual=residual), x.double() @ weight.double().t() + residual.double(), dtype)
 
 
+@pytest.mark.parametrize("batches", [(16, 2, 7), (32, 17, 23)], ids=str)
 def test_rows_do_not_depend_on_batch(
-    dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None]
+    batches: tuple[int, ...], dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None]
 ) -> None:
-    kind = {"dtype": dtype, "device": device}
-    x, weight, norm = numbers(16, 320, seed=1, **kind), numbers(96, 320, seed=2, **kind), numbers(320, seed=3, **kind)
+    """Among those that share a kernel: 2 to 16, and 17 to 32."""
+    (most, *fewer), kind = batches, {"dtype": dtype, "device": device}
+    x, weight, norm = numbers(most, 320, seed=1, **kind), numbers(96, 320, seed=2, **kind), numbers(320, seed=3, **kind)
     together = skinny_gated(x, weight, norm_weight=norm, eps=EPS)
-    for rows in (1, 2, 7):
+    for rows in fewer:
         assert_same(skinny_gated(x[:rows], weight, norm_weight=norm, eps=EPS), together[:rows])
     shuffled = skinny_gated(x.flip(0), weight, norm_weight=norm, eps=EPS).flip(0)
     assert_same(shuffled, together)
@@ -150,6 +154,34 @@ def test_is_skinny(device: torch.device) -> None:
     weight = torch.zeros(8, 16, device=device, dtype=torch.bfloat16)
     on_device = device.type == "cuda"
     assert is_skinny(1, weight) is on_device
-    assert is_skinny(16, weight) is on_device
-    assert not is_skinny(17, weight)
+    assert is_skinny(32, weight) is on_device
+    assert not is_skinny(33, weight)
     assert not is_skinny(1, weight.float())
+    assert not is_skinny(1, weight[:, :12].contiguous())
+    head = torch.zeros(65544, 8, device=device, dtype=torch.bfloat16)
+    assert is_skinny(16, head) is on_device
+    assert not is_skinny(17, head)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "gated", "splits"),
+    [
+        (6144, 4096, False, 4),
+        (12288, 4096, True, 1),
+        (4096, 12288, False, 6),
+        (2048, 1536, False, 6),
+        (8960, 1536, True, 1),
+        (1536, 8960, False, 8),
+        (4864, 896, True, 3),
+        (65536, 8192, False, 1),
+        (64, 128, False, 1),
+    ],
+)
+def test_tile_of_32_rows(n: int, k: int, gated: bool, splits: int) -> None:
+    """64 rows of the weight for an instruction; what programs leave for each other fits in the workspace."""
+    tile = tile_for(n, k, 32, gated, 2)
+    assert (tile.n, tile.warps, tile.splits) == (64, 4, splits)
+    tiles = -(-n // tile.n)
+    assert splits == 1 or (tiles <= COUNTERS and tiles * splits * 32 * (64 * (1 + gated) + 1) <= WORKSPACE)
+    assert puts_weight_first(32)
+    assert not puts_weight_first(16)

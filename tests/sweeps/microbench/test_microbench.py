@@ -25,6 +25,7 @@ KERNELS = (
     "moe",
     "prefill",
     "recurrent",
+    "step-kernels",
 )
 
 

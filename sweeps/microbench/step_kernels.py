@@ -1,0 +1,113 @@
+"""Kernels of a decode step of a model with random weights: launches per step, time of each, and share of the total.
+
+The profiler times every kernel, also those of CUDA graphs. Two runs with the same prompts and different lengths are
+profiled, and the difference is divided by that of their steps, so that prefill does not count. A kernel that waits for
+the one before it (dependent launch) counts while it waits, so the total is more than the step. Times of steps are
+measured in other runs, without the profiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, NamedTuple
+
+import torch
+import typer
+from torch.profiler import ProfilerActivity, profile
+
+from specbatch import Engine, EngineConfig, Graphs, SamplingParams, Speculation
+from specbatch.records.summarize import steps_at
+from specbatch.sweeps.microbench.runner import Row, Table
+from specbatch.sweeps.run.workloads import Workload
+
+SHORT, LONG, REPEATS = 8, 72, 3  # new tokens of the two runs; runs without the profiler
+
+
+class Kernel(NamedTuple):
+    launches: float
+    us: float
+
+
+def tables(
+    model: Annotated[str, typer.Option(help="A named shape, or a folder with a config.json.")] = "qwen3-8b",
+    algorithm: Annotated[str, typer.Option(help="What drafts; none: no speculation.")] = "none",
+    draft: Annotated[str | None, typer.Option(help="As of generate; dummy: a head with random weights.")] = None,
+    draft_tokens: Annotated[int, typer.Option(min=1)] = 3,
+    accept_length: Annotated[float, typer.Option(help="Simulated, in tokens per verify.")] = 2.4,
+    batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 1,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
+    most: Annotated[int, typer.Option(min=1, help="Kernels to show, the longest first.")] = 30,
+) -> Iterator[Table]:
+    speculation = Speculation()
+    if algorithm != "none":
+        speculation = Speculation(
+            algorithm, "v2", draft=draft, draft_tokens=draft_tokens, simulate_accept_length=accept_length
+        )
+    config = EngineConfig(
+        model=model, load_format="dummy", max_running=batch, max_model_len=context + 2 * LONG, prefix_cache=False,
+        prefill_chunk=8192, speculation=speculation, graphs=Graphs(decode="whole", prefill="piecewise"),
+    )  # fmt: skip
+    with Engine(config) as engine:
+        yield Table(_rows(engine, batch, context, most), f"A decode step of {model}, {batch} x {context} tokens")
+
+
+def _rows(engine: Engine, batch: int, context: int, most: int) -> Iterator[Row]:
+    workload = Workload(dataset="random", input_len=context, output_len=LONG, prompts_per_concurrency=1)
+    prompts = workload.prompts(engine.tokenizer, batch)
+
+    def run(new_tokens: int) -> float:
+        """Its iterations."""
+        engine.reset_record()
+        engine.generate(prompts, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True), concurrency=batch)
+        return float(engine.record(concurrency=batch).counters["iterations"])
+
+    def profiled(new_tokens: int) -> tuple[float, dict[str, Kernel]]:
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            iterations = run(new_tokens)
+            torch.cuda.synchronize()
+        events = found.key_averages()
+        return iterations, {event.key: Kernel(event.count, event.self_device_time_total) for event in events}
+
+    run(LONG)
+    short_steps, short = profiled(SHORT)
+    long_steps, long = profiled(LONG)
+    yield from by_time(per_step(long, short, long_steps - short_steps), most)
+    for _ in range(REPEATS):
+        run(LONG)
+        _, seconds = steps_at(engine.record(concurrency=batch).counters, batch)
+        assert seconds is not None, "no step has all requests"
+        yield {"kernel": "step", "us": f"{1e6 * seconds:.1f}"}
+
+
+def per_step(long: Mapping[str, Kernel], short: Mapping[str, Kernel], steps: float) -> dict[str, Kernel]:
+    """Of each kernel that the steps launched by which one run is longer than the other."""
+    none = Kernel(0, 0)
+    found = {
+        name: Kernel(
+            (more.launches - short.get(name, none).launches) / steps, (more.us - short.get(name, none).us) / steps
+        )
+        for name, more in long.items()
+    }
+    return {name: kernel for name, kernel in found.items() if kernel.launches > 0}
+
+
+def by_time(kernels: Mapping[str, Kernel], most: int) -> Iterator[Row]:
+    """The longest kernels, the sum of the others, and that of all."""
+    total = sum(kernel.us for kernel in kernels.values())
+    ordered = sorted(kernels.items(), key=lambda item: -item[1].us)
+    others = [kernel for _, kernel in ordered[most:]]
+    shown = [(name[:60], kernel) for name, kernel in ordered[:most]]
+    if others:
+        shown.append((f"{len(others)} others", _sum(others)))
+    for name, kernel in [*shown, ("all", _sum(list(kernels.values())))]:
+        yield {
+            "kernel": name,
+            "launches": f"{kernel.launches:.1f}",
+            "us": f"{kernel.us:.1f}",
+            "us each": f"{kernel.us / kernel.launches:.2f}" if kernel.launches else "-",
+            "share (%)": f"{100 * kernel.us / total:.1f}" if total else "-",
+        }
+
+
+def _sum(kernels: list[Kernel]) -> Kernel:
+    return Kernel(sum(item.launches for item in kernels), sum(item.us for item in kernels))
