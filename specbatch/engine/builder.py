@@ -102,9 +102,8 @@ def _build(
     *,
     start: float,
 ) -> EngineParts:
-    if share.borrows:
-        assert pool is not None, "there is no pool to borrow"
-        share = replace(share, pages=min(share.pages or 0, pool.pages))
+    assert pool is not None or not share.borrows, "there is no pool to borrow"
+    share = share if pool is None else share.within(pool.pages)
     plan = memory_plan(prepared, share, is_shared=shared is not None, ranks=ranks)
     config = prepared.config
     if config.prefix_cache and plan.states and not plan.cached_states:

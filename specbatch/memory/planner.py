@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specbatch.errors import SpecbatchError, refuse
@@ -107,6 +107,10 @@ class MemoryShare:
     def borrows(self) -> bool:
         """Whether its target's KV pool is that of an engine before it."""
         return self.pages is not None and self.index > 0
+
+    def within(self, pages: int) -> MemoryShare:
+        """This share, of a pool that has so many pages."""
+        return self if self.pages is None else replace(self, pages=min(self.pages, pages))
 
     def budget(self, free: int, fraction: float, weights: int) -> int:
         """Bytes for this engine, including its weights.
