@@ -68,21 +68,23 @@ def build(
     report: Report,
     *,
     shared: Decoder | None = None,
+    pool: KVCache | None = None,
     share: MemoryShare = EXCLUSIVE,
     ranks: Communicator | None = None,
     others: OtherRanks | None = None,
 ) -> EngineParts:
     """Load and record everything. Raises SpecbatchError for what cannot run or does not fit; shared: see `prepare`.
 
-    ranks: over which the models are divided, for a rank that is led; others: for rank 0, those that it leads. They
-    build once the configuration is checked."""
+    pool: the target's KV cache in the engine that `shared` is of, if `share` says that this one borrows it; ranks: over
+    which the models are divided, for a rank that is led; others: for rank 0, those that it leads. They build once the
+    configuration is checked."""
     start = time.perf_counter()
     prepared = prepare(config, log, shared=shared)
     if others is None:
-        return _build(prepared, log, report, shared, share, ranks, start=start)
+        return _build(prepared, log, report, shared, pool, share, ranks, start=start)
     ranks = others.build()
     try:
-        return _build(prepared, log, others.with_theirs(report), shared, share, ranks, others, start=start)
+        return _build(prepared, log, others.with_theirs(report), shared, pool, share, ranks, others, start=start)
     except BaseException as error:
         others.fail(error)
         raise
@@ -93,12 +95,15 @@ def _build(
     log: Log,
     report: Report,
     shared: Decoder | None,
+    pool: KVCache | None,
     share: MemoryShare,
     ranks: Communicator | None,
     others: OtherRanks | None = None,
     *,
     start: float,
 ) -> EngineParts:
+    assert pool is not None or not share.borrows, "there is no pool to borrow"
+    share = share if pool is None else share.within(pool.pages)
     plan = memory_plan(prepared, share, is_shared=shared is not None, ranks=ranks)
     config = prepared.config
     if config.prefix_cache and plan.states and not plan.cached_states:
@@ -121,7 +126,7 @@ def _build(
         with on_device(prepared.device):
             progress = Stages(report)
             before = time.perf_counter()
-            parts = _load(prepared, plan, shared, log, progress, ranks)
+            parts = _load(prepared, plan, shared, pool, log, progress, ranks)
             parts.caps["load_s"] = time.perf_counter() - before
             parts.caps.update(_record_graphs(parts.worker, log, progress))
             log(_times(parts.caps, time.perf_counter() - start))
@@ -139,6 +144,7 @@ def _load(
     prepared: Prepared,
     plan: MemoryPlan,
     shared: Decoder | None,
+    pool: KVCache | None,
     log: Log,
     progress: Stages,
     ranks: Communicator | None,
@@ -166,6 +172,7 @@ def _load(
         progress=progress,
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
         ranks=ranks,
+        pool=pool,
     )
     model = (loader.model(target) if shared is None else shared.with_positions(width, sizes)).with_aux(draft.aux)
     fp8 = quantizes_activations(config.fp8_activations, dtype, device, target.config, draft.config)

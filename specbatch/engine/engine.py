@@ -14,6 +14,7 @@ from specbatch.config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.core.request import Completion, Request, SamplingParams
 from specbatch.engine.builder import build
+from specbatch.engine.device_worker import DeviceWorker
 from specbatch.engine.interface import Events, InferenceEngine
 from specbatch.engine.open_requests import OpenRequests
 from specbatch.engine.prompt_reader import PromptReader
@@ -58,6 +59,7 @@ class Engine(InferenceEngine):
         if weights_of is not None:
             weights_of._check_sharing(config)
         shared = None if weights_of is None else weights_of._model
+        pool = weights_of._worker.decode_step.cache if weights_of is not None and share.borrows else None
         self._ranks: EngineRanks | None = None
         if config.tensor_parallel > 1:
             self._ranks = EngineRanks(config, share, None if weights_of is None else weights_of._ranks)
@@ -66,6 +68,7 @@ class Engine(InferenceEngine):
             log,
             report or (lambda done, total: None),
             shared=shared,
+            pool=pool,
             share=share,
             others=self._ranks,
         )
@@ -77,7 +80,7 @@ class Engine(InferenceEngine):
         self.model_config: ModelConfig = parts.model.config
         self._model: Decoder = parts.model
         self._scheduler = parts.scheduler
-        self._worker = parts.worker
+        self._worker: DeviceWorker = parts.worker
         self._runner = Runner(
             parts.scheduler,
             parts.worker,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from specbatch.config import EngineConfig
 from specbatch.drafters.base import DraftPlan
 from specbatch.engine.prepare import Prepared
+from specbatch.errors import SpecbatchError
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.memory.grammar_pool import CELLS
 from specbatch.memory.kv_cache import bytes_per_page
@@ -37,6 +40,7 @@ def memory_plan(
         graphs += static_bytes(model, dtype, chunk, needs_all_hidden=draft.needs_all_hidden, aux=len(draft.aux))
         graphs += static_bytes(draft.config, dtype, chunk, needs_all_hidden=False) if draft.layers else 0
     pools = 2 if graphs else 1  # graphs have one of their own
+    target_page = bytes_per_page(model, len(model.kv_layers), config.page_size, kv_dtype)
     return plan_memory(
         config,
         free=available_memory(device) if ranks is None else _least_memory(device, ranks),
@@ -45,8 +49,8 @@ def memory_plan(
         weights=0 if is_shared and share.index == 0 else weight_bytes(model, dtype, device),
         draft_weights=(weight_bytes(draft.weights, dtype, device) if draft.weights else 0)
         + draft.parameters * dtype.itemsize,
-        page_bytes=bytes_per_page(model, len(model.kv_layers), config.page_size, kv_dtype)
-        + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
+        page_bytes=target_page + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
+        target_page_bytes=target_page,
         state_bytes=_state_bytes(prepared, config.speculation.drafted + 1),
         cached_state_bytes=_state_bytes(prepared, 0),
         vocabulary=model.vocab_size,
@@ -58,6 +62,28 @@ def memory_plan(
         graphs=graphs,
         share=share,
     )
+
+
+def pages_of_shared_pool(prepared: Sequence[Prepared], replicas: int = 1) -> int | None:
+    """How many pages a KV pool of the target can have that all these engines use, one at a time, on one copy of the
+    weights. None if they cannot: their pages differ, one has a prefix cache, which would keep pages between its turns,
+    or there is no room. replicas: see `MemoryShare`."""
+    configs = [one.config for one in prepared]
+    sizes = {(config.page_size, config.kv_pages, kv_dtype_of(config, one.dtype), config.memory_fraction)
+             for config, one in zip(configs, prepared, strict=True)}  # fmt: skip
+    if len(sizes) > 1 or any(config.prefix_cache for config in configs):
+        return None
+    try:
+        plans = [memory_plan(one, MemoryShare(replicas=replicas)) for one in prepared]
+    except SpecbatchError:  # it is refused when it is built
+        return None
+    first, model = plans[0], prepared[0].model
+    page = bytes_per_page(model, len(model.kv_layers), configs[0].page_size, kv_dtype_of(configs[0], prepared[0].dtype))
+    room = first.available - first.weights - sum(plan.fixed for plan in plans)
+    most = max(plan.kv_pages for plan in plans)
+    each = page + sum(plan.page_bytes - page for plan in plans)
+    pages = min(most, room // each) if each else most
+    return pages if pages > 0 else None
 
 
 def _least_memory(device: torch.device, ranks: Communicator) -> int:

@@ -54,9 +54,11 @@ class KVCache:
         device: torch.device,
         attention: PrefillAttention,
         states: RecurrentStates | None = None,
+        pool: KVCache | None = None,
     ) -> None:
         """layers: number of attention layers, possibly 0; attention: prefill attention backend over this cache;
-        states: those of the recurrent layers."""
+        states: those of the recurrent layers; pool: of another engine that does not run at the same time, whose keys
+        and values are used, in at least as many pages."""
         shape = (layers, pages + 1, page_size, config.num_kv_heads)
         self.page_size = page_size
         self.group = config.num_heads // config.num_kv_heads  # query heads that share a KV head
@@ -64,9 +66,18 @@ class KVCache:
         self.attention = attention
         self.states = states
         self.has_latents = config.has_latents
-        self.keys, self.values = (_zeros((*shape, dim), dtype, device) for dim in config.cache_dims)
+        if pool is None:
+            self.keys, self.values = (_zeros((*shape, dim), dtype, device) for dim in config.cache_dims)
+        else:
+            assert pool.dtype == dtype, f"the pool is {pool.dtype}"
+            assert pool.pages >= pages, f"the pool has {pool.pages} pages"
+            self.keys, self.values = pool.keys, pool.values
         self.k = self.keys.unbind()
         self.v = self.values.unbind()
+
+    @property
+    def pages(self) -> int:
+        return self.keys.shape[1] - 1
 
     def clear(self, pages: list[int]) -> None:
         """Write zeros to pages that get a new owner, on a CPU: their former owner may have left NaN or infinite values,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specbatch.errors import SpecbatchError, refuse
@@ -23,12 +23,14 @@ _CACHED_STATES_SHARE = 8  # cached states take at most an eighth of the memory f
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes and capacities of an engine. `kv_pages` is the size of the pool; `wanted_pages` is what
-    max_running requests of max_model_len tokens could need."""
+    max_running requests of max_model_len tokens could need. `borrowed_page_bytes`: of a page's bytes those in the pool
+    of another engine, see `MemoryShare.pages`."""
 
     available: int
     weights: int
     draft_weights: int
     page_bytes: int
+    borrowed_page_bytes: int
     kv_pages: int
     wanted_pages: int
     states: int
@@ -44,6 +46,15 @@ class MemoryPlan:
     def kv(self) -> int:
         return self.kv_pages * self.page_bytes
 
+    @property
+    def own_kv(self) -> int:
+        return self.kv_pages * (self.page_bytes - self.borrowed_page_bytes)
+
+    @property
+    def fixed(self) -> int:
+        """Bytes besides the target's weights and the KV pages."""
+        return self.draft_weights + self.states + self.workspace + self.corpus + self.grammars + self.graphs
+
     def lines(self, ranks: int = 1) -> Iterator[str]:
         """The plan as lines of the log. ranks: devices that each have this plan."""
         each = f" of each of {ranks} ranks" if ranks > 1 else ""
@@ -51,7 +62,8 @@ class MemoryPlan:
         yield f"  weights    {size_text(self.weights)}"
         if self.draft_weights:
             yield f"  draft      {size_text(self.draft_weights)}"
-        yield f"  KV pages   {size_text(self.kv)}: {self.kv_pages} pages of {self.page_size} tokens"
+        shared = f", {size_text(self.kv - self.own_kv)} of them shared" if self.borrowed_page_bytes else ""
+        yield f"  KV pages   {size_text(self.kv)}: {self.kv_pages} pages of {self.page_size} tokens{shared}"
         if self.states:
             kept = f", including those of {self.cached_states} cached prefixes" if self.cached_states else ""
             yield f"  states     {size_text(self.states)} of recurrent layers{kept}"
@@ -70,7 +82,7 @@ class MemoryPlan:
 
     def out_of_memory(self, doing: str) -> SpecbatchError:
         """The error for memory that ran out while `doing` something, despite the plan."""
-        parts = f"weights {size_text(self.weights + self.draft_weights)}, KV {size_text(self.kv)}"
+        parts = f"weights {size_text(self.weights + self.draft_weights)}, KV {size_text(self.own_kv)}"
         parts += f", states {size_text(self.states)}" if self.states else ""
         more = f", graphs {size_text(self.graphs)}" if self.graphs else ""
         return SpecbatchError(
@@ -83,11 +95,22 @@ class MemoryPlan:
 class MemoryShare:
     """The share of engine `index` of `count` engines with one target, built one after the other: the first loads the
     weights, and each gets an equal share of the remaining memory. replicas: that divide the device's memory, each of
-    which has such engines."""
+    which has such engines. pages: of one KV pool of the target for engines that run one at a time; each has only the
+    pool of its draft to itself."""
 
     index: int = 0
     count: int = 1
     replicas: int = 1
+    pages: int | None = None
+
+    @property
+    def borrows(self) -> bool:
+        """Whether its target's KV pool is that of an engine before it."""
+        return self.pages is not None and self.index > 0
+
+    def within(self, pages: int) -> MemoryShare:
+        """This share, of a pool that has so many pages."""
+        return self if self.pages is None else replace(self, pages=min(self.pages, pages))
 
     def budget(self, free: int, fraction: float, weights: int) -> int:
         """Bytes for this engine, including its weights.
@@ -96,6 +119,8 @@ class MemoryShare:
         may take of the memory that was free at first; weights: bytes of the target.
         """
         fraction /= self.replicas
+        if self.pages is not None:  # which leave room for the engines after this one
+            return int(fraction * free)
         if self.index == 0:
             left = fraction * free - weights
             return int(weights + min(left, left / self.count))  # a negative rest is not divided
@@ -126,6 +151,7 @@ def plan_memory(
     weights: int,
     draft_weights: int,
     page_bytes: int,
+    target_page_bytes: int = 0,
     state_bytes: int = 0,
     cached_state_bytes: int = 0,
     vocabulary: int,
@@ -140,13 +166,16 @@ def plan_memory(
     """Decide the size of the KV pool and the longest request.
 
     All sizes are in bytes. free: free memory of the device; model_len: positions the model supports; page_bytes: one
-    page in all caches; state_bytes: recurrent states of one device row; cached_state_bytes: those of one prefix; rows:
-    query rows of a verify; token_bytes: activations of one token in a pass; temporary: the largest other tensor of a
-    pass; corpus_bytes: the corpus with so many tokens in all slots; grammars: their tables; graphs: CUDA graphs; share:
-    this engine's share, of which only the first includes `weights`. Raises SpecbatchError, naming the setting, if it
-    cannot fit.
+    page in all caches; target_page_bytes: in the target's; state_bytes: recurrent states of one device row;
+    cached_state_bytes: those of one prefix; rows: query rows of a verify; token_bytes: activations of one token in a
+    pass; temporary: the largest other tensor of a pass; corpus_bytes: the corpus with so many tokens in all slots;
+    grammars: their tables; graphs: CUDA graphs; share: this engine's share, of which only the first includes `weights`.
+    Raises SpecbatchError, naming the setting, if it cannot fit.
     """
     size, slack = config.page_size, reach_of(0, rows)
+    asked_pages = config.kv_pages if share.pages is None else share.pages
+    borrowed = target_page_bytes if share.borrows else 0
+    own_bytes = page_bytes - borrowed
     budget = share.budget(free, config.memory_fraction, weights)
     weights = weights if share.index == 0 else 0
     # Three copies of the logits of a full batch: raw, float32, and sorted or as probabilities.
@@ -162,15 +191,15 @@ def plan_memory(
     if cached_state_bytes and config.prefix_cache:
         wished = max(_CACHED_STATES, 2 * config.max_running)
         # The configured capacities come first: cached states are optional.
-        pages = config.kv_pages or pages_for((config.max_model_len or 0) + slack, size)
-        left = min(room // _CACHED_STATES_SHARE, room - pages * page_bytes)
+        pages = asked_pages or pages_for((config.max_model_len or 0) + slack, size)
+        left = min(room // _CACHED_STATES_SHARE, room - pages * own_bytes)
         cached_states = max(0, min(wished, left // cached_state_bytes))
         states, room = states + cached_states * cached_state_bytes, room - cached_states * cached_state_bytes
     if config.max_model_len and config.max_model_len > model_len:
         raise refuse("max_model_len", config.max_model_len, f"the model supports at most {model_len}")
     wanted = config.max_running * pages_for(longest + slack, size)
     each = f" by each of {share.replicas} replicas" if share.replicas > 1 else ""
-    if room < page_bytes:
+    if room < own_bytes:
         used = f"weights {size_text(weights + draft_weights)}, workspace {size_text(workspace)}"
         used += f", states {size_text(states)}" if states else ""
         used += f", corpus {size_text(corpus)}" if corpus else ""
@@ -181,7 +210,7 @@ def plan_memory(
             if weights + draft_weights > workspace
             else "a lower max_running or prefill_chunk"
         )
-        enough = config.memory_fraction * (budget - room + page_bytes) / max(budget, 1)
+        enough = config.memory_fraction * (budget - room + own_bytes) / max(budget, 1)
         more = f", or a memory_fraction of at least {1.005 * enough:.3g}" if enough < 1 else ""
         raise SpecbatchError(
             f"memory_fraction={config.memory_fraction}: {size_text(budget)} of {size_text(free)} free may be used"
@@ -189,13 +218,15 @@ def plan_memory(
         )
     if config.kv_pages is not None:
         pages = config.kv_pages
-        if pages * page_bytes > room:
+        if pages * own_bytes > room:
             raise refuse(
                 "kv_pages",
                 pages,
-                f"that is {size_text(pages * page_bytes)} and {size_text(room)} are left; use at most "
-                f"{room // page_bytes}, or a higher memory_fraction",
+                f"that is {size_text(pages * own_bytes)} and {size_text(room)} are left; use at most "
+                f"{room // own_bytes}, or a higher memory_fraction",
             )
+    elif share.pages is not None:
+        pages = min(share.pages, room // own_bytes) if own_bytes else share.pages
     else:
         limit = min(room, _CPU_KV_BYTES) if on_cpu else room
         pages = min(wanted, limit // page_bytes) if page_bytes else wanted  # 0 bytes: no attention
@@ -218,6 +249,7 @@ def plan_memory(
         weights=weights,
         draft_weights=draft_weights,
         page_bytes=page_bytes,
+        borrowed_page_bytes=borrowed,
         kv_pages=pages,
         wanted_pages=wanted,
         states=states,

@@ -138,6 +138,7 @@ class Loader:
     progress: Stages
     recorder: Recorder | None = None
     ranks: Communicator | None = None  # over which the models are divided
+    pool: KVCache | None = None  # the target's cache in another engine, see `KVCache`
     forwards: dict[str, PromptWork] = field(default_factory=dict)
     caches: list[KVCache] = field(default_factory=list)
 
@@ -172,8 +173,8 @@ class Loader:
 
     def cache(self, config: ModelConfig, layers: int, role: str, states: RecurrentStates | None = None) -> KVCache:
         """A cache that is not filled by prefill passes of its own model. layers: attention layers."""
-        backend = self.attention[role]
-        cache = KVCache(config, layers, self.pages, self.page_size, self.kv_dtype, self.device, backend, states)
+        backend, pool = self.attention[role], self.pool if role == "target" else None
+        cache = KVCache(config, layers, self.pages, self.page_size, self.kv_dtype, self.device, backend, states, pool)
         self.caches.append(cache)
         return cache
 

@@ -10,12 +10,12 @@ from tabulate import tabulate
 
 from specbatch.engine.memory_plan import memory_plan
 from specbatch.engine.prepare import prepare
-from specbatch.memory.planner import MemoryPlan, MemoryShare, size_text
+from specbatch.memory.planner import MemoryPlan, size_text
 from specbatch.plurals import counted
 from specbatch.records.sweep_plan import points
 from specbatch.replicas.engine import of_one
 from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
-from specbatch.sweeps.run.loading import Configs, engines_of, fitted, of_lengths
+from specbatch.sweeps.run.loading import Configs, engines_of, fitted, of_lengths, shares_of
 from specbatch.sweeps.run.runner import SweepOptions
 from specbatch.sweeps.run.server import Server
 
@@ -35,7 +35,8 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
     engines that do not fit.
     """
     fit = engines_of(fitted(configs, options))
-    parts = {name: of_one(config, MemoryShare(0, len(fit))) for name, config in fit.items()}
+    share = shares_of(fit)[0]
+    parts = {name: of_one(config, share) for name, config in fit.items()}
     prepared = {name: prepare(config, lambda line: None) for name, (config, _) in parts.items()}
     plans: dict[str, MemoryPlan] = {}
     for name, one in prepared.items():
@@ -63,7 +64,8 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
             total += seconds
         rows.append((point.configuration, what, point.concurrency, point.repeat, prompts, tokens, seconds))
     table = tabulate(rows, headers=_HEADS, tablefmt="github", floatfmt=".1f", missingval="-")
-    lines = "\n".join(_memory(plans, "of each replica " if replicas > 1 else ""))
+    pool = "; one pool for all" if share.pages is not None else ""
+    lines = "\n".join(_memory(plans, "of each replica " if replicas > 1 else "", pool))
     start = (
         "without loading, graph capture, warm-up and verifying drafts; less if drafts are accepted or answers end early"
     )
@@ -72,11 +74,11 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
     return f"{table}\n\n{lines}\n{counted(len(left), 'point')}, about {total:.0f} s ({start}{servers})\n"
 
 
-def _memory(plans: Mapping[str, MemoryPlan], whose: str) -> Iterator[str]:
+def _memory(plans: Mapping[str, MemoryPlan], whose: str, pool: str) -> Iterator[str]:
     for name, plan in plans.items():
         weights = f"{size_text(plan.weights + plan.draft_weights)} of weights"
-        used = plan.weights + plan.draft_weights + plan.kv + plan.states + plan.workspace + plan.graphs
-        kv = f"{plan.kv_pages} KV pages ({size_text(plan.kv)})"
+        used = plan.weights + plan.draft_weights + plan.own_kv + plan.states + plan.workspace + plan.graphs
+        kv = f"{plan.kv_pages} KV pages ({size_text(plan.kv)}{pool})"
         yield f"* {name}: {size_text(used)} {whose}of {size_text(plan.available)} available: {weights}, {kv}"
 
 

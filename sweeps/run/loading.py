@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +49,8 @@ def connected(
 def loaded(
     configs: Mapping[str, EngineConfig], log: Log | None, workload: Workload | None = None, failed: Failed | None = None
 ) -> Iterator[Mapping[str, InferenceEngine]]:
-    """The engines of the configurations, on one copy of the weights. Each gets an equal share of the memory, or if all
-    have kv_pages, what these take.
+    """The engines of the configurations, on one copy of the weights, to be run one at a time. They use one KV pool of
+    the target, or if they cannot, each gets an equal share of the memory, or if all have kv_pages, what these take.
 
     workload: a max_model_len that is refused is reported in terms of its lengths. failed: gets the reasons why engines
     cannot be built; refused if none can. None: the first reason is raised.
@@ -58,10 +58,9 @@ def loaded(
     with ExitStack() as stack:
         engines: dict[str, InferenceEngine] = {}
         _check_drafts(configs, log, failed)
-        are_sized = all(config.kv_pages for config in configs.values())
-        for index, (name, config) in enumerate(configs.items()):
-            first = next(iter(engines.values()), None)
-            side = EXCLUSIVE if are_sized else MemoryShare(index, len(configs))
+        shares = shares_of(configs)
+        for name, config in configs.items():
+            first, side = next(iter(engines.values()), None), shares[len(engines)]
             if failed is None or name not in failed:
                 with noted(failed, name), of_lengths(config, workload):
                     engines[name] = stack.enter_context(load_engine(name, config, log, weights_of=first, share=side))
@@ -70,6 +69,30 @@ def loaded(
         if not engines and failed:
             raise SpecbatchError(next(iter(failed.values())))
         yield engines
+
+
+def shares_of(configs: Mapping[str, EngineConfig]) -> list[MemoryShare]:
+    """Of the memory, for engines that are built one after the other and run one at a time."""
+    pages, count = _shared_pages(configs), len(configs)
+    if pages is None and all(config.kv_pages for config in configs.values()):
+        return [EXCLUSIVE] * count
+    return [MemoryShare(index, count, pages=pages) for index in range(count)]
+
+
+def _shared_pages(configs: Mapping[str, EngineConfig]) -> int | None:
+    if len(configs) == 1 or any(config.prefix_cache for config in configs.values()):
+        return None
+    from specbatch.engine.memory_plan import pages_of_shared_pool
+    from specbatch.engine.prepare import prepare
+    from specbatch.replicas.engine import of_one
+
+    prepared, replicas = [], 1
+    for config in configs.values():
+        own, share = of_one(config, EXCLUSIVE)
+        with suppress(SpecbatchError):  # it fails when it is built
+            prepared.append(prepare(own, lambda line: None))
+        replicas = share.replicas
+    return pages_of_shared_pool(prepared, replicas) if prepared else None
 
 
 def engines_of(configs: Configs) -> dict[str, EngineConfig]:

@@ -182,6 +182,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
     module.Engine = StubEngine  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "specbatch.engine.engine", module)
     monkeypatch.setattr("specbatch.engine.prepare.prepare", lambda config, say: None)
+    monkeypatch.setattr("specbatch.sweeps.run.loading._shared_pages", lambda configs: None)
     monkeypatch.chdir(tmp_path)
     return StubEngine
 

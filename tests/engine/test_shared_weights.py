@@ -8,14 +8,23 @@ from typing import Any
 import pytest
 
 from specbatch import Engine, EngineConfig, SamplingParams, SpecbatchError, Speculation
+from specbatch.engine import memory_plan
+from specbatch.engine.prepare import prepare
+from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 
 TOY = {"model": "toy", "load_format": "dummy", "device": "cpu", "page_size": 4, "max_running": 4}
 PROMPTS = [[1, 2, 3, 4], [5, 6], [7] * 9]
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
 
 
-def build(weights_of: Engine | None = None, log: Callable[[str], None] | None = None, **changes: Any) -> Engine:
-    return Engine(EngineConfig(**TOY | {"max_model_len": 64} | changes), weights_of=weights_of, log=log)
+def build(
+    weights_of: Engine | None = None,
+    log: Callable[[str], None] | None = None,
+    share: MemoryShare = EXCLUSIVE,
+    **changes: Any,
+) -> Engine:
+    config = EngineConfig(**TOY | {"max_model_len": 64} | changes)
+    return Engine(config, weights_of=weights_of, log=log, share=share)
 
 
 def tokens(engine: Engine) -> list[list[int]]:
@@ -76,3 +85,52 @@ def test_a_closed_lender_is_refused():
     first.close()
     with pytest.raises(SpecbatchError, match="weights_of='a closed engine'"):
         build(first)
+
+
+SPECULATING = [
+    Speculation("ngram", "v2"),
+    Speculation("eagle3", "v2", draft="dummy"),
+    Speculation("standalone", "v1", draft="self:skip=1", draft_steps=2, draft_topk=2, draft_tokens=4),
+]
+
+
+def test_engines_that_run_in_turn_use_one_kv_pool() -> None:
+    """In few pages, so that each engine writes to those of the others."""
+    with build(prefix_cache=False) as alone:
+        expected = tokens(alone)
+    shares = [MemoryShare(index, 4, pages=24) for index in range(4)]
+    with build(prefix_cache=False, share=shares[0]) as first:
+        others = [
+            build(first, prefix_cache=False, speculation=speculation, share=share)
+            for speculation, share in zip(SPECULATING, shares[1:], strict=True)
+        ]
+        for _ in range(2):
+            for engine in (first, *others):
+                assert engine.plan.kv_pages == 24
+                assert engine._worker.decode_step.cache.keys is first._worker.decode_step.cache.keys
+                assert tokens(engine) == expected
+        assert [engine.plan.own_kv > 0 for engine in others] == [False, True, True], "drafts have pools of their own"
+
+
+def test_a_pool_of_all_leaves_room_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the engines are built, with what is left of the memory."""
+    free = 900 << 20
+    monkeypatch.setattr(memory_plan, "available_memory", lambda device: free)
+    settings = TOY | {"max_running": 1024, "prefix_cache": False, "memory_fraction": 0.9}
+    asked = [Speculation(), *SPECULATING]
+    prepared = [prepare(EngineConfig(**settings, speculation=one), lambda line: None) for one in asked]
+    pages = memory_plan.pages_of_shared_pool(prepared)
+    assert pages is not None
+    alone = memory_plan.memory_plan(prepared[0], MemoryShare(0, len(asked))).kv_pages
+    assert pages > 1.5 * alone, "more than an equal share"
+    for index, one in enumerate(prepared):
+        plan = memory_plan.memory_plan(one, MemoryShare(index, len(asked), pages=pages), is_shared=index > 0)
+        assert plan.kv_pages == pages
+        free -= plan.weights + plan.fixed + plan.own_kv
+    assert free >= 0.1 * (900 << 20) - 1
+    with_cache = prepare(EngineConfig(**settings | {"prefix_cache": True}), lambda line: None)
+    other_pages = prepare(EngineConfig(**settings | {"page_size": 8}), lambda line: None)
+    for more in (with_cache, other_pages):
+        assert memory_plan.pages_of_shared_pool([*prepared, more]) is None
+    free = 1 << 20
+    assert memory_plan.pages_of_shared_pool(prepared) is None, "refused when they are built"

@@ -23,6 +23,7 @@ def plan(free: int = 1000 * MIB, on_cpu: bool = False, **config: Any) -> MemoryP
         "cached_state_bytes": 0,
         "share": MemoryShare(),
         "grammars": 0,
+        "target_page_bytes": 0,
     }
     numbers |= {key: config.pop(key) for key in list(config) if key in numbers}
     settings = {"max_running": 4, "memory_fraction": 0.5} | config
@@ -52,6 +53,25 @@ def test_engines_share_memory_evenly_after_weights(count: int, weights: int) -> 
     assert shares[0] - weights == pytest.approx((800 - weights) / count, abs=1)
     assert shares[1:] == pytest.approx([shares[0] - weights] * (count - 1), abs=2)
     assert sum(shares) == pytest.approx(800, abs=count)
+
+
+def test_engines_that_run_one_at_a_time_use_one_pool() -> None:
+    """Of pages of 1 MiB, three quarters are the target's."""
+    target, pages = 3 * MIB // 4, 150
+    first, second = (
+        plan(free=free * MIB, target_page_bytes=target, share=MemoryShare(n, 2, pages=pages))
+        for n, free in enumerate((1000, 700))
+    )
+    assert (first.kv_pages, first.own_kv, first.weights) == (pages, first.kv, 100 * MIB)
+    assert (second.kv_pages, second.own_kv, second.kv) == (pages, pages * MIB // 4, pages * MIB)
+    assert (first.available, second.available, second.weights) == (500 * MIB, 350 * MIB, 0)
+    assert "150.0 MiB: 150 pages of 16 tokens, 112.5 MiB of them shared" in "\n".join(second.lines())
+    less = plan(free=60 * MIB, draft_weights=0, target_page_bytes=target, share=MemoryShare(1, 2, pages=pages))
+    assert less.kv_pages == (30 * MIB - less.workspace) // (MIB // 4) < pages
+    without_draft = plan(free=60 * MIB, target_page_bytes=MIB, share=MemoryShare(1, 2, pages=pages))
+    assert (without_draft.kv_pages, without_draft.own_kv) == (pages, 0)
+    with pytest.raises(SpecbatchError, match="leave no KV page"):
+        plan(free=30 * MIB, target_page_bytes=MIB, share=MemoryShare(1, 2, pages=pages))
 
 
 def test_first_engine_owns_the_weights() -> None:

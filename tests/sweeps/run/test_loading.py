@@ -1,0 +1,52 @@
+"""Engines of a sweep: one copy of the weights, and one KV pool of the target if they can share it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from specbatch import SamplingParams
+from specbatch.config import EngineConfig, Speculation
+from specbatch.jobs.configurations import named
+from specbatch.memory.planner import EXCLUSIVE, MemoryShare
+from specbatch.sweeps.run.loading import loaded, shares_of
+
+BASE = EngineConfig(
+    model="toy", load_format="dummy", device="cpu", prefix_cache=False, page_size=4, max_running=4, max_model_len=64,
+    speculation=Speculation("eagle3", draft="dummy"),
+)  # fmt: skip
+PROMPTS = [[1, 2, 3, 4], [5, 6], [7] * 9, [8, 9]]
+PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
+
+
+def test_engines_that_run_in_turn_use_one_pool() -> None:
+    """Also if the first one of the list cannot be built."""
+    configs, failed = named(BASE, ["v2+piecewise", "baseline", "v1", "v2"]), dict[str, str]()
+    with loaded(configs, None, failed=failed) as engines:
+        assert [*engines] == ["baseline", "v1", "v2"]
+        first, *others = (engine._worker.decode_step.cache for engine in engines.values())  # type: ignore[attr-defined]
+        assert all(other.keys is first.keys and other.values is first.values for other in others)
+        assert len({engine.caps["kv_pages"] for engine in engines.values()}) == 1
+        tokens = [
+            [item.token_ids for item in engine.generate(PROMPTS, PARAMS)]
+            for _ in range(2)
+            for engine in engines.values()
+        ]
+    assert all(found == tokens[0] for found in tokens)
+
+
+def test_engines_with_a_prefix_cache_have_pools_of_their_own() -> None:
+    configs = named(replace(BASE, prefix_cache=True), ["baseline", "v2"])
+    assert shares_of(configs) == [MemoryShare(0, 2), MemoryShare(1, 2)]
+    with loaded(configs, None) as engines:
+        first, other = (engine._worker.decode_step.cache for engine in engines.values())  # type: ignore[attr-defined]
+        assert other.keys is not first.keys
+
+
+@pytest.mark.parametrize(("sizes", "pages"), [((80, 80), 80), ((80, 60), None)])
+def test_pools_of_a_given_size(sizes: tuple[int, int], pages: int | None) -> None:
+    configs = {str(index): replace(BASE, kv_pages=size) for index, size in enumerate(sizes)}
+    expected = [MemoryShare(index, 2, pages=pages) for index in range(2)] if pages else [EXCLUSIVE] * 2
+    assert shares_of(configs) == expected
+    assert shares_of({"alone": BASE}) == [MemoryShare()]
