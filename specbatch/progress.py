@@ -108,7 +108,7 @@ def progress(label: str, unit: str, done: int = 0) -> Iterator[NotedReport]:
 
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
+        BarColumn(bar_width=10),  # the line fits in 80 columns
         TextColumn("{task.fields[count]}"),
         TextColumn("elapsed"),
         TimeElapsedColumn(),
@@ -178,14 +178,13 @@ class Speed:
 
 
 class _Shown:
-    """Progress with a label, which includes the phase, and a rate, which is that of the phase."""
+    """Progress with a label, which is the name of the phase if there is one, and a rate, which is that of the phase."""
 
     def __init__(self, label: str, unit: str) -> None:
-        self._begin, self._unit = label, unit
-        self._label, self._pace = label, _Pace(unit)
+        self._label, self._unit, self._pace = label, unit, _Pace(unit)
 
     def phase(self, name: str) -> None:
-        self._label, self._pace = f"{self._begin}, {name}", _Pace(self._unit)
+        self._label, self._pace = name, _Pace(self._unit)
 
 
 class _Bar(_Shown):

@@ -118,7 +118,7 @@ def test_a_terminal_has_a_bar_with_the_note(monkeypatch):
 
 
 def test_a_phase_is_named_and_has_a_rate_of_its_own(clock, capsys):
-    with progress("starting", "layers and graphs") as report:
+    with progress("starting", "steps") as report:
         stages = Stages(Instead(report, report))
         for phase, done, total in (("loading", 3, 4), ("recording graphs", 5, 10)):
             stages.begin(phase)
@@ -126,8 +126,8 @@ def test_a_phase_is_named_and_has_a_rate_of_its_own(clock, capsys):
             clock.now += SECONDS_BETWEEN_LINES
             stages(done, total)
     assert capsys.readouterr().err.splitlines() == [
-        "starting, loading: 3/4 layers and graphs, 0.05/s, 60 s elapsed, about 20 s left",
-        "starting, recording graphs: 9/14 layers and graphs, 0.0833/s, 120 s elapsed, about 60 s left",
+        "loading: 3/4 steps, 0.05/s, 60 s elapsed, about 20 s left",
+        "recording graphs: 9/14 steps, 0.0833/s, 120 s elapsed, about 60 s left",
     ]
 
 

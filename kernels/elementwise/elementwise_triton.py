@@ -73,6 +73,7 @@ def quantize_fp8(x: torch.Tensor, before_gemm: bool = False) -> FP8Activations:
 def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> FP8Activations:
     """`rms_norm_fp8_ref`: the bits of `rms_norm` and `quantize_fp8`."""
     rows, width = x.shape
+    assert x.is_contiguous(), "x must be contiguous"
     values, scales = _quantized_like(x, width)
     block = max(SCALE_BLOCK, triton.next_power_of_2(width))
     tile = max(1, PROGRAM // block)
@@ -86,6 +87,7 @@ def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> FP8Activa
 def silu_and_mul_fp8(gate_up: torch.Tensor) -> FP8Activations:
     """`silu_and_mul_fp8_ref`: the bits of `silu_and_mul` and `quantize_fp8`."""
     width, tile = gate_up.shape[1] // 2, PROGRAM // 2 // SCALE_BLOCK  # of which each element is two of gate_up
+    assert gate_up.is_contiguous(), "gate_up must be contiguous"
     values, scales = _quantized_like(gate_up, width)
     _silu_and_mul_fp8[(triton.cdiv(scales.numel(), tile),)](
         gate_up, values, scales, scales.numel(), width, TILE=tile, num_warps=4, **_quantizing(gate_up, before_gemm=True)

@@ -156,6 +156,7 @@ def one_row_product(
     All sums, and x times the weight of its norm, are float32.
     """
     assert len(x) == 1, f"{len(x)} rows are not one"
+    assert norm_weight is None or norm_weight.data_ptr() % 4 == 0, "words of 32 bits are read of the norm's weight"
     k, n = weight.shape[1], weight.shape[0] // (2 if gated else 1)
     tile = tile or one_row_tile_for(k, gated)
     rows = tile.rows // (2 if gated else 1)

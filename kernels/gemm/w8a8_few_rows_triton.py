@@ -1,8 +1,8 @@
 """Triton GEMM with FP8 weights for at most 32 rows of FP8 activations.
 
 The weight is the first operand of instructions that multiply 64 of its rows at once, so that few rows of x waste
-nothing. It goes from the memory to shared memory, where the tensor core reads it; before the wait for the previous
-kernel its first part goes to the L2 cache.
+nothing. It goes from the memory to shared memory, where the tensor core reads it. Before the wait for the previous
+kernel its first part goes to the L2 cache, or with up to 4 rows to shared memory.
 """
 
 from __future__ import annotations

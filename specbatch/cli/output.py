@@ -34,7 +34,7 @@ def open_engine(config: EngineConfig) -> Iterator[Engine]:
     """An engine that logs its memory plan and its progress in loading and recording graphs to standard error."""
     from specbatch.engine.engine import Engine
 
-    with progress("starting", "layers, kernels and graphs") as report:
+    with progress("starting", "steps") as report:
         engine = Engine(config, log=say, report=report)
     with engine:
         yield engine
@@ -47,7 +47,7 @@ def open_replicas(config: EngineConfig, cluster: Cluster | None = None) -> Itera
     from specbatch.replicas.ray_actors import connected_actors
 
     with nullcontext() if cluster is None else connected_actors(config, cluster) as starter:
-        with progress("starting", "layers, kernels and graphs") as report:
+        with progress("starting", "steps") as report:
             engine = engine_of(config, log=say, report=report, starter=starter)
         with engine:
             yield engine

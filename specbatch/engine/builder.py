@@ -129,12 +129,12 @@ def _build(
             parts = _load(prepared, plan, shared, pool, log, progress, ranks)
             parts.caps["load_s"] = time.perf_counter() - before
             parts.caps.update(_record_graphs(parts.worker, log, progress))
-            log(_times(parts.caps, time.perf_counter() - start))
             if others is not None:
                 parts.worker.lead(others)
                 others.wait_until_built()
             if ranks is None or ranks.rank == 0:  # the others repeat its steps
                 parts.caps.update(_time_draft_lengths(parts))
+            log(_times(parts.caps, time.perf_counter() - start))
             return parts
     except torch.OutOfMemoryError as error:
         raise plan.out_of_memory("building the engine") from error
@@ -326,8 +326,8 @@ def _times(caps: dict[str, Any], total: float) -> str:
     """A log line: how long an engine took to start, and its parts."""
     parts = {"load": "load_s", "compile": "compile_s", "record": "capture_s"}
     seconds = {verb: caps[name] for verb, name in parts.items() if name in caps}
-    plan = total - sum(seconds.values())
-    return f"start-up: {total:.1f} s ({', '.join(f'{verb} {s:.1f}' for verb, s in ({'plan': plan} | seconds).items())})"
+    seconds["other"] = total - sum(seconds.values())
+    return f"start-up: {total:.1f} s ({', '.join(f'{verb} {s:.1f} s' for verb, s in seconds.items())})"
 
 
 def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:

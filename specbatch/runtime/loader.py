@@ -143,7 +143,7 @@ class Loader:
     caches: list[KVCache] = field(default_factory=list)
 
     def model(self, checkpoint: Checkpoint, *, of_draft: bool = False) -> Decoder:
-        self.progress.begin("loading the draft" if of_draft else "loading")
+        self.progress.begin("loading the draft" if of_draft else "loading layers")
         return Decoder(
             self.part(checkpoint.config),
             checkpoint.tensor,

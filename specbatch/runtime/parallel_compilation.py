@@ -4,7 +4,7 @@ Triton compiles a kernel when it is first launched, and the launching thread wai
 a minute for the hundred or two of an engine. Here what is going to be recorded is rehearsed first: the host does
 everything that it does for a pass, except that operations of PyTorch compute nothing (see `rehearsal`) and that
 launches only hand their kernel to a pool of threads. Nothing depends on a rehearsal: what it misses, or compiles in
-vain, costs time only.
+vain, costs time only. Engines that are built at the same time by several threads compile one after the other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import triton
@@ -25,6 +24,7 @@ from specbatch.kernels.common.rehearsal import rehearse, rehearsing
 from specbatch.progress import Report
 
 MOST_THREADS = 32
+_compiling = threading.Lock()  # launches are redirected for the whole process
 
 
 class Compiled(NamedTuple):
@@ -126,14 +126,19 @@ def compile_ahead(
 ) -> Compiled:
     """Compile what is launched by parts, iterators that run a little of a program per item, and then by passes, if a
     kernel of the first item of a part is not in Triton's cache."""
-    with compiling_only() as mode:
+
+    def all_of(part: Iterator[object]) -> None:
+        for _ in part:
+            report(0, len(mode))
+
+    with _compiling, compiling_only() as mode:
         with rehearsing() as missed:
             for part in parts:
-                next(part, None)
+                rehearse(partial(next, part, None))
         if mode.is_cold():
             with rehearsing() as more:
-                for _ in chain.from_iterable(parts):
-                    report(0, len(mode))
+                for part in parts:
+                    rehearse(partial(all_of, part))
                 for program in passes:
                     rehearse(program)
             report(0, len(mode))

@@ -31,7 +31,7 @@ class Kernel(NamedTuple):
 def tables(
     model: Annotated[str, typer.Option(help="A named shape, or a folder with a config.json.")] = "qwen3-8b",
     algorithm: Annotated[str, typer.Option(help="What drafts; none: no speculation.")] = "none",
-    draft: Annotated[str | None, typer.Option(help="As of generate; dummy: a head with random weights.")] = None,
+    draft: Annotated[str | None, typer.Option(help="As in `generate`; dummy: a head with random weights.")] = None,
     draft_tokens: Annotated[int, typer.Option(min=1)] = 3,
     accept_length: Annotated[float, typer.Option(help="Simulated, in tokens per verify.")] = 2.4,
     batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 1,

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -20,6 +21,7 @@ import triton.language as tl
 from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 
+from specbatch.kernels.common.rehearsal import values_needed
 from specbatch.runtime.parallel_compilation import compile_ahead, compiling_only
 
 KIT = Path(__file__).parents[1] / "kit"
@@ -143,6 +145,36 @@ def test_an_error_ends_a_rehearsal_and_leaves_kernels_to_later_launches(hopper: 
     for one in (kernel, failing):
         kernels, *_ = one.device_caches[0]
         assert all(item is None or item.is_compiled is True for item in kernels.values())
+
+
+def test_a_part_that_needs_a_value_leaves_the_others(hopper: None) -> None:
+    """At its beginning, or later."""
+
+    def part(first: int) -> Iterator[int]:
+        yield from launches(JITFunction(add), *[16] * first)
+        values_needed("a test")
+
+    found = compile_ahead([part(0), part(2), launches(JITFunction(add), 16, 32)], [], silent)
+    assert found.missed == ["a test"] * 2
+    assert found.kernels == ["add"] * 2
+
+
+def test_threads_take_turns(hopper: None) -> None:
+    """Else the first to end would end the redirection of launches for both."""
+    inside: list[int] = []
+
+    def part(number: int) -> Iterator[int]:
+        for _ in range(20):
+            inside.append(number)
+            time.sleep(0.001)
+            yield from launches(JITFunction(add), 16)
+
+    threads = [threading.Thread(target=compile_ahead, args=([part(number)], [], silent)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert inside in ([0] * 20 + [1], [1] * 20 + [0])  # the second finds the kernel of its first item in the cache
 
 
 @pytest.mark.slow
