@@ -90,10 +90,12 @@ class FP8Linear(_Unfused):
         inputs = quantize_fp8(x, before_gemm=True) if fp8_activations.quantizes(x) else x
         return fp8_linear(inputs, self._scaled, self.bias, residual, out)
 
-    def after_gate(self, gate_up: Linear, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    def after_gate(
+        self, gate_up: Linear, x: torch.Tensor, norm: Norm, *, residual: torch.Tensor | None
+    ) -> torch.Tensor:
         if not fp8_activations.quantizes(x):
-            return super().after_gate(gate_up, x, norm)
-        return fp8_linear(silu_and_mul_fp8(gate_up(x, norm=norm)), self._scaled, self.bias, residual=x)
+            return super().after_gate(gate_up, x, norm, residual=residual)
+        return fp8_linear(silu_and_mul_fp8(gate_up(x, norm=norm)), self._scaled, self.bias, residual)
 
 
 class Int4Linear(_Unfused):

@@ -103,10 +103,12 @@ class Linear:
                 )
         return silu_and_mul(self(x, norm=norm))
 
-    def after_gate(self, gate_up: Linear, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """The second GEMM of an MLP: `gate_up.gated(x, norm) @ weight.T + bias + x`, in which the memory of x may be
-        used up."""
-        return self(gate_up.gated(x, norm), residual=x)
+    def after_gate(
+        self, gate_up: Linear, x: torch.Tensor, norm: Norm, *, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The second GEMM of an MLP: `gate_up.gated(x, norm) @ weight.T + bias + residual`, in which the memory of the
+        residual may be used up."""
+        return self(gate_up.gated(x, norm), residual=residual)
 
     def squared(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """relu(norm(x) @ weight.T + bias)^2: x [T, in] -> [T, out]."""

@@ -115,7 +115,7 @@ class SwiGlu:
     down: Linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down.after_gate(self.gate_up, x, self.norm)
+        return self.down.after_gate(self.gate_up, x, self.norm, residual=x)
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,11 @@ class _Divided(Linear):
         y = self._combined(self._part(x, norm=norm), residual)
         return y if out is None else out.copy_(y)
 
+    def after_gate(
+        self, gate_up: Linear, x: torch.Tensor, norm: Norm, *, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self._combined(self._part.after_gate(gate_up, x, norm, residual=None), residual)
+
     def _combined(self, part: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """The whole output from the parts of all ranks, plus the residual."""
         raise NotImplementedError

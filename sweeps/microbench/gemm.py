@@ -250,7 +250,7 @@ def _chain_in_fp8(layers: list[dict[str, Linear]], x: torch.Tensor, norm: Norm, 
         for layer in layers:
             mixed = _attention(layer["qkv"](x, norm=norm), pdl=True)
             x = layer["o"](mixed, residual=x)
-            x = layer["down"].after_gate(layer["gate+up"], x, norm)
+            x = layer["down"].after_gate(layer["gate+up"], x, norm, residual=x)
 
 
 def _chains(weights: Weights) -> Iterator[Case]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,10 +18,17 @@ from torch.utils._pytree import tree_leaves
 from uncached import decoder_of, logits_of
 
 from specbatch import SamplingParams
+from specbatch.kernels.collectives.communicator import Communicator
+from specbatch.kernels.elementwise.fp8_quantize import FP8Activations
+from specbatch.kernels.gemm import fp8_linear as fp8_linear_module
+from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
+from specbatch.kernels.gemm.fp8_linear import FP8Linear
+from specbatch.kernels.gemm.linear import Norm
+from specbatch.kernels.gemm.weight import Weight
 from specbatch.kernels.sampling.argmax_topk import Maxima, argmax
 from specbatch.models.decoder import Decoder
 from specbatch.models.layers import Reader
-from specbatch.models.partition import part_of, scores
+from specbatch.models.partition import RowParallelLinear, part_of, scores
 from specbatch.weights import open_checkpoint
 
 CPU = torch.device("cpu")
@@ -163,3 +170,24 @@ def test_divided_model_computes_the_logits_of_the_whole_one(targets: Targets, na
     first, second = on_ranks(2, logits)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, whole, atol=2e-4, rtol=1e-4)
+
+
+def test_a_divided_fp8_layer_quantizes_what_the_gate_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on one rank: fused with the activation."""
+    seen: list[torch.dtype] = []
+    quantize = fp8_linear_module.silu_and_mul_fp8
+
+    def quantized(gate_up: torch.Tensor) -> FP8Activations:
+        seen.append(gate_up.dtype)
+        return quantize(gate_up)
+
+    monkeypatch.setattr(fp8_linear_module, "silu_and_mul_fp8", quantized)
+    weights = (Weight(torch.randn(shape).to(torch.float8_e4m3fn), torch.rand(1, 1)) for shape in ((64, 32), (32, 32)))
+    gate_up, part = (FP8Linear(weight) for weight in weights)
+    ranks = SimpleNamespace(all_reduce=lambda part, residual: part + residual)
+    down = RowParallelLinear(part, cast(Communicator, ranks))
+    x, norm = torch.randn(3, 32).half(), Norm(torch.ones(32).half(), 1e-5)
+    with use_fp8_activations(True):
+        found = down.after_gate(gate_up, x, norm, residual=x)
+        assert seen == [torch.float16]
+        assert torch.equal(found, part.after_gate(gate_up, x, norm, residual=None) + x)

@@ -358,11 +358,11 @@ def test_the_activation_before_a_gemm_is_quantized_with_it(
     gate_up, down = FP8Linear(first), FP8Linear(second)
     for dtype in (torch.float16, torch.float32):
         x, norm = torch.randn(3, 140).to(device, dtype), Norm(torch.ones(140, device=device, dtype=dtype), 1e-5)
-        plain = down.after_gate(gate_up, x, norm)
+        plain = down.after_gate(gate_up, x, norm, residual=x)
         assert torch.equal(plain, down(gate_up.gated(x, norm), residual=x))
         assert not seen
         with use_fp8_activations(True):
-            found = down.after_gate(gate_up, x, norm)
+            found = down.after_gate(gate_up, x, norm, residual=x)
             if dtype == torch.float16:
                 wanted = fp8_linear_module.fp8_linear(quantize(gate_up(x, norm=norm)), second, None, x)
                 assert torch.equal(found, wanted)
