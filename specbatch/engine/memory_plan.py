@@ -77,11 +77,10 @@ def pages_of_shared_pool(prepared: Sequence[Prepared], replicas: int = 1) -> int
         plans = [memory_plan(one, MemoryShare(replicas=replicas)) for one in prepared]
     except SpecbatchError:  # it is refused when it is built
         return None
-    first, model = plans[0], prepared[0].model
-    page = bytes_per_page(model, len(model.kv_layers), configs[0].page_size, kv_dtype_of(configs[0], prepared[0].dtype))
+    first = plans[0]
     room = first.available - first.weights - sum(plan.fixed for plan in plans)
     most = max(plan.kv_pages for plan in plans)
-    each = page + sum(plan.page_bytes - page for plan in plans)
+    each = first.target_page_bytes + sum(plan.page_bytes - plan.target_page_bytes for plan in plans)
     pages = min(most, room // each) if each else most
     return pages if pages > 0 else None
 

@@ -23,14 +23,15 @@ _CACHED_STATES_SHARE = 8  # cached states take at most an eighth of the memory f
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes and capacities of an engine. `kv_pages` is the size of the pool; `wanted_pages` is what
-    max_running requests of max_model_len tokens could need. `borrowed_page_bytes`: of a page's bytes those in the pool
-    of another engine, see `MemoryShare.pages`."""
+    max_running requests of max_model_len tokens could need. `target_page_bytes`: of a page's bytes those of the
+    target, which are in the pool of another engine if this one `borrows` it (see `MemoryShare`)."""
 
     available: int
     weights: int
     draft_weights: int
     page_bytes: int
-    borrowed_page_bytes: int
+    target_page_bytes: int
+    borrows: bool
     kv_pages: int
     wanted_pages: int
     states: int
@@ -48,7 +49,7 @@ class MemoryPlan:
 
     @property
     def own_kv(self) -> int:
-        return self.kv_pages * (self.page_bytes - self.borrowed_page_bytes)
+        return self.kv_pages * (self.page_bytes - (self.target_page_bytes if self.borrows else 0))
 
     @property
     def fixed(self) -> int:
@@ -62,7 +63,7 @@ class MemoryPlan:
         yield f"  weights    {size_text(self.weights)}"
         if self.draft_weights:
             yield f"  draft      {size_text(self.draft_weights)}"
-        shared = f", {size_text(self.kv - self.own_kv)} of them shared" if self.borrowed_page_bytes else ""
+        shared = f", {size_text(self.kv - self.own_kv)} of them shared" if self.borrows else ""
         yield f"  KV pages   {size_text(self.kv)}: {self.kv_pages} pages of {self.page_size} tokens{shared}"
         if self.states:
             kept = f", including those of {self.cached_states} cached prefixes" if self.cached_states else ""
@@ -174,8 +175,7 @@ def plan_memory(
     """
     size, slack = config.page_size, reach_of(0, rows)
     asked_pages = config.kv_pages if share.pages is None else share.pages
-    borrowed = target_page_bytes if share.borrows else 0
-    own_bytes = page_bytes - borrowed
+    own_bytes = page_bytes - (target_page_bytes if share.borrows else 0)
     budget = share.budget(free, config.memory_fraction, weights)
     weights = weights if share.index == 0 else 0
     # Three copies of the logits of a full batch: raw, float32, and sorted or as probabilities.
@@ -249,7 +249,8 @@ def plan_memory(
         weights=weights,
         draft_weights=draft_weights,
         page_bytes=page_bytes,
-        borrowed_page_bytes=borrowed,
+        target_page_bytes=target_page_bytes,
+        borrows=share.borrows,
         kv_pages=pages,
         wanted_pages=wanted,
         states=states,

@@ -1,4 +1,5 @@
-"""Stand-ins for parts of an engine: CUDA graphs without CUDA, results that arrive late, random draft lengths."""
+"""Stand-ins for parts of an engine: CUDA graphs without CUDA, results that arrive late, random draft lengths, a
+quantizing activation that notes what it is given."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import torch
 from specbatch.core.async_copy import AsyncCopy
 from specbatch.engine.draft_length import DraftLength
 from specbatch.kernels.common.rehearsal import is_rehearsing, rehearse
+from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, silu_and_mul_fp8
+from specbatch.kernels.gemm import fp8_linear
 from specbatch.runtime.cuda_graphs import Program, nothing
 
 
@@ -63,3 +66,15 @@ def random_draft_lengths(patch: pytest.MonkeyPatch, seed: int = 5) -> None:
         return chosen[0]
 
     patch.setattr(DraftLength, "choose", choose)
+
+
+def quantized_by_activations(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """Types of what `silu_and_mul_fp8` is given from now on by FP8 layers."""
+    seen: list[torch.dtype] = []
+
+    def quantized(gate_up: torch.Tensor) -> FP8Activations:
+        seen.append(gate_up.dtype)
+        return silu_and_mul_fp8(gate_up)
+
+    monkeypatch.setattr(fp8_linear, "silu_and_mul_fp8", quantized)
+    return seen

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hard_logits import DIVIDED, hard_logits, part_of_logits
 from safetensors.torch import save_file
+from stand_ins import quantized_by_activations
 from targets import SIZES, TARGETS, Targets
 from thread_ranks import ThreadCommunicator, on_ranks, thread_group
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,8 +20,6 @@ from uncached import decoder_of, logits_of
 
 from specbatch import SamplingParams
 from specbatch.kernels.collectives.communicator import Communicator
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations
-from specbatch.kernels.gemm import fp8_linear as fp8_linear_module
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.gemm.fp8_linear import FP8Linear
 from specbatch.kernels.gemm.linear import Norm
@@ -174,14 +173,7 @@ def test_divided_model_computes_the_logits_of_the_whole_one(targets: Targets, na
 
 def test_a_divided_fp8_layer_quantizes_what_the_gate_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on one rank: fused with the activation."""
-    seen: list[torch.dtype] = []
-    quantize = fp8_linear_module.silu_and_mul_fp8
-
-    def quantized(gate_up: torch.Tensor) -> FP8Activations:
-        seen.append(gate_up.dtype)
-        return quantize(gate_up)
-
-    monkeypatch.setattr(fp8_linear_module, "silu_and_mul_fp8", quantized)
+    seen = quantized_by_activations(monkeypatch)
     weights = (Weight(torch.randn(shape).to(torch.float8_e4m3fn), torch.rand(1, 1)) for shape in ((64, 32), (32, 32)))
     gate_up, part = (FP8Linear(weight) for weight in weights)
     ranks = SimpleNamespace(all_reduce=lambda part, residual: part + residual)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from crossed import crossed
+from fused_gemm import numbers
 
 from specbatch.kernels.elementwise.activations import silu_and_mul
 from specbatch.kernels.gemm import fixed_order, skinny_gemm_triton
@@ -14,10 +15,6 @@ from specbatch.kernels.gemm.fixed_order_gemm_triton import Tile, fixed_order_gem
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
 SHAPES = [(131, 72), (8, 8), (64, 256), (200, 1096)]  # N, K
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-
-
-def numbers(*shape: int, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 @pytest.mark.parametrize("skinny", [False, True])

@@ -9,9 +9,15 @@ import torch
 import torch.nn.functional as F
 from assembly import create_inline_asm
 from dtypes import HALVES
+from stand_ins import quantized_by_activations
 
 from specbatch.kernels.dispatch import use_deterministic
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8_ref, rms_norm_fp8_ref
+from specbatch.kernels.elementwise.fp8_quantize import (
+    FP8Activations,
+    quantize_fp8_ref,
+    rms_norm_fp8_ref,
+    silu_and_mul_fp8,
+)
 from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.gemm import fp8_linear as fp8_linear_module
 from specbatch.kernels.gemm import fp8_linear_triton
@@ -346,14 +352,7 @@ def test_the_activation_before_a_gemm_is_quantized_with_it(
     kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[[bool], None]
 ) -> None:
     force_kernels(kernels)
-    seen: list[torch.dtype] = []
-    quantize = fp8_linear_module.silu_and_mul_fp8
-
-    def quantized(gate_up: torch.Tensor) -> FP8Activations:
-        seen.append(gate_up.dtype)
-        return quantize(gate_up)
-
-    monkeypatch.setattr(fp8_linear_module, "silu_and_mul_fp8", quantized)
+    seen = quantized_by_activations(monkeypatch)
     first, second = random_weight(140, 140, device)[0], random_weight(140, 70, device)[0]
     gate_up, down = FP8Linear(first), FP8Linear(second)
     for dtype in (torch.float16, torch.float32):
@@ -364,7 +363,7 @@ def test_the_activation_before_a_gemm_is_quantized_with_it(
         with use_fp8_activations(True):
             found = down.after_gate(gate_up, x, norm, residual=x)
             if dtype == torch.float16:
-                wanted = fp8_linear_module.fp8_linear(quantize(gate_up(x, norm=norm)), second, None, x)
+                wanted = fp8_linear_module.fp8_linear(silu_and_mul_fp8(gate_up(x, norm=norm)), second, None, x)
                 assert torch.equal(found, wanted)
                 assert seen == [dtype]
                 seen.clear()

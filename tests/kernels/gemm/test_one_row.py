@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fused_gemm import EPS, matches, normalised, numbers
 
 from specbatch.kernels.gemm import one_row_triton, skinny_gemm_triton
 from specbatch.kernels.gemm.linear import Linear, Norm
@@ -15,7 +17,7 @@ from specbatch.kernels.gemm.skinny_gemm_triton import skinny_gated, skinny_linea
 
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3}  # ||y - expected|| / ||expected||
 SHAPES = [(131, 72), (8, 8), (64, 1024), (70, 1032), (3, 2056), (1, 576), (24, 12288)]  # N, K
-EPS = 1e-5
+check = partial(matches, TOLERANCE)
 
 
 @pytest.fixture(params=TOLERANCE, ids=str)
@@ -36,22 +38,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(skinny_gemm_triton, "one_row_product", spied)
     return found
-
-
-def numbers(*shape: int, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-
-
-def normalised(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    x64 = x.double()
-    return x64 * torch.rsqrt(x64.square().mean(1, keepdim=True) + EPS) * weight.double()
-
-
-def check(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    assert y.dtype == dtype
-    assert y.is_contiguous()
-    assert y.shape == expected.shape
-    assert (y.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
 
 
 @pytest.mark.parametrize("squared", [False, True])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from crossed import crossed
+from fused_gemm import EPS, matches, normalised, numbers
 
 from specbatch.kernels.gemm import skinny_gemm_triton
 from specbatch.kernels.gemm.skinny_gemm_configs import Tile, puts_weight_first, tile_for
@@ -16,26 +18,7 @@ from specbatch.kernels.gemm.split_k_triton import COUNTERS, WORKSPACE, workspace
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
 SHAPES = [(131, 72), (8, 8), (64, 256), (72, 1096), (200, 512)]  # N, K
-EPS = 1e-5
-
-
-def numbers(*shape: int, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-
-
-def normalised(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """The rows in float64, with RMSNorm if a weight is given."""
-    x64 = x.double()
-    if weight is None:
-        return x64
-    return x64 * torch.rsqrt(x64.square().mean(1, keepdim=True) + EPS) * weight.double()
-
-
-def check(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    assert y.dtype == dtype
-    assert y.is_contiguous()
-    assert y.shape == expected.shape
-    assert (y.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
+check = partial(matches, TOLERANCE)
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "norm-bias-residual"])
