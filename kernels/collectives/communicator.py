@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -82,6 +83,34 @@ class GroupCommunicator:
         pass
 
 
+class RendezvousStore(Store):  # type: ignore[misc]
+    """The store of one group, for `torch.distributed._symmetric_memory.rendezvous`.
+
+    torch writes to keys "NAME/NUMBER/RANK" and counts the exchanges of a process, whatever group they are of (class
+    `StoreExchange` in PyTorch's `c10d/symm_mem`). A process that is in its second group would therefore wait for keys
+    that the others, which are new, never write. Here the exchanges of each group are counted from 0.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+        self._numbers: dict[str, int] = {}  # of torch -> of the group
+
+    def _own(self, key: str) -> str:
+        name, number, rank = key.rsplit("/", 2)
+        return f"{name}/{self._numbers.setdefault(number, len(self._numbers))}/{rank}"
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(self._own(key), value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        found: bytes = self._store.get(self._own(key))
+        return found
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait([self._own(key) for key in keys], *(() if timeout is None else (timeout,)))
+
+
 class DeviceCommunicator:
     """Collectives of CUDA devices of one host, by kernels that write into the memory of the other devices: a one-shot
     of small tensors (`push_triton`), a two-shot of larger ones (`two_shot_triton`). Sums have the bits of `sum_ref`.
@@ -102,7 +131,8 @@ class DeviceCommunicator:
         # torch finds the other ranks through a process group of this name, which needs a store and no backend. It
         # keeps what it knows of a name for good, so that each group has a name of its own: that of the first rank here.
         name: Any = store.compare_set("specbatch-peer-memory", "", uuid4().hex).decode()
-        self._name, self._group = name, ProcessGroup(store, rank, size)  # torch holds no reference to the group
+        self._name, self._store = name, RendezvousStore(store)
+        self._group = ProcessGroup(self._store, rank, size)  # torch holds no reference to the group
         _register_process_group(name, self._group)
         # Else torch would make an object for multicast, which is not used here and not allowed on all machines.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -110,6 +140,7 @@ class DeviceCommunicator:
         memory = symmetric.empty(
             (small + TwoShot.bytes_for(MOST_TWO_SHOT, size)) // 4, dtype=torch.int32, device=device
         )
+        self._wait_for_all("memory")  # torch's own wait would keep all threads of this process waiting
         peers = list(symmetric.rendezvous(memory, name).buffer_ptrs)
         self.one_shot = OneShot(memory[: small // 4], peers, rank, MOST_ONE_SHOT)
         self.two_shot = TwoShot(
@@ -122,11 +153,11 @@ class DeviceCommunicator:
         )
         self._most_one_shot = 2 * MOST_ONE_SHOT // size
         torch.cuda.synchronize(device)
-        self._wait_for_all()
+        self._wait_for_all("mailboxes")
 
-    def _wait_for_all(self) -> None:
-        """Return once every rank has emptied its mailboxes."""
-        everyone = f"{self._name}-is-ready"
+    def _wait_for_all(self, done: str) -> None:
+        """Return once every rank has called this."""
+        everyone = f"{self._name}-{done}"
         if self.store.add(f"{everyone}-count", 1) == self.size:
             self.store.set(everyone, "")
         self.store.wait([everyone])

@@ -128,12 +128,16 @@ def _build(
             before = time.perf_counter()
             parts = _load(prepared, plan, shared, pool, log, progress, ranks)
             parts.caps["load_s"] = time.perf_counter() - before
-            parts.caps.update(_record_graphs(parts.worker, log, progress))
-            if others is not None:
-                parts.worker.lead(others)
-                others.wait_until_built()
-            if ranks is None or ranks.rank == 0:  # the others repeat its steps
-                parts.caps.update(_time_draft_lengths(parts))
+            try:
+                parts.caps.update(_record_graphs(parts.worker, log, progress))
+                if others is not None:
+                    parts.worker.lead(others)
+                    others.wait_until_built()
+                if ranks is None or ranks.rank == 0:  # the others repeat its steps
+                    parts.caps.update(_time_draft_lengths(parts))
+            except BaseException:
+                parts.worker.close()  # or its memory would be taken until garbage is collected
+                raise
             log(_times(parts.caps, time.perf_counter() - start))
             return parts
     except torch.OutOfMemoryError as error:

@@ -1,14 +1,17 @@
-"""How a device communicator cuts tensors for its kernels, which are replaced by ranks that all hold the same tensor."""
+"""How a device communicator cuts tensors for its kernels, which are replaced by ranks that all hold the same tensor,
+and how it joins a group."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore, PrefixStore
 
 from specbatch.kernels.collectives import communicator
-from specbatch.kernels.collectives.communicator import DeviceCommunicator
+from specbatch.kernels.collectives.communicator import DeviceCommunicator, RendezvousStore
 
 RANKS = 2
 
@@ -70,3 +73,21 @@ def test_kernel_follows_from_the_size(ranks: Any) -> None:
     assert (ranks.one_shot.calls, ranks.two_shot.calls) == (1, 1)
     ranks.all_reduce(torch.ones(129))  # in three parts, the last of which is small
     assert (ranks.one_shot.calls, ranks.two_shot.calls) == (2, 3)
+
+
+def test_exchanges_of_every_group_are_counted_from_zero() -> None:
+    """As torch does it, by a count of the process: that of rank 0 is in its second group, that of rank 1 is new."""
+    exchanges = [7, 0]
+    for _ in range(2):
+        shared = HashStore()
+        shared.set_timeout(timedelta(seconds=5))
+        stores = [RendezvousStore(shared) for _ in range(RANKS)]
+        for _ in range(3):
+            for rank, store in enumerate(stores):
+                PrefixStore("torch", store).set(f"memory/{exchanges[rank]}/{rank}", b"\xff%d" % rank)
+            for rank, store in enumerate(stores):
+                other = f"memory/{exchanges[rank]}/{1 - rank}"
+                PrefixStore("torch", store).wait([other])
+                assert PrefixStore("torch", store).get(other) == b"\xff%d" % (1 - rank)
+                exchanges[rank] += 1
+        exchanges[1] = 0
