@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import typer
+from checkpoints import TINY, write_folder
 from click import Command, Context
 from typer.testing import CliRunner
 
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHER_PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "results").rglob("*.md"))]
 SMALLER = {"--steps": "2", "--concurrency": "1,2", "--prompts": "2"}
-TOY = ["--model", "toy", "--load-format", "dummy", "--device", "cpu"]
+TOY = ["--model", "model", "--device", "cpu"]
 SHORT = {
     "sweep": ["--output-len", "4", "--prompts-per-concurrency", "1", "--repeats", "1"],
     "check": ["--max-new-tokens", "4"],
@@ -127,8 +128,9 @@ def test_gate_takes_the_metrics_of_its_page() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, with the files that the docs use."""
+    """The working folder, with a model and the files that the docs use."""
     monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "model", TINY | {"num_hidden_layers": 2, "max_position_embeddings": 2048})
     rows = [{"question": f"{n} and {n}?", "answer": f"so #### {2 * n}"} for n in range(10, 60)]
     for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -83,7 +83,7 @@ class GroupCommunicator:
         pass
 
 
-class RendezvousStore(Store):  # type: ignore[misc]
+class RendezvousStore(Store):
     """The store of one group, for `torch.distributed._symmetric_memory.rendezvous`.
 
     torch writes to keys "NAME/NUMBER/RANK" and counts the exchanges of a process, whatever group they are of (class
@@ -100,7 +100,7 @@ class RendezvousStore(Store):  # type: ignore[misc]
         name, number, rank = key.rsplit("/", 2)
         return f"{name}/{self._numbers.setdefault(number, len(self._numbers))}/{rank}"
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         self._store.set(self._own(key), value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:

@@ -141,7 +141,7 @@ def _aux_layers(config: dict[str, Any], nested: dict[str, Any]) -> tuple[tuple[i
     return tuple(k + shift for k in found), f"{source}={found}{note}"
 
 
-def default_aux(layers: int) -> tuple[int, ...]:
+def default_aux(layers: int) -> tuple[int, int, int]:
     """Boundary indices of heads whose config has none, for a target with that many layers."""
     return 2, layers // 2, layers - 3
 

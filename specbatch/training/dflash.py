@@ -23,7 +23,7 @@ from specbatch.kernels.common.upload import upload
 from specbatch.models.config import ModelConfig
 from specbatch.training.data import Batch, Example, indices
 from specbatch.training.eagle3 import layer_keys, plain_heads
-from specbatch.training.head import Guess, Head, Layer, Scores
+from specbatch.training.head import Guess, Head, Layer, Scores, require_inner_layers
 from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialize
 from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target
@@ -150,9 +150,7 @@ def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spa
 
 def sizes_of(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> dict[str, Any]:
     """The arguments of `DFlashHead`. Raises SpecbatchError if there can be no such draft for the target."""
-    if target.config.depth < 2:
-        works = f"{target.name} has one layer and {recipe.algorithm} reads one below the last; use mtp"
-        raise refuse("algorithm", recipe.algorithm, works)
+    require_inner_layers(recipe.algorithm, target)
     return {
         "layers": recipe.draft_layers,
         "block": recipe.block_size,

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from specbatch.models.config import ModelConfig
+from specbatch.models.eagle3 import default_aux
 from specbatch.models.rope import DEFAULT_THETA, Rope
 from specbatch.training.chain import ChainHead, Memory, through
 from specbatch.training.data import Example, frequent
-from specbatch.training.head import Layer
+from specbatch.training.head import Layer, require_inner_layers
 from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialize
 from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target
@@ -42,7 +43,7 @@ class Eagle3Head(ChainHead):
         hidden, eps = base.hidden_size, base.rms_norm_eps
         self.drafts, self.depth = steps, layers
         self.kept = kept.to(target.device)
-        self._usual = usual_boundaries(base.depth)
+        self._usual = default_aux(base.depth)
         self._boundaries = feature_boundaries(base.depth)
         self.aux = tuple(boundary - 1 for boundary in self._boundaries)
         self._sizes = sizes
@@ -109,6 +110,7 @@ class Eagle3Head(ChainHead):
 
 def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> Eagle3Head:
     """A head whose draft vocabulary is the most frequent tokens of `train`; see `trainer.make_head`."""
+    require_inner_layers(recipe.algorithm, target)
     assert recipe.unroll is not None
     assert recipe.draft_layers is not None
     total = target.config.vocab_size
@@ -117,14 +119,10 @@ def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spa
     return Eagle3Head(target, kept, steps=recipe.unroll, **sizes)
 
 
-def usual_boundaries(layers: int) -> tuple[int, int, int]:
-    """Default boundaries of all readers: k is the input of layer k, or the output of layer k - 1."""
-    return 2, layers // 2, layers - 3
-
-
 def feature_boundaries(layers: int) -> tuple[int, ...]:
-    """The usual boundaries, or the lowest three if the target has too few layers."""
-    usual = usual_boundaries(layers)
+    """The default boundaries of all readers, or the lowest three if the target has too few layers: k is the input of
+    layer k, or the output of layer k - 1."""
+    usual = default_aux(layers)
     return usual if 1 <= usual[0] < usual[1] < usual[2] else tuple(range(1, min(layers, 4)))
 
 

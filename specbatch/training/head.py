@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from specbatch.errors import refuse
 from specbatch.training.data import Batch
 from specbatch.training.layers import Attention, Mlp, Norm
 from specbatch.training.target import Target
@@ -102,3 +103,10 @@ class Head(nn.Module):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Name in the file -> parameter, or map between vocabularies."""
         return dict(self.named_parameters())
+
+
+def require_inner_layers(algorithm: str, target: Target) -> None:
+    """Raise SpecbatchError if the target has no layer below the last, whose output a head reads."""
+    if target.config.depth < 2:
+        works = f"{target.name} has one layer and {algorithm} reads one below the last; use mtp"
+        raise refuse("algorithm", algorithm, works)

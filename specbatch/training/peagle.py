@@ -19,6 +19,7 @@ from specbatch.training.chain import Memory
 from specbatch.training.data import Example, frequent
 from specbatch.training.dflash import unused_token
 from specbatch.training.eagle3 import Eagle3Head
+from specbatch.training.head import require_inner_layers
 from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target
 
@@ -57,6 +58,7 @@ class PEagleHead(Eagle3Head):
 
 def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> PEagleHead:
     """A head whose draft vocabulary is the most frequent tokens of `train`; see `trainer.make_head`."""
+    require_inner_layers(recipe.algorithm, target)
     assert recipe.unroll is not None
     assert recipe.draft_layers is not None
     total = target.config.vocab_size

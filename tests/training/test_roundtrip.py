@@ -23,6 +23,8 @@ from specbatch.training.eagle3 import Eagle3Head
 from specbatch.training.files import takes_a_head, write_beside, write_head
 from specbatch.training.mtp import MtpHead
 from specbatch.training.peagle import PEagleHead
+from specbatch.training.recipe import Recipe
+from specbatch.training.trainer import make_head
 from specbatch.weights import open_checkpoint
 
 from .conftest import CPU, LAYERS, MAX_LEN, RECIPES, VOCABULARY
@@ -264,3 +266,10 @@ def test_shallow_target_uses_its_lowest_layers(target, monkeypatch):
     assert [feature_layers(36, 5), feature_layers(36, 2), feature_layers(4, 2), feature_layers(2, 1)] == [
         (1, 9, 17, 25, 33), (1, 17, 33), (1,), (0,)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "dspark"])
+def test_target_of_one_layer_is_refused(target, examples, monkeypatch, algorithm):
+    monkeypatch.setattr(target, "config", replace(target.config, num_layers=1))
+    with pytest.raises(SpecbatchError, match=f"^algorithm='{algorithm}': .* has one layer .*; use mtp$"):
+        make_head(Recipe(algorithm=algorithm), target, examples, 0)
