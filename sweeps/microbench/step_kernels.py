@@ -9,7 +9,7 @@ measured in other runs, without the profiler.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -32,17 +32,16 @@ def tables(
     model: Annotated[str, typer.Option(help="A named shape, or a folder with a config.json.")] = "qwen3-8b",
     algorithm: Annotated[str, typer.Option(help="What drafts; none: no speculation.")] = "none",
     draft: Annotated[str | None, typer.Option(help="As in `generate`; dummy: a head with random weights.")] = None,
-    draft_tokens: Annotated[int, typer.Option(min=1)] = 3,
-    accept_length: Annotated[float, typer.Option(help="Simulated, in tokens per verify.")] = 2.4,
+    draft_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    accept_length: Annotated[float | None, typer.Option(help="Simulated, in tokens per verify.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 1,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
     most: Annotated[int, typer.Option(min=1, help="Kernels to show, the longest first.")] = 30,
 ) -> Iterator[Table]:
-    speculation = Speculation()
-    if algorithm != "none":
-        speculation = Speculation(
-            algorithm, "v2", draft=draft, draft_tokens=draft_tokens, simulate_accept_length=accept_length
-        )
+    drafts: dict[str, Any] = {"draft": draft, "draft_tokens": draft_tokens, "simulate_accept_length": accept_length}
+    if algorithm == "none" and any(value is not None for value in drafts.values()):
+        raise typer.BadParameter("--draft, --draft-tokens and --accept-length need --algorithm")
+    speculation = Speculation() if algorithm == "none" else Speculation(algorithm, "v2", **drafts)
     config = EngineConfig(
         model=model, load_format="dummy", max_running=batch, max_model_len=context + 2 * LONG, prefix_cache=False,
         prefill_chunk=8192, speculation=speculation, graphs=Graphs(decode="whole", prefill="piecewise"),

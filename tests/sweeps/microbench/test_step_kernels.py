@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from specbatch.sweeps.microbench.step_kernels import Kernel, by_time, per_step
+import pytest
+import typer
+
+from specbatch.sweeps.microbench.step_kernels import Kernel, by_time, per_step, tables
 
 LONG = {
     "gemm": Kernel(74, 740.0),
@@ -26,3 +29,8 @@ def test_longest_kernels_come_first_and_others_are_added() -> None:
     ]
     assert [row["share (%)"] for row in rows] == ["96.2", "3.8", "100.0"]
     assert next(by_time({}, most=1))["us each"] == "-"
+
+
+def test_settings_of_drafts_need_an_algorithm() -> None:
+    with pytest.raises(typer.BadParameter, match="need --algorithm"):
+        next(tables(accept_length=2.4))
