@@ -76,7 +76,12 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(10_000)
         gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else bindings report at the end that their objects are still there
 
 
 BOS, EOS = 1, 2
