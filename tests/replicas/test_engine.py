@@ -116,7 +116,7 @@ def test_a_stream_can_be_closed_and_requests_aborted(one: Engine) -> None:
         assert tokens(engine.generate(PROMPTS, SAMPLED)) == wanted
         ids = [f"id {number}" for number in range(len(PROMPTS))]
         reasons = {}
-        for event in engine.stream(PROMPTS, replace(SAMPLED, max_new_tokens=60), request_ids=ids):
+        for event in engine.stream(PROMPTS, replace(SAMPLED, max_new_tokens=24), request_ids=ids):
             engine.abort("id 23")
             engine.abort(22)
             assert event.completion is not None
