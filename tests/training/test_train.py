@@ -59,7 +59,7 @@ def test_record_holds_training_settings(trained, answers_file):
     assert written["versions"]["torch"] == version("torch")
     assert written["history"]["steps"] == STEPS
     assert not written["history"]["interrupted"]
-    assert list(map(int, written["history"]["measured"])) == list(range(0, STEPS + 1, 3))
+    assert list(map(int, written["history"]["measured"])) == list(range(0, STEPS + 1, STEPS // 4))
 
 
 @pytest.mark.parametrize("algorithm", first_quick(2, ["dflash", "mtp", "eagle3"]))
