@@ -21,8 +21,10 @@ import lossless
 import pytest
 import torch
 import torch.nn.functional as F
+import typer.testing
 from hypothesis import HealthCheck, settings
 from targets import Targets
+from typer.main import get_command
 
 from specbatch.config import EngineConfig
 from specbatch.models.config import ModelConfig
@@ -40,6 +42,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 settings.load_profile("specbatch")
+
+# The runner makes all commands and their options again for each call, which takes longer than most of the calls.
+typer.testing._get_command = cache(get_command)  # type: ignore[attr-defined]
 
 # A shell has what it runs in the background ignore interruptions, and so would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -65,12 +70,18 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported for the tests stays: the garbage collector need not look through it while it grows."""
+    """What is imported for the tests stays: the garbage collector need not look through it, now and later."""
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
+        gc.set_threshold(10_000)
         gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else bindings report at the end that their objects are still there
 
 
 BOS, EOS = 1, 2

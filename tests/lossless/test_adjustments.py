@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from crossed import crossed
 from lossless import LONGER, Case, target_logits
 from naive_choice import chosen
 from stand_ins import fake_graphs, late_results, random_draft_lengths
@@ -44,7 +45,7 @@ def _cases() -> list[Any]:
             case,
             ranks := 2 if place % 4 == 1 and not case.has_budget else 1,
             id=f"{case} {ranks}",
-            marks=() if place < quick and place % 2 == 0 else pytest.mark.slow,
+            marks=() if place < quick and place % 4 == 0 else pytest.mark.slow,
         )
         for place, case in enumerate(chosen)
     ]
@@ -82,8 +83,7 @@ _ALL = dict.fromkeys(("model", "eagle", "eagle3", "peagle", "mtp", "mtp-layers",
 _ALL |= {"model-recurrent": 4, "eagle-tree": 4, "mtp-tree": 4, "dflash-tree": 4, "dspark-tree": 4, "model-tree": 6}
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("drafter", _ALL)
+@pytest.mark.parametrize(("drafter", "temperature"), crossed(_ALL, [0, 1]))
 def test_drafts_know_what_is_added_to_logits(
     targets: Targets, monkeypatch: pytest.MonkeyPatch, drafter: str, temperature: float
 ) -> None:

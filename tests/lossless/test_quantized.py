@@ -11,7 +11,7 @@ import torch
 from targets import QUANTIZED, SPECULATIONS, Targets
 from thread_ranks import thread_group
 
-_QUICK = {"channel": "ngram", "modelopt": "dflash", "awq": "model-tree", "symmetric": "eagle3"}
+_QUICK = {"channel": "ngram", "awq": "model-tree"}
 _DRAFTERS = tuple(name for name in SPECULATIONS if "budget" not in name)  # for one device
 
 

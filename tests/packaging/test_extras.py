@@ -33,6 +33,7 @@ for words in {commands!r}:
     if words[0] == "doctor":
         from specbatch.engine import support
         support.FAMILIES = {{"Llama": "llama-3.2-1b"}}
+        support.SETTINGS = dict(list(support.SETTINGS.items())[:1])
     result = CliRunner().invoke(app, words)
     heavy = sorted({{"transformers", "torch._dynamo", "sympy", "gguf"}} & set(sys.modules))
     found.append([result.exit_code, result.stdout, result.stderr, heavy, len(sys.modules)])

@@ -55,11 +55,12 @@ def test_tokens_scores_and_counts_are_those_of_one_engine(one: Engine, count: in
     engine, _ = replicas(count)
     with engine:
         several = replace(SAMPLED, n=3, seed=5, logprobs=True)
-        for params, concurrency in ((SAMPLED, None), (several, 5), (SamplingParams(max_new_tokens=5), 1)):
+        runs = ((24, SAMPLED, None), (9, several, 5), (5, SamplingParams(max_new_tokens=5), 1))
+        for prompts, params, concurrency in runs:
             one.reset_record()
             engine.reset_record()
-            wanted = one.generate(PROMPTS, params, concurrency=concurrency)
-            found = engine.generate(iter(PROMPTS), params, concurrency=concurrency)
+            wanted = one.generate(PROMPTS[:prompts], params, concurrency=concurrency)
+            found = engine.generate(iter(PROMPTS[:prompts]), params, concurrency=concurrency)
             assert tokens(found) == tokens(wanted)
             assert all(a.logprobs == pytest.approx(b.logprobs) for a, b in zip(found, wanted, strict=True))
             record, expected = engine.record(concurrency=5), one.record(concurrency=5)
@@ -115,7 +116,7 @@ def test_a_stream_can_be_closed_and_requests_aborted(one: Engine) -> None:
         assert tokens(engine.generate(PROMPTS, SAMPLED)) == wanted
         ids = [f"id {number}" for number in range(len(PROMPTS))]
         reasons = {}
-        for event in engine.stream(PROMPTS, replace(SAMPLED, max_new_tokens=60), request_ids=ids):
+        for event in engine.stream(PROMPTS, replace(SAMPLED, max_new_tokens=24), request_ids=ids):
             engine.abort("id 23")
             engine.abort(22)
             assert event.completion is not None
@@ -382,9 +383,9 @@ def test_lines_about_a_replica_are_those_of_the_engine_that_it_worked_for() -> N
 
 
 def test_what_cannot_be_built_is_refused_as_by_one_engine() -> None:
-    for starter in (ThreadReplicas(2), None):
-        with pytest.raises(SpecbatchError, match="max_model_len=100000: the model supports at most 2048"):
-            DataParallelEngine(replace(CONFIG, data_parallel=2, max_model_len=100_000), starter=starter)
+    with pytest.raises(SpecbatchError, match="max_model_len=100000: the model supports at most 2048"):
+        DataParallelEngine(replace(CONFIG, data_parallel=2, max_model_len=100_000), starter=ThreadReplicas(2))
+    for starter in (ThreadReplicas(2), None):  # None: processes
         with pytest.raises(SpecbatchError, match=r"^memory_fraction=1e-05: .* may be used by each of 2 replicas and"):
             DataParallelEngine(replace(CONFIG, data_parallel=2, memory_fraction=1e-5), starter=starter)
     with pytest.raises(SpecbatchError, match="data_parallel=2: an Engine is one replica; use DataParallelEngine"):

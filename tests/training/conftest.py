@@ -23,6 +23,7 @@ from specbatch.cli.output import open_engine
 from specbatch.config import EngineConfig
 from specbatch.core.request import SamplingParams
 from specbatch.models.config import ModelConfig
+from specbatch.training import trainer
 from specbatch.training.answers import read_answers
 from specbatch.training.data import Example
 from specbatch.training.recipe import Recipe
@@ -136,15 +137,17 @@ def train(target_folder: Path) -> Callable[..., dict[str, Any]]:
         )
         params = SamplingParams(temperature=temperature, max_new_tokens=30)
         source = Source(data, None, params, limit=limit) if answers is None else Source(None, answers, limit=limit)
-        return train_draft(
-            config,
-            source,
-            recipe,
-            folder,
-            open_engine=open_engine,
-            progress=lambda label, unit: nullcontext(report),
-            log=log,
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer, "LINES", 4)
+            return train_draft(
+                config,
+                source,
+                recipe,
+                folder,
+                open_engine=open_engine,
+                progress=lambda label, unit: nullcontext(report),
+                log=log,
+            )
 
     return run
 

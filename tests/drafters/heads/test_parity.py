@@ -13,7 +13,7 @@ from typing import Any
 import draft_heads as heads
 import pytest
 import torch
-from crossed import crossed, first_quick
+from crossed import crossed, first_quick, slow_but
 
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.sampling.rng import DRAFT, uniform_ref, verify_keys
@@ -306,7 +306,7 @@ def test_greedy_drafts_are_argmax_as_the_batch_changes(usual: Any, algorithm: st
         here.rows, here.texts = here.rows[order], [here.texts[index] for index in order]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", slow_but(("eagle", "eagle3 of 3", "mtp of 3", "peagle"), ALGORITHMS))
 def test_draft_length_may_change_every_step(usual: Any, algorithm: str) -> None:
     """Zero, one after zero, fewer than before: the head's cache has no gaps, and each distribution is right."""
     (run, reference, ids), randomness = usual(algorithm), random.Random(1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from crossed import slow_but
+from crossed import crossed, slow_but
 
 from specbatch.kernels.attention import span_latents_triton
 from specbatch.kernels.attention.latent_attention import LatentDecodeRef, LatentLayout, latent_prefill_ref
@@ -77,9 +77,7 @@ def test_verify_matches_reference(name: str, kernel: Kernel, count: int, splits:
     compare(queries, heads, (lengths[:, None] + torch.arange(count)).flatten(), kernel(queries, splits))
 
 
-@pytest.mark.parametrize("kernel", [default, spans])
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize(("first", "splits", "kernel"), crossed([0, 2], [3, 1], [default, spans]))
 def test_tree_matches_reference(first: int, splits: int, kernel: Kernel) -> None:
     """As a whole, or its last nodes after the first two are in the cache."""
     words = ancestor_words(torch.tensor([[0, 0, 1, 1, 3], [0, 1, 2, 2, 0], [0, 0, 0, 1, 2]]), 5)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from crossed import crossed
 from fused_gemm import EPS, matches, normalised, numbers
 
 from specbatch.kernels.gemm import one_row_triton, skinny_gemm_triton
@@ -40,8 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("squared", [False, True])
-@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize(("n", "k", "squared"), crossed(SHAPES, [False, True]))
 def test_linear_matches_reference(
     n: int, k: int, squared: bool, dtype: torch.dtype, device: torch.device, calls: list[int]
 ) -> None:
