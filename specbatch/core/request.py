@@ -174,6 +174,13 @@ class Request:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def expected_tokens(self) -> float:
+        """Tokens generated, with those of the results in flight if verifies go on to emit as many as so far."""
+        metrics, first = self.metrics, self.pending - self.in_flight
+        each = metrics.emitted / metrics.verify_steps if metrics.verify_steps else 1.0
+        return self.generated + first + self.in_flight * each
+
+    @property
     def lacks_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of its prompt were asked for and are not known yet."""
         return self.prompt_logprobs is not None and None in self.prompt_logprobs[1:]

@@ -252,6 +252,13 @@ class Scheduler:
         new_pages, self._new_pages = self._new_pages, {}
         return DecodePlan(scheduled, [(*place, page) for place, page in new_pages.items()], bound)
 
+    def expects_all_to_end(self) -> bool:
+        """Whether the results in flight are expected to end every admitted request: each verify in flight with as many
+        tokens as the verifies of its request before it, on average."""
+        return not self._prefilling and all(
+            request.expected_tokens >= request.params.max_new_tokens for request in self._running
+        )
+
     def _free_outside_window(self, request: Request) -> None:
         """Release the pages that no later step reads. Their places in the page table show page 0 from then on."""
         if self._window is None:

@@ -44,7 +44,11 @@ class Synchronous:
 
 
 class Overlapped:
-    """v2: the device never waits for the host; results are handled one step late."""
+    """v2: the device never waits for the host while there is work for it; results are handled one step late.
+
+    A step after the last one of all requests would be computed for nothing, and the next request's prompt would wait
+    for it. Where the result in flight is expected to end them all, it is therefore handled first.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -53,10 +57,14 @@ class Overlapped:
     def step(self) -> bool:
         runner, previous = self._runner, self._in_flight
         before = runner.counters.prefill_passes
+        late = previous is not None
         first = runner.prefill()
         if first is not None and first.ready():
             runner.handle(first)
             first = None
+        if previous is not None and runner.scheduler.expects_all_to_end():
+            runner.handle(previous)
+            previous = None
         try:
             self._in_flight = runner.decode(may_retract=previous is None)
         except OutOfPagesError:
@@ -65,7 +73,6 @@ class Overlapped:
             runner.handle(previous)
             previous = None
             self._in_flight = runner.decode(may_retract=True)
-        late = previous is not None
         if previous is not None:
             runner.handle(previous, overlapped=self._in_flight is not None)
         if first is not None:  # waits for the prefill only, while the decode step after it runs

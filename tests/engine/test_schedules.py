@@ -1,5 +1,5 @@
-"""Schedules: stops, limits, aborts and random settings do not change greedy tokens; the order of launches and results;
-and no launch waits for the device."""
+"""Schedules: stops, limits, aborts and random settings do not change greedy tokens; first tokens and counts; and no
+launch waits for the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from stand_ins import late_results
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbatch import Engine, SamplingParams, Speculation
-from specbatch.core.async_copy import AsyncCopy
 from specbatch.engine.runner import Launched, Runner
 
 _SELF = {"algorithm": "standalone", "draft": "self:skip=1"}
@@ -212,7 +211,7 @@ def test_aborts_do_not_affect_other_requests(
     check_released(engine)
 
 
-# -- order and counts -------------------------------------------------------------------------------------------------
+# -- first tokens and counts -----------------------------------------------------------------------------------------
 
 
 def test_the_first_token_comes_alone_and_first(
@@ -248,32 +247,6 @@ def test_the_first_token_does_not_wait_for_the_next_step(
     assert engine._runner.counters.iterations == 1
     stream.close()  # type: ignore[attr-defined]
     check_released(engine)
-
-
-def test_v2_launches_before_it_handles_and_v1_does_not(
-    toy: Any, toy_engine: Callable[..., Engine], schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[str] = []
-    decode, handle = Runner.decode, Runner.handle
-
-    def watch_decode(self: Runner, *, may_retract: bool) -> Launched | None:
-        launched = decode(self, may_retract=may_retract)
-        order.extend(["launch"] if launched else [])
-        return launched
-
-    def watch_handle(self: Runner, launched: Launched, **how: bool) -> None:
-        order.append("first" if launched.first else "handle")
-        handle(self, launched, **how)
-
-    monkeypatch.setattr(Runner, "decode", watch_decode)
-    monkeypatch.setattr(Runner, "handle", watch_handle)
-    engine = toy_engine(speculation=Speculation(schedule=schedule))
-    engine.generate([list(toy.prompts()[3])], SamplingParams(max_new_tokens=5, ignore_eos=True))
-    if schedule == "v1":
-        assert order == ["first", *["launch", "handle"] * 4]
-    else:  # a first token that has arrived is handled before anything else
-        begin = ["first", "launch"] if AsyncCopy().ready() else ["launch", "first"]
-        assert order == [*begin, *["launch", "handle"] * 3, "handle"]
 
 
 @pytest.mark.parametrize("drafter", first_quick(1, ["self", "ngram"]))
