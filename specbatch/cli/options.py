@@ -216,6 +216,10 @@ class EngineOptions(SimpleNamespace):
         settings["prefix_cache"] = prefix_cache if self.prefix_cache is None else self.prefix_cache
         graphs = Graphs(decode=self.decode_graph or "off", prefill=self.prefill_graph or "off")
         config = EngineConfig(**settings | {"speculation": self.speculation(), "graphs": graphs})
+        if config.data_parallel == 1 and not elsewhere and not compares:  # else the engine may be in another process
+            from specbatch.runtime.cuda_context import make_context_ahead
+
+            make_context_ahead(config.device)
         if self.decode_graph and (self.prefill_graph or compares):
             return config
         from specbatch.runtime.device import default_graphs, find_device
