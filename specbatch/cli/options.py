@@ -7,6 +7,7 @@ options that are written differently on a command line, and those whose default 
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -224,6 +225,7 @@ class EngineOptions(SimpleNamespace):
             return config
         from specbatch.runtime.device import default_graphs, find_device
 
+        _keep_imports()
         usual = default_graphs(config.device if elsewhere else find_device(config.device).type)
         prefill = self.prefill_graph or ("off" if compares else usual.prefill)
         return replace(config, graphs=Graphs(self.decode_graph or usual.decode, prefill))
@@ -245,6 +247,13 @@ class EngineOptions(SimpleNamespace):
             return tuple(int(layer) for layer in self.aux_layers.split(","))
         except ValueError:
             raise refuse("aux_layers", self.aux_layers, "write layers with commas, such as 2,18,33") from None
+
+
+@functools.cache
+def _keep_imports() -> None:
+    """Leave what torch and others have made to no garbage collection: the last ones of the process would walk it for
+    half a second. Once, as garbage is kept with it, and before Triton is imported, which reports what is not freed."""
+    gc.freeze()
 
 
 def takes_engine(
