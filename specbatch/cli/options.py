@@ -7,6 +7,7 @@ options that are written differently on a command line, and those whose default 
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -216,10 +217,15 @@ class EngineOptions(SimpleNamespace):
         settings["prefix_cache"] = prefix_cache if self.prefix_cache is None else self.prefix_cache
         graphs = Graphs(decode=self.decode_graph or "off", prefill=self.prefill_graph or "off")
         config = EngineConfig(**settings | {"speculation": self.speculation(), "graphs": graphs})
+        if config.data_parallel == 1 and not elsewhere and not compares:  # else the engine may be in another process
+            from specbatch.runtime.cuda_context import make_context_ahead
+
+            make_context_ahead(config.device)
         if self.decode_graph and (self.prefill_graph or compares):
             return config
         from specbatch.runtime.device import default_graphs, find_device
 
+        _keep_imports()
         usual = default_graphs(config.device if elsewhere else find_device(config.device).type)
         prefill = self.prefill_graph or ("off" if compares else usual.prefill)
         return replace(config, graphs=Graphs(self.decode_graph or usual.decode, prefill))
@@ -241,6 +247,13 @@ class EngineOptions(SimpleNamespace):
             return tuple(int(layer) for layer in self.aux_layers.split(","))
         except ValueError:
             raise refuse("aux_layers", self.aux_layers, "write layers with commas, such as 2,18,33") from None
+
+
+@functools.cache
+def _keep_imports() -> None:
+    """Leave what torch and others have made to no garbage collection: the last ones of the process would walk it for
+    half a second. Once, as garbage is kept with it, and before Triton is imported, which reports what is not freed."""
+    gc.freeze()
 
 
 def takes_engine(
