@@ -150,17 +150,28 @@ def _send_progress(send: Callable[[Message], None], engine: int, done: int, tota
     send(Progress(engine, done, total))
 
 
+def _divide_cores(size: int) -> int:
+    """Have this process use its share of the cores among `size` ranks, unless OMP_NUM_THREADS is set. Returns the
+    threads of each rank: where threads of several ranks share a core, they wait for each other many times as long as
+    they compute, and with other numbers of threads the same sum could have other bits."""
+    if not os.environ.get("OMP_NUM_THREADS"):
+        share = max(1, len(os.sched_getaffinity(0)) // size)
+        torch.set_num_threads(min(torch.get_num_threads(), share))
+    return torch.get_num_threads()
+
+
 def start_group(size: int, device: str) -> RankGroup:
     """Start the other ranks of a group of `size`, on a CPU or on CUDA devices 0 to size - 1."""
     from specbatch.engine.follower import join_group, listen
 
+    threads = {"OMP_NUM_THREADS": str(_divide_cores(size))} if device == "cpu" else {}
     store = listen(size)
     processes: list[subprocess.Popen[bytes]] = []
     connections: list[Connection] = []
     for rank in range(1, size):
         ours, theirs = Pipe()
         command = [sys.executable, "-m", FOLLOWER, str(theirs.fileno()), str(rank), str(size), str(store.port), device]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | threads
         processes.append(
             subprocess.Popen(
                 command,

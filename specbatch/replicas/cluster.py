@@ -11,6 +11,7 @@ from specbatch.config import EngineConfig
 from specbatch.errors import refuse
 
 PORT = 6379  # of a head node, unless it was started with another
+MOST_PORT = 65_535
 LOCAL, AUTO = "local", "auto"
 
 
@@ -29,7 +30,8 @@ class Cluster:
     most: int = 1
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"auto|local|[\w.-]+(:[0-9]+)?", self.address):
+        found = re.fullmatch(r"auto|local|[\w.-]+(?::([0-9]{1,5}))?", self.address)
+        if not found or not 1 <= int(found[1] or PORT) <= MOST_PORT:
             raise refuse("address", self.address, "use auto, local, or HOST[:PORT] of the cluster's head node")
         if not 1 <= self.least <= self.most:
             works = "use a number, or MIN-MAX with MIN at least 1 and at most MAX, such as 2-8"

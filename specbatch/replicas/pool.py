@@ -284,7 +284,8 @@ class ReplicaPool:
                         raise error
                     case Ended(reason, _, lost):
                         if not lost or len(self._replicas) < self._starter.least:
-                            raise SpecbatchError(f"a replica ended while it was built: {reason}")
+                            kind = FailedError if lost else SpecbatchError  # versions that differ are a mistake
+                            raise kind(f"a replica ended while it was built: {reason}")
                     case Progress():
                         recorded[number] = message
                         done, total = (sum(getattr(item, of) for item in recorded.values()) for of in ("done", "total"))

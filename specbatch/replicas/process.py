@@ -37,7 +37,7 @@ class LocalProcesses:
             if count > max(cores, LEAST_ON_CPU):
                 works = f"each replica needs a core and this process has {cores}"
                 raise refuse("data_parallel", count, f"{works}; use at most {max(cores, LEAST_ON_CPU)}")
-            threads = str(max(1, cores // count))
+            threads = str(max(1, cores // (count * config.tensor_parallel)))
             self._settings = [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or threads}] * count
             return
         each, present = config.tensor_parallel, torch.cuda.device_count()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.config import EngineConfig
-from specbatch.errors import SpecbatchError
+from specbatch.errors import FailedError, SpecbatchError
 from specbatch.progress import NotedReport, Waves
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Point, check_plan, plan_of, points, save
@@ -144,7 +144,7 @@ def _measured(blocks: list[Block], workers: _Workers, least: int, log: Log) -> I
                 log(f"{_name(block)}: measured")
                 yield answer
     if given_up:
-        raise SpecbatchError(f"{'; '.join(given_up)}; the same command runs it again")
+        raise FailedError(f"{'; '.join(given_up)}; the same command runs it again")
 
 
 class _Workers:
@@ -217,7 +217,7 @@ class _Workers:
         elif self.free or self._calls:
             self._log(f"a worker ended ({ended.reason}); going on with the others")
         else:
-            raise SpecbatchError(f"no worker is left; the last one ended: {ended.reason}")
+            raise FailedError(f"no worker is left; the last one ended: {ended.reason}")
 
 
 def _name(block: Block) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.config import EngineConfig, Speculation
-from specbatch.errors import SpecbatchError, one_line, refuse
+from specbatch.errors import FailedError, SpecbatchError, one_line, refuse
 from specbatch.jobs.configurations import check_draft, load_engine
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.sweeps.run.server import Server
@@ -55,6 +55,7 @@ def loaded(
     workload: a max_model_len that is refused is reported in terms of its lengths. failed: gets the reasons why engines
     cannot be built; refused if none can. None: the first reason is raised.
     """
+    causes: list[Exception] = []
     with ExitStack() as stack:
         engines: dict[str, InferenceEngine] = {}
         _check_drafts(configs, log, failed)
@@ -62,12 +63,13 @@ def loaded(
         for name, config in configs.items():
             first, side = next(iter(engines.values()), None), shares[len(engines)]
             if failed is None or name not in failed:
-                with noted(failed, name), of_lengths(config, workload):
+                with noted(failed, name, causes), of_lengths(config, workload):
                     engines[name] = stack.enter_context(load_engine(name, config, log, weights_of=first, share=side))
             if failed and name in failed and log is not None:
                 log(f"{name}: {failed[name]}")
         if not engines and failed:
-            raise SpecbatchError(next(iter(failed.values())))
+            is_mistake = not any(isinstance(cause, FailedError) for cause in causes)
+            raise (SpecbatchError if is_mistake else FailedError)(next(iter(failed.values())))
         yield engines
 
 
@@ -151,14 +153,16 @@ def _check_drafts(configs: Mapping[str, EngineConfig], log: Log | None, failed: 
 
 
 @contextmanager
-def noted(errors: dict[str, str] | None, name: str) -> Iterator[None]:
-    """Keep the first line of an exception as the error of `name`; None: let it through."""
+def noted(errors: dict[str, str] | None, name: str, causes: list[Exception] | None = None) -> Iterator[None]:
+    """Keep the first line of an exception as the error of `name`, and in `causes` itself; None: let it through."""
     try:
         yield
     except Exception as error:
         if errors is None:
             raise
         errors[name] = one_line(error)
+        if causes is not None:
+            causes.append(error)
 
 
 def fitted(configs: Configs, options: SweepOptions) -> dict[str, EngineConfig | Server]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from specbatch.errors import SpecbatchError
+from specbatch.errors import FailedError, SpecbatchError
 from specbatch.progress import progress
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ def run_in_process(
     log: Log,
     cluster: Cluster | None = None,
 ) -> int:
-    """Run a sweep into `folder` and return the exit status of its process: 0, or 2 for a user's mistake, which the
-    process has logged.
+    """Run a sweep into `folder` and return the exit status of its process: 0, 2 for a user's mistake, or 1 for another
+    failure. The process has logged it.
 
     log: a function of a module, as it is pickled. Raises KeyboardInterrupt after the process has written its summary.
     """
@@ -60,8 +60,10 @@ def _run(engines: Configs, options: SweepOptions, folder: Path, log: Log, cluste
         with progress("sweep", "requests") as report:
             run_sweep(engines, options, folder, log=log, report=report, cluster=cluster)
     except SpecbatchError as error:
-        log(f"error: {error}")
-        raise SystemExit(2) from None
+        has_failed = isinstance(error, FailedError)
+        kept = error.kept if isinstance(error, FailedError) else None
+        log(f"error: {'; '.join(filter(None, [str(error), kept]))}")
+        raise SystemExit(1 if has_failed else 2) from None
     except KeyboardInterrupt as stop:
         for line in stop.args:
             log(line)

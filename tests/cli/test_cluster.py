@@ -27,6 +27,11 @@ NONE = dict.fromkeys(CLUSTER_OPTIONS)
         ({"distributed": "dask", "workers": "2"}, {}, "distributed='dask': use ray"),
         ({"distributed": "ray", "workers": "3-1"}, {}, "workers='3-1'"),
         (
+            {"distributed": "ray", "workers": "1", "address": "head:99999"},
+            {},
+            "address='head:99999': use auto, local, or",
+        ),
+        (
             {"distributed": "ray", "workers": "2"},
             {"data_parallel": 2},
             "data_parallel=2: cannot be combined",

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from processes import end_within, is_running
 
 from specbatch import Completion, Engine, EngineConfig, SamplingParams, SpecbatchError
@@ -158,3 +159,15 @@ def test_sizes_that_do_not_divide_are_refused_before_a_process_starts(model: str
     with pytest.raises(SpecbatchError, match=r"num_key_value_heads=2, or be a multiple of it; use 2 or 4$"):
         Engine(config(model, 3))
     assert not children()
+
+
+@pytest.mark.parametrize(("omp", "threads"), [(None, 2), ("4", 6)])
+def test_ranks_on_a_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch, omp: str | None, threads: int) -> None:
+    """Also a second group; not where the user has chosen a number."""
+    used = [6]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: used[-1])
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.delenv("OMP_NUM_THREADS") if omp is None else monkeypatch.setenv("OMP_NUM_THREADS", omp)
+    assert [ranks._divide_cores(3), ranks._divide_cores(3)] == [threads, threads]
+    assert used[-1] == threads

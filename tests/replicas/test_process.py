@@ -211,6 +211,13 @@ def test_replicas_on_a_cpu_have_a_core_each(monkeypatch: pytest.MonkeyPatch, cor
         process.LocalProcesses(EngineConfig(device="cpu", data_parallel=most + 1))
 
 
+def test_ranks_of_replicas_on_a_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    made = process.LocalProcesses(EngineConfig(device="cpu", data_parallel=2, tensor_parallel=2))
+    assert made._settings == [{"OMP_NUM_THREADS": "2"}] * 2
+
+
 def see_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(process.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(process.torch.cuda, "device_count", lambda: count)

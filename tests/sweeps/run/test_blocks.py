@@ -11,6 +11,7 @@ import pytest
 from fake_ray import FakeActor, FakeRay
 
 from specbatch import EngineConfig, SpecbatchError, Speculation
+from specbatch.errors import FailedError
 from specbatch.records.store import load_record
 from specbatch.records.sweep_plan import Point, points
 from specbatch.replicas import ray_cluster
@@ -94,7 +95,7 @@ def test_a_block_of_a_lost_worker_runs_again_on_another(runs: Runs, tmp_path: Pa
 def test_a_block_that_ends_three_workers_is_named_and_the_same_command_runs_it(runs: Runs, tmp_path: Path) -> None:
     runs.lose = lambda worker, point: point == Point("v2", 1, 2, 1)
     named = "concurrency 2, repeat 1 ended 3 workers; the last: its node on 10.0.0.7 was lost; the same command"
-    with pytest.raises(SpecbatchError, match=named):
+    with pytest.raises(FailedError, match=named):
         run_sweep(CONFIGS, OPTIONS, tmp_path, cluster=CLUSTER)
     assert len(list(tmp_path.rglob("record.json"))) == 6
     runs.lose = lambda worker, point: False

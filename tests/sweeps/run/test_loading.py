@@ -8,8 +8,10 @@ import pytest
 
 from specbatch import SamplingParams
 from specbatch.config import EngineConfig, Speculation
+from specbatch.errors import FailedError, SpecbatchError, refuse
 from specbatch.jobs.configurations import named
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
+from specbatch.sweeps.run import loading
 from specbatch.sweeps.run.loading import loaded, shares_of
 
 BASE = EngineConfig(
@@ -50,3 +52,22 @@ def test_pools_of_a_given_size(sizes: tuple[int, int], pages: int | None) -> Non
     expected = [MemoryShare(index, 2, pages=pages) for index in range(2)] if pages else [EXCLUSIVE] * 2
     assert shares_of(configs) == expected
     assert shares_of({"alone": BASE}) == [MemoryShare()]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(FailedError("rank 1 ended by SIGKILL"), FailedError), (refuse("kv_pages", 9, "use 10"), SpecbatchError)],
+)
+def test_where_no_engine_is_left_a_process_that_was_killed_is_no_mistake(
+    monkeypatch: pytest.MonkeyPatch, error: SpecbatchError, kind: type[SpecbatchError]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(loading, "load_engine", fail)
+    with (
+        pytest.raises(SpecbatchError) as found,
+        loaded({"alone": replace(BASE, speculation=Speculation())}, None, failed={}),
+    ):
+        pass
+    assert (type(found.value), str(found.value)) == (kind, str(error))
