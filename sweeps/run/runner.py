@@ -128,6 +128,8 @@ def _summarized(
 
     def kept() -> str:
         finished = sum(point.is_finished(folder) for point in points(configs, options, folder))
+        if not finished:
+            return "no point was finished"
         return (
             f"kept {counted(finished, 'finished point')} and the summary in {folder}; the same command with this --out "
             "continues"
