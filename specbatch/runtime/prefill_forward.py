@@ -18,6 +18,7 @@ from specbatch.core.attention_metadata import PrefillMetadata
 from specbatch.kernels.attention.latent_attention import LatentLayout, latent_prefill
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
+from specbatch.kernels.common.rehearsal import is_rehearsing
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
@@ -78,7 +79,7 @@ def static_bytes(config: ModelConfig, dtype: torch.dtype, most: int, *, needs_al
 class PiecewiseGraphs:
     """Records a model in segments: from the output of one attention or recurrent operation to the input of the next,
     whose keys and values are then in the cache. After the last operation that stores something few rows are needed as a
-    rule; they run eagerly."""
+    rule; they run eagerly. Passes of few tokens and few sequences are recorded as a whole in place of that."""
 
     def __init__(
         self,
@@ -135,19 +136,19 @@ class PiecewiseGraphs:
         return len(self._buckets)
 
     def capture(self) -> Iterator[None]:
-        count, layers = self._in_segments, len(self._model.layers)
-        unlike, all_unlike = self._unlike(count), self._unlike(layers)
+        layers = len(self._model.layers)
+        all_unlike = self._unlike(layers)
         for bucket in reversed(self._buckets):
-            programs = list(self._programs(bucket, count))
-            for index in (0, *(index + 1 for index in unlike if index + 1 < len(programs))):
-                self._recorder.warm(programs[index])
-            self._segments[bucket] = [self._recorder.record(segment) for segment in self._programs(bucket, count)]
-            for key in ((bucket, True), (bucket, False)):
-                if (spans := self._spans.get(key)) is not None:
-                    programs = list(self._programs(bucket, layers))
+            if (bucket, True) in self._spans:
+                for key in ((bucket, True), (bucket, False)):
+                    programs, spans = list(self._programs(bucket, layers)), self._spans[key]
                     self._recorder.warm(partial(self._run, programs, all_unlike, bucket, spans))
                     whole = partial(self._run, programs, range(layers), bucket, spans)
                     self._wholes[key] = self._recorder.record(whole)
+                if not is_rehearsing():
+                    del self._segments[bucket]  # recorded when a pass of many sequences first needs them
+            else:
+                self._record_segments(bucket)
             yield
 
     def __call__(self, tokens: torch.Tensor, metadata: PrefillMetadata, rows: torch.Tensor | None = None) -> Features:
@@ -173,6 +174,9 @@ class PiecewiseGraphs:
             done = len(self._model.layers)
         else:
             done = self._in_segments
+            if bucket not in self._segments:
+                self._record_segments(bucket)
+                self.counters.recorded_late += 1
             self._run(self._segments[bucket], range(done), count, spans)
         self.counters.replays += 1
         self.counters.padded += bucket - count
@@ -187,6 +191,15 @@ class PiecewiseGraphs:
             return Features(model.finish(x, mixed, rows, inputs=inputs), aux)
         context, of_rows = metadata.bind(self._cache), metadata.bind_rows(rows, self._cache)
         return Features(model.end(x, mixed, metadata.positions, context, rows, of_rows, inputs=inputs), aux)
+
+    def _record_segments(self, bucket: int) -> None:
+        programs = list(self._programs(bucket, self._in_segments))
+        unlike = self._unlike(self._in_segments)
+        for index in (0, *(index + 1 for index in unlike if index + 1 < len(programs))):
+            self._recorder.warm(programs[index])
+        self._segments[bucket] = [
+            self._recorder.record(segment) for segment in self._programs(bucket, self._in_segments)
+        ]
 
     def _unlike(self, count: int) -> list[int]:
         """Of the first `count` layers those after whose operation something else is launched than after that of an
