@@ -128,12 +128,7 @@ def _summarized(
 
     def kept() -> str:
         finished = sum(point.is_finished(folder) for point in points(configs, options, folder))
-        if not finished:
-            return "no point was finished"
-        return (
-            f"kept {counted(finished, 'finished point')} and the summary in {folder}; the same command with this --out "
-            "continues"
-        )
+        return what_is_kept(finished, f"the summary in {folder}")
 
     with reporting(kept):
         try:
@@ -144,6 +139,13 @@ def _summarized(
     if log is not None and (below := losses_of(load_records(folder))):
         log(below.log_text)
     return summary
+
+
+def what_is_kept(finished: int, tables: str) -> str:
+    """How many points are finished, for an interruption or a failure. tables: which are written, and where."""
+    if not finished:
+        return "no point was finished"
+    return f"kept {counted(finished, 'finished point')} and {tables}; the same command with this --out continues"
 
 
 def run_points(
