@@ -30,7 +30,7 @@ def run_in_process(
     cluster: Cluster | None = None,
 ) -> int:
     """Run a sweep into `folder` and return the exit status of its process: 0, 2 for a user's mistake, or 1 for another
-    failure. The process has logged it.
+    failure. The process logs the error.
 
     log: a function of a module, as it is pickled. Raises KeyboardInterrupt after the process has written its summary.
     """
@@ -59,11 +59,12 @@ def _run(engines: Configs, options: SweepOptions, folder: Path, log: Log, cluste
 
         with progress("sweep", "requests") as report:
             run_sweep(engines, options, folder, log=log, report=report, cluster=cluster)
+    except FailedError as error:
+        log(f"error: {'; '.join(filter(None, [str(error), error.kept]))}")
+        raise SystemExit(1) from None
     except SpecbatchError as error:
-        has_failed = isinstance(error, FailedError)
-        kept = error.kept if isinstance(error, FailedError) else None
-        log(f"error: {'; '.join(filter(None, [str(error), kept]))}")
-        raise SystemExit(1 if has_failed else 2) from None
+        log(f"error: {error}")
+        raise SystemExit(2) from None
     except KeyboardInterrupt as stop:
         for line in stop.args:
             log(line)
