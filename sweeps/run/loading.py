@@ -68,8 +68,8 @@ def loaded(
             if failed and name in failed and log is not None:
                 log(f"{name}: {failed[name]}")
         if not engines and failed:
-            is_mistake = all(isinstance(cause, SpecbatchError) and not isinstance(cause, FailedError) for cause in causes)
-            raise (SpecbatchError if is_mistake else FailedError)(next(iter(failed.values())))
+            has_failed = any(isinstance(cause, FailedError) or not isinstance(cause, SpecbatchError) for cause in causes)
+            raise (FailedError if has_failed else SpecbatchError)(next(iter(failed.values())))
         yield engines
 
 

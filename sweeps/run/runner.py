@@ -284,11 +284,12 @@ def _check_concurrency(name: str, engine: InferenceEngine | HttpEngine, most: in
         return
     limit = held_at_once(caps, lengths) * _replicas(engine)
     if most > limit:
+        fewer = f"at most {limit}, " if limit else ""
         raise refuse(
             "concurrency",
             most,
             f"{name} can hold {limit} of these requests at once (max_running={caps['max_running']}, "
-            f"kv_pages={caps['kv_pages']}); use at most {limit}, shorter requests or more kv_pages",
+            f"kv_pages={caps['kv_pages']}); use {fewer}shorter requests or more kv_pages",
         )
 
 
