@@ -68,7 +68,7 @@ def loaded(
             if failed and name in failed and log is not None:
                 log(f"{name}: {failed[name]}")
         if not engines and failed:
-            has_failed = any(isinstance(cause, FailedError) or not isinstance(cause, SpecbatchError) for cause in causes)
+            has_failed = any(isinstance(one, FailedError) or not isinstance(one, SpecbatchError) for one in causes)
             raise (FailedError if has_failed else SpecbatchError)(next(iter(failed.values())))
         yield engines
 
