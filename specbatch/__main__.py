@@ -3,8 +3,8 @@
 import gc
 import sys
 
-# New objects per collection. Imports make a quarter of a million objects that stay. With the usual 700 they are walked
-# again and again, and a start takes a quarter of a second longer.
+# Garbage is collected after so many new objects. Imports create a quarter of a million objects that stay: with Python's
+# default of at most 2,000 they are walked again and again, and a start takes a quarter of a second longer.
 _OBJECTS_PER_COLLECTION = 100_000
 
 

@@ -86,19 +86,20 @@ class GroupCommunicator:
 class RendezvousStore(Store):
     """The store of one group, for `torch.distributed._symmetric_memory.rendezvous`.
 
-    torch writes to keys "NAME/NUMBER/RANK" and counts the exchanges of a process, whatever group they are of (class
-    `StoreExchange` in PyTorch's `c10d/symm_mem`). A process that is in its second group would therefore wait for keys
-    that the others, which are new, never write. Here the exchanges of each group are counted from 0.
+    torch writes to keys "NAME/NUMBER/RANK", where NUMBER counts the exchanges of this name in the process, over all
+    groups (class `StoreExchange` in PyTorch's `c10d/symm_mem`). Rank 0 in its second group would therefore wait for
+    keys that the other ranks, whose processes are new, never write. Here each group counts its exchanges from 0.
     """
 
     def __init__(self, store: Store) -> None:
         super().__init__()
         self._store = store
-        self._numbers: dict[str, int] = {}  # of torch -> of the group
+        self._numbers: dict[str, dict[str, int]] = {}  # by name: number in the process -> number in the group
 
     def _own(self, key: str) -> str:
         name, number, rank = key.rsplit("/", 2)
-        return f"{name}/{self._numbers.setdefault(number, len(self._numbers))}/{rank}"
+        numbers = self._numbers.setdefault(name, {})
+        return f"{name}/{numbers.setdefault(number, len(numbers))}/{rank}"
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         self._store.set(self._own(key), value)  # type: ignore[arg-type]
@@ -131,8 +132,9 @@ class DeviceCommunicator:
         # torch finds the other ranks through a process group of this name, which needs a store and no backend. It
         # keeps what it knows of a name for good, so that each group has a name of its own: that of the first rank here.
         name: Any = store.compare_set("specbatch-peer-memory", "", uuid4().hex).decode()
-        self._name, self._store = name, RendezvousStore(store)
-        self._group = ProcessGroup(self._store, rank, size)  # torch holds no reference to the group
+        # torch holds no reference to the group, and calls methods of the store that are in Python.
+        self._name, self._rendezvous_store = name, RendezvousStore(store)
+        self._group = ProcessGroup(self._rendezvous_store, rank, size)
         _register_process_group(name, self._group)
         # Else torch would make an object for multicast, which is not used here and not allowed on all machines.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -140,7 +142,7 @@ class DeviceCommunicator:
         memory = symmetric.empty(
             (small + TwoShot.bytes_for(MOST_TWO_SHOT, size)) // 4, dtype=torch.int32, device=device
         )
-        self._wait_for_all("memory")  # torch's own wait would keep all threads of this process waiting
+        self._wait_for_all("memory")  # torch's own wait for the other ranks would hold the GIL
         peers = list(symmetric.rendezvous(memory, name).buffer_ptrs)
         self.one_shot = OneShot(memory[: small // 4], peers, rank, MOST_ONE_SHOT)
         self.two_shot = TwoShot(
@@ -155,9 +157,9 @@ class DeviceCommunicator:
         torch.cuda.synchronize(device)
         self._wait_for_all("mailboxes")
 
-    def _wait_for_all(self, done: str) -> None:
-        """Return once every rank has called this."""
-        everyone = f"{self._name}-{done}"
+    def _wait_for_all(self, point: str) -> None:
+        """Return once every rank has called this for the same point of the construction."""
+        everyone = f"{self._name}-{point}"
         if self.store.add(f"{everyone}-count", 1) == self.size:
             self.store.set(everyone, "")
         self.store.wait([everyone])

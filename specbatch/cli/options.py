@@ -251,8 +251,9 @@ class EngineOptions(SimpleNamespace):
 
 @functools.cache
 def _keep_imports() -> None:
-    """Leave what torch and others have made to no garbage collection: the last ones of the process would walk it for
-    half a second. Once, as garbage is kept with it, and before Triton is imported, which reports what is not freed."""
+    """Exclude the objects of imports from garbage collection: the collections at exit would walk them for half a
+    second. Only once, because garbage is kept, too, and before Triton is imported, whose bindings print a warning for
+    each of their objects that is not freed."""
     gc.freeze()
 
 

@@ -175,10 +175,11 @@ class Request:
 
     @property
     def expected_tokens(self) -> float:
-        """Tokens generated, with those of the results in flight if verifies go on to emit as many as so far."""
+        """Generated tokens, plus those that the results in flight should bring: 1 from a prompt, and from each decode
+        step the mean accept length so far, or 1 before the first verify."""
         metrics, first = self.metrics, self.pending - self.in_flight
-        each = metrics.emitted / metrics.verify_steps if metrics.verify_steps else 1.0
-        return self.generated + first + self.in_flight * each
+        accept_length = metrics.emitted / metrics.verify_steps if metrics.verify_steps else 1.0
+        return self.generated + first + self.in_flight * accept_length
 
     @property
     def lacks_prompt_logprobs(self) -> bool:

@@ -136,7 +136,7 @@ def _build(
                 if ranks is None or ranks.rank == 0:  # the others repeat its steps
                     parts.caps.update(_time_draft_lengths(parts))
             except BaseException:
-                parts.worker.close()  # or its memory would be taken until garbage is collected
+                parts.worker.close()  # else its memory is freed only when garbage is collected
                 raise
             log(_times(parts.caps, time.perf_counter() - start))
             return parts

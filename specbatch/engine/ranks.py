@@ -151,9 +151,12 @@ def _send_progress(send: Callable[[Message], None], engine: int, done: int, tota
 
 
 def _divide_cores(size: int) -> int:
-    """Have this process use its share of the cores among `size` ranks, unless OMP_NUM_THREADS is set. Returns the
-    threads of each rank: where threads of several ranks share a core, they wait for each other many times as long as
-    they compute, and with other numbers of threads the same sum could have other bits."""
+    """Limit the threads of this process to its share of the cores among `size` ranks, unless OMP_NUM_THREADS is set.
+    Returns the number of threads of each rank.
+
+    Ranks whose threads share a core wait for each other for much longer than they compute. All ranks have the same
+    number, because a sum can have other bits with another number of threads. The limit stays when the group ends.
+    """
     if not os.environ.get("OMP_NUM_THREADS"):
         share = max(1, len(os.sched_getaffinity(0)) // size)
         torch.set_num_threads(min(torch.get_num_threads(), share))

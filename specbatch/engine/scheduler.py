@@ -253,8 +253,8 @@ class Scheduler:
         return DecodePlan(scheduled, [(*place, page) for place, page in new_pages.items()], bound)
 
     def expects_all_to_end(self) -> bool:
-        """Whether the results in flight are expected to end every admitted request: each verify in flight with as many
-        tokens as the verifies of its request before it, on average."""
+        """Whether the results in flight are expected to bring every admitted request to its length limit. Stops are not
+        foreseen."""
         return not self._prefilling and all(
             request.expected_tokens >= request.params.max_new_tokens for request in self._running
         )

@@ -46,8 +46,9 @@ class Synchronous:
 class Overlapped:
     """v2: the device never waits for the host while there is work for it; results are handled one step late.
 
-    A step after the last one of all requests would be computed for nothing, and the next request's prompt would wait
-    for it. Where the result in flight is expected to end them all, it is therefore handled first.
+    If the result in flight is expected to end all requests, it is handled first: the next step would compute nothing
+    that is needed, and the prompts of waiting requests would run after it. A wrong expectation costs a wait, and
+    changes no token.
     """
 
     def __init__(self, runner: Runner) -> None:

@@ -1,4 +1,4 @@
-"""Makes the context of a CUDA device while torch is imported: each of them takes a second or more."""
+"""Creates the context of a CUDA device while torch is imported, as each of the two takes a second or more."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from functools import cache
 
 @cache
 def make_context_ahead(device: str) -> None:
-    """Begin to make the context that torch will use on the device (auto, cuda, cuda:N), in a thread. Where there is no
-    driver or no such device nothing happens, as torch will say so."""
+    """Start a thread that creates the primary context of the device (auto, cuda, cuda:N), which torch will use. If
+    there is no driver or no such device it does nothing: torch reports that later."""
     if device != "cpu":
-        # Not a daemon: a command that ends at once, with an error, must not end while the driver starts.
+        # Not a daemon thread: a command that ends at once with an error must not exit while the driver initializes.
         threading.Thread(target=_make_context, args=(int(device.partition(":")[2] or 0),)).start()
 
 
 def _make_context(index: int) -> None:
     try:
-        driver = ctypes.CDLL("libcuda.so.1")  # while it works, other threads run
+        driver = ctypes.CDLL("libcuda.so.1")  # its calls release the GIL
     except OSError:
         return
     device, context = ctypes.c_int(), ctypes.c_void_p()

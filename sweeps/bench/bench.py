@@ -18,7 +18,6 @@ from typing import Any
 from specbatch.atomic_file import write_atomic
 from specbatch.config import EngineConfig
 from specbatch.errors import refuse, reporting
-from specbatch.plurals import counted
 from specbatch.progress import NotedReport
 from specbatch.records.sweep_plan import PLAN, check_plan, plan_of
 from specbatch.sweeps.bench.limits import Limits
@@ -27,7 +26,7 @@ from specbatch.sweeps.bench.sections import KINDS, MACHINE, BenchOptions, kind_o
 from specbatch.sweeps.bench.tables import MACHINE_FILE, load_sections, read_machine, write_tables
 from specbatch.sweeps.report.tables import losses_of
 from specbatch.sweeps.run.loading import Engines, Failed, Log, loaded, noted
-from specbatch.sweeps.run.runner import run_points
+from specbatch.sweeps.run.runner import run_points, what_is_kept
 
 
 def run_bench(
@@ -59,9 +58,7 @@ def run_bench(
     limits, failed = Limits(machine), Failed()
 
     def kept() -> str:
-        finished = len(list(folder.glob("*/*/c*/r*/record.json")))
-        works = "the same command with this --out continues"
-        return f"kept {counted(finished, 'finished point')} and the tables in {folder}; {works}"
+        return what_is_kept(len(list(folder.glob("*/*/c*/r*/record.json"))), f"the tables in {folder}")
 
     with reporting(kept):
         try:

@@ -68,8 +68,8 @@ def loaded(
             if failed and name in failed and log is not None:
                 log(f"{name}: {failed[name]}")
         if not engines and failed:
-            is_mistake = not any(isinstance(cause, FailedError) for cause in causes)
-            raise (SpecbatchError if is_mistake else FailedError)(next(iter(failed.values())))
+            has_failed = any(isinstance(one, FailedError) or not isinstance(one, SpecbatchError) for one in causes)
+            raise (FailedError if has_failed else SpecbatchError)(next(iter(failed.values())))
         yield engines
 
 
@@ -154,7 +154,8 @@ def _check_drafts(configs: Mapping[str, EngineConfig], log: Log | None, failed: 
 
 @contextmanager
 def noted(errors: dict[str, str] | None, name: str, causes: list[Exception] | None = None) -> Iterator[None]:
-    """Keep the first line of an exception as the error of `name`, and in `causes` itself; None: let it through."""
+    """Keep the first line of an exception as the error of `name`, and the exception itself in `causes`. errors=None:
+    let it through."""
     try:
         yield
     except Exception as error:

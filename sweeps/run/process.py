@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
@@ -30,9 +31,10 @@ def run_in_process(
     cluster: Cluster | None = None,
 ) -> int:
     """Run a sweep into `folder` and return the exit status of its process: 0, 2 for a user's mistake, or 1 for another
-    failure. The process has logged it.
+    failure. The process logs the error.
 
-    log: a function of a module, as it is pickled. Raises KeyboardInterrupt after the process has written its summary.
+    log: a function of a module, as it is pickled. Raises KeyboardInterrupt after the process has written its summary. A
+    folder in which nothing was written is removed.
     """
     folder.mkdir(exist_ok=True)
     process = get_context("spawn").Process(target=_run, args=(dict(engines), options, folder, log, cluster))
@@ -44,8 +46,11 @@ def run_in_process(
         except KeyboardInterrupt:
             stopped = True
             process.terminate()  # the process writes its summary first; a second signal ends it at once
+    with suppress(OSError):  # it is not empty
+        folder.rmdir()
     if stopped:
-        raise KeyboardInterrupt(f"finished points are kept in {folder.parent}; the same command continues")
+        kept = f"finished points are kept in {folder.parent}; the same command with this --out continues"
+        raise KeyboardInterrupt(*[kept] if any(folder.parent.iterdir()) else [])
     return process.exitcode
 
 
@@ -59,15 +64,18 @@ def _run(engines: Configs, options: SweepOptions, folder: Path, log: Log, cluste
 
         with progress("sweep", "requests") as report:
             run_sweep(engines, options, folder, log=log, report=report, cluster=cluster)
+    except FailedError as error:
+        log(f"error: {'; '.join(filter(None, [str(error), error.kept]))}")
+        raise SystemExit(1) from None
     except SpecbatchError as error:
-        has_failed = isinstance(error, FailedError)
-        kept = error.kept if isinstance(error, FailedError) else None
-        log(f"error: {'; '.join(filter(None, [str(error), kept]))}")
-        raise SystemExit(1 if has_failed else 2) from None
+        log(f"error: {error}")
+        raise SystemExit(2) from None
     except KeyboardInterrupt as stop:
         for line in stop.args:
-            log(line)
+            log(f"{folder.name}: {line}")
         raise SystemExit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a KeyboardInterrupt from here on would print a traceback
 
 
 def _exit_with_parent() -> None:

@@ -128,12 +128,7 @@ def _summarized(
 
     def kept() -> str:
         finished = sum(point.is_finished(folder) for point in points(configs, options, folder))
-        if not finished:
-            return "no point was finished"
-        return (
-            f"kept {counted(finished, 'finished point')} and the summary in {folder}; the same command with this --out "
-            "continues"
-        )
+        return what_is_kept(finished, f"the summary in {folder}")
 
     with reporting(kept):
         try:
@@ -144,6 +139,13 @@ def _summarized(
     if log is not None and (below := losses_of(load_records(folder))):
         log(below.log_text)
     return summary
+
+
+def what_is_kept(finished: int, tables: str) -> str:
+    """How many points are finished, for an interruption or a failure. tables: which are written, and where."""
+    if not finished:
+        return "no point was finished"
+    return f"kept {counted(finished, 'finished point')} and {tables}; the same command with this --out continues"
 
 
 def run_points(
@@ -282,11 +284,12 @@ def _check_concurrency(name: str, engine: InferenceEngine | HttpEngine, most: in
         return
     limit = held_at_once(caps, lengths) * _replicas(engine)
     if most > limit:
+        fewer = f"at most {limit}, " if limit else ""
         raise refuse(
             "concurrency",
             most,
             f"{name} can hold {limit} of these requests at once (max_running={caps['max_running']}, "
-            f"kv_pages={caps['kv_pages']}); use at most {limit}, shorter requests or more kv_pages",
+            f"kv_pages={caps['kv_pages']}); use {fewer}shorter requests or more kv_pages",
         )
 
 

@@ -257,10 +257,22 @@ def test_process_of_a_model_ends_when_the_command_is_interrupted(two_models):
     assert not psutil.wait_procs(children, timeout=20)[1]
     log = Path("log").read_text()
     assert f"kept {points('out/toy-1')} finished points and the summary in out/toy-1; " in log
-    assert "interrupted; finished points are kept in out; the same command continues" in log
+    assert "interrupted; finished points are kept in out; the same command with this --out continues" in log
     assert "Traceback" not in log
     assert "| baseline " in Path("out/toy-1/summary.md").read_text()
     assert not Path("out/toy-2").exists()
+
+
+@pytest.mark.slow
+def test_models_that_are_interrupted_before_a_point_leave_no_folder(run):
+    Path("grid.toml").write_text('[baseline]\nspec = "off"\nseed = [1, 2]\n')
+    process = start("sweep --concurrency 1 --prompts-per-concurrency 9999 --input-len 8 --configs grid.toml --out out")
+    wait_for(lambda: "start-up:" in Path("log").read_text(), process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 130
+    log = Path("log").read_text().splitlines()
+    assert log[-2:] == ["toy-1: no point was finished", "interrupted"]
+    assert not Path("out").exists()
 
 
 def test_grammars_of_rows_and_of_the_job(run):

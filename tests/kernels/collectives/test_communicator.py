@@ -91,3 +91,15 @@ def test_exchanges_of_every_group_are_counted_from_zero() -> None:
                 assert PrefixStore("torch", store).get(other) == b"\xff%d" % (1 - rank)
                 exchanges[rank] += 1
         exchanges[1] = 0
+
+
+def test_exchanges_of_every_name_are_counted_apart() -> None:
+    """Rank 0 has made other numbers of exchanges of the two names than rank 1, which makes none of a group before."""
+    shared = HashStore()
+    shared.set_timeout(timedelta(seconds=5))
+    stores = [RendezvousStore(shared) for _ in range(RANKS)]
+    for name, numbers in (("memory", (7, 0)), ("signals", (3, 0)), ("memory", (8, 1))):
+        for rank, store in enumerate(stores):
+            store.set(f"{name}/{numbers[rank]}/{rank}", f"{name} {rank}".encode())
+        for rank, store in enumerate(stores):
+            assert store.get(f"{name}/{numbers[rank]}/{1 - rank}") == f"{name} {1 - rank}".encode()

@@ -8,7 +8,7 @@ import pytest
 
 from specbatch import SamplingParams
 from specbatch.config import EngineConfig, Speculation
-from specbatch.errors import FailedError, SpecbatchError, refuse
+from specbatch.errors import FailedError, SpecbatchError, one_line, refuse
 from specbatch.jobs.configurations import named
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.sweeps.run import loading
@@ -56,10 +56,14 @@ def test_pools_of_a_given_size(sizes: tuple[int, int], pages: int | None) -> Non
 
 @pytest.mark.parametrize(
     ("error", "kind"),
-    [(FailedError("rank 1 ended by SIGKILL"), FailedError), (refuse("kv_pages", 9, "use 10"), SpecbatchError)],
+    [
+        (FailedError("rank 1 ended by SIGKILL"), FailedError),
+        (RuntimeError("CUDA error: an illegal memory access"), FailedError),
+        (refuse("kv_pages", 9, "use 10"), SpecbatchError),
+    ],
 )
-def test_where_no_engine_is_left_a_process_that_was_killed_is_no_mistake(
-    monkeypatch: pytest.MonkeyPatch, error: SpecbatchError, kind: type[SpecbatchError]
+def test_where_no_engine_is_left_only_a_refusal_is_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[SpecbatchError]
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -70,4 +74,4 @@ def test_where_no_engine_is_left_a_process_that_was_killed_is_no_mistake(
         loaded({"alone": replace(BASE, speculation=Speculation())}, None, failed={}),
     ):
         pass
-    assert (type(found.value), str(found.value)) == (kind, str(error))
+    assert (type(found.value), str(found.value)) == (kind, one_line(error))

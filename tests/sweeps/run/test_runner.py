@@ -10,7 +10,7 @@ from specbatch import DataParallelEngine, Engine
 from specbatch.config import EngineConfig, Speculation
 from specbatch.jobs.configurations import named
 from specbatch.sweeps.run.loading import loaded
-from specbatch.sweeps.run.runner import _measure, _warm_up
+from specbatch.sweeps.run.runner import _measure, _warm_up, what_is_kept
 from specbatch.sweeps.run.workloads import Workload
 
 EAGLE3 = Speculation("eagle3", draft="dummy", simulate_accept_length=2.0)
@@ -81,3 +81,10 @@ def test_a_configuration_that_cannot_run_is_tried_once_and_leaves_the_draft_to_t
     assert failed.keys() == {"v2+piecewise"}
     assert failed["v2+piecewise"].startswith("prefill_graph='piecewise': needs a CUDA device")
     assert [line for line in lines if "piecewise" in line] == [f"v2+piecewise: {failed['v2+piecewise']}"]
+
+
+def test_tables_are_named_only_where_a_point_was_finished() -> None:
+    """Without one, sweep and bench write none, and remove the folder."""
+    assert what_is_kept(0, "the tables in out") == "no point was finished"
+    works = "the same command with this --out continues"
+    assert what_is_kept(1, "the tables in out") == f"kept 1 finished point and the tables in out; {works}"
