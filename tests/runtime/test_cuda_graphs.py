@@ -393,7 +393,8 @@ class FromTables:
 def test_short_passes_with_and_without_prefixes_are_one_graph(
     toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several prompts at once, in chunks, after cached prefixes; and passes of too many prompts."""
+    """Several prompts at once, in chunks, after cached prefixes; and passes of too many prompts, which are recorded in
+    segments when they first occur."""
     monkeypatch.setattr("specbatch.engine.prepare.prefill_backend", lambda *_, **__: FromTables())
     monkeypatch.setattr("specbatch.runtime.prefill_forward._most_spans", lambda bucket: 3)
     load, loaded = StaticRaggedBatch.load, list[tuple[bool, int]]()
@@ -410,6 +411,7 @@ def test_short_passes_with_and_without_prefixes_are_one_graph(
         assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:7] for prompt in prompts]
     found = engine.record().counters["graphs"]["target_prefill"]
     assert not found["fallbacks"]
+    assert 0 < found["recorded_late"] <= len(token_buckets(24))
     assert {*loaded} >= {(fresh, count) for fresh in (True, False) for count in (1, 2)}
     assert len(loaded) < found["replays"] * 2
 
