@@ -9,6 +9,7 @@ import triton.language as tl
 from specbatch.kernels.attention.context_kv import ContextKVLayout
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.common.verified_rows import VerifiedRows
 
 _PROGRAM = 2048  # elements of a program: several 16-byte accesses of a thread in flight, many programs on a processor
@@ -43,14 +44,14 @@ def _launch(
     verified: VerifiedRows | None,
 ) -> None:
     """By the slots of tokens, or by what a verify knows."""
-    layers, half = len(heads.k_norms), triton.next_power_of_2(heads.dim // 2)
+    layers, half = len(heads.k_norms), next_power_of_2(heads.dim // 2)
     tile = max(1, _PROGRAM // (2 * half))
     lines = len(kv) * layers * 2 * heads.kv
     n, width, spacing = 1, 0, 0
     if verified is not None:
         n, width = len(kv) // len(verified.slots), verified.page_table.shape[1]
         spacing = verified.accepted.stride(0)
-    _write_context[(triton.cdiv(lines, tile),)](
+    _write_context[(cdiv(lines, tile),)](
         kv, heads.k_norms, heads.cos, heads.sin, keys, values, positions, slots, *(verified or (None,) * 4),
         lines, n, width, spacing, keys.stride(0), heads.eps,
         LAYERS=layers, KV=heads.kv, DIM=heads.dim, PAGE=keys.shape[2], TILE=tile, HALF=half, **pdl(kv), num_warps=4,

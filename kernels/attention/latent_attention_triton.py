@@ -19,6 +19,7 @@ from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.attention.verify_attention_configs import splits_for
 from specbatch.kernels.common.kv_slots import kv_slots
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.common.workspace import reserve
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -94,8 +95,8 @@ def write_latent(
     half = (heads.dim - heads.rank) // 2
     _write_latent[(len(projected),)](
         projected, positions, slots, heads.cos, heads.sin, k_cache, v_cache,
-        COUNT=heads.count, ROWS=triton.next_power_of_2(heads.count + 1), RANK=heads.rank,
-        BLOCK_R=triton.next_power_of_2(heads.rank), HALF=half, BLOCK_H=triton.next_power_of_2(half),
+        COUNT=heads.count, ROWS=next_power_of_2(heads.count + 1), RANK=heads.rank,
+        BLOCK_R=next_power_of_2(heads.rank), HALF=half, BLOCK_H=next_power_of_2(half),
         INTERLEAVED=heads.interleaved, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return projected.view(len(projected), heads.count + 1, heads.dim)[:, :-1]
@@ -240,7 +241,7 @@ def latent_verify(
     q = write_latent(projected, heads, positions, slots, k_cache, v_cache)
     rows, batch = count * heads.count, len(queries.lengths)
     tile = tile or tile_for(rows, projected.element_size())
-    tiles = triton.cdiv(rows, tile.block_m)
+    tiles = cdiv(rows, tile.block_m)
     splits = splits or splits_for(batch * tiles, tile.block_m, capacity, projected.device)
     grid = tiles, splits, batch
     return _attend(q, heads, k_cache, v_cache, grid, tile, queries.page_table, count, capacity, queries=queries)
@@ -262,7 +263,7 @@ def latent_prefill(
     tile = tile or tile_for(MANY.block_m, projected.element_size())
     tokens = max(1, tile.block_m // heads.count)
     tiles = spans.tiles(tokens)
-    grid = triton.cdiv(tokens * heads.count, tile.block_m), 1, len(tiles)
+    grid = cdiv(tokens * heads.count, tile.block_m), 1, len(tiles)
     capacity = spans.page_table.shape[1] * k_cache.shape[1]
     return _attend(q, heads, k_cache, v_cache, grid, tile, spans.page_table, tokens, capacity, spans=(spans, tiles))
 
@@ -284,7 +285,7 @@ def _attend(
     """tokens: of each sequence of `queries`, or of a tile of `spans`, which come with their tiles."""
     rows, rank, rope = len(q) * heads.count, heads.rank, heads.dim - heads.rank
     out = torch.empty(len(q), heads.count * rank, dtype=q.dtype, device=q.device)
-    block, splits = max(16, triton.next_power_of_2(rank)), grid[1]
+    block, splits = max(16, next_power_of_2(rank)), grid[1]
     partials, logs = out, out
     if splits > 1:
         held, _ = reserve(q.device, splits * rows * (block + 1), 0)
@@ -299,7 +300,7 @@ def _attend(
         q, k_cache, v_cache, out, partials, logs, page_table, tiles, table, slots, lengths, ancestors,
         tokens, first, capacity, page_table.shape[1], 0 if table is None else table.stride(0),
         heads.scale * _LOG2E.value, HEADS=heads.count, RANK=rank, ROPE=rope, BLOCK_R=block,
-        BLOCK_P=max(16, triton.next_power_of_2(rope)), PAGE=k_cache.shape[1], BLOCK_M=tile.block_m,
+        BLOCK_P=max(16, next_power_of_2(rope)), PAGE=k_cache.shape[1], BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, TOKENS=tokens, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:

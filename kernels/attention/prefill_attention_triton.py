@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.kv_slots_triton import kv_slot
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 
 LOG2E = 1.4426950408889634
 SPLIT_KEYS = 512  # no part is shorter: its merge would cost more than it saves
@@ -74,7 +75,7 @@ def prefill_attention(
     total, heads, dim = q.shape
     kv = k_cache.shape[2]
     group = heads // kv
-    block = max(16, triton.next_power_of_2(dim))
+    block = max(16, next_power_of_2(dim))
     processors = _processors(q.device)
     keys, values, source = k_cache, v_cache, "slots"
     if dim == block and k_cache.dtype == q.dtype and q.dtype != torch.float32 and _has_bulk_copies(q.device):
@@ -99,12 +100,12 @@ def prefill_attention(
         q, keys, values, sinks, partial, lse, spans.table, spans.table.stride(0), tiles, spans.page_table,
         spans.page_table.stride(0), q.stride(0), total, dim**-0.5 * LOG2E,
         GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=spans.page_size, SOURCE=source, WINDOW=window,
-        TOKENS=tokens, QUERIES=max(tile.queries, triton.next_power_of_2(group)), KEYS=tile.keys, SPLIT=splits > 1,
+        TOKENS=tokens, QUERIES=max(tile.queries, next_power_of_2(group)), KEYS=tile.keys, SPLIT=splits > 1,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
     )  # fmt: skip
     if splits > 1:
         rows = max(1, 1024 // block)
-        _merge[(triton.cdiv(total * heads, rows),)](
+        _merge[(cdiv(total * heads, rows),)](
             partial, lse, out, total * heads, splits, DIM=dim, BLOCK_D=block, ROWS=rows, num_warps=4
         )
     return out

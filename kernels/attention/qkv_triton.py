@@ -8,6 +8,7 @@ import triton.language as tl
 
 from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 
 _PROGRAM = 2048  # elements of a program: several 16-byte accesses of a thread in flight, many programs on a processor
 
@@ -25,10 +26,10 @@ def split_qkv_rope(
     the type of qkv, for attention that does not read the cache."""
     q, k_new = out or (qkv.new_empty(len(qkv), n, heads.dim) for n in (heads.count, heads.own_kv))
     rows, dim, kv = qkv.shape[0], heads.dim, heads.own_kv
-    half = triton.next_power_of_2(dim // 2)
+    half = next_power_of_2(dim // 2)
     tile = max(1, _PROGRAM // (2 * half))
     lines = rows * (heads.count + 2 * kv)
-    _split_qkv_rope[(triton.cdiv(lines, tile),)](
+    _split_qkv_rope[(cdiv(lines, tile),)](
         qkv, heads.q_norm, heads.k_norm, heads.cos, heads.sin, positions, slots, q, k_cache, v_cache, k_new,
         lines, heads.eps, COUNT=heads.count, KV=kv, DIM=dim, NORM=heads.q_norm is not None,
         TILE=tile, HALF=half, num_warps=4 if tile * 2 * half <= 4096 else 8, **pdl(qkv),

@@ -29,6 +29,7 @@ from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.common.workspace import reserve
 
 SPAN = 128
@@ -87,7 +88,7 @@ def prepare(queries: DecodeQueries) -> tuple[torch.Tensor, Lineages | None]:
     table, count, first, ancestors = queries.page_table, queries.num_queries, queries.first_node, queries.ancestors
     tokens, device = len(queries.lengths) * count, table.device
     slots = torch.empty(tokens, dtype=torch.int64, device=device)
-    _new_slots[(triton.cdiv(tokens, 128),)](
+    _new_slots[(cdiv(tokens, 128),)](
         table, queries.slots, queries.lengths, slots, tokens, count, first, table.shape[1], PAGE=queries.page_size,
         BLOCK=128, **pdl(table),
     )  # fmt: skip
@@ -96,7 +97,7 @@ def prepare(queries: DecodeQueries) -> tuple[torch.Tensor, Lineages | None]:
         return slots, None
     width = first + count
     lineages = Lineages(*(torch.empty(tokens, n, dtype=torch.int32, device=device) for n in (width, 1)))
-    _lineages[(tokens,)](ancestors, *lineages, width, BLOCK=triton.next_power_of_2(width), num_warps=1, **pdl(table))
+    _lineages[(tokens,)](ancestors, *lineages, width, BLOCK=next_power_of_2(width), num_warps=1, **pdl(table))
     return slots, lineages
 
 
@@ -193,17 +194,17 @@ def _launch(
     together = count if lineages is None else 1  # rows of a sequence that see the same keys up to a place
     if rows is None:
         most = _most_rows(q, k_cache)
-        rows = most if tiles is not None else min(most, max(16, triton.next_power_of_2(together * group)))
-    rows = max(rows, triton.next_power_of_2(group))
+        rows = most if tiles is not None else min(most, max(16, next_power_of_2(together * group)))
+    rows = max(rows, next_power_of_2(group))
     tokens = max(1, rows // group) if lineages is None else 1
     sequences = len(bounds[0]) if tiles is None else 1
-    per_sequence = triton.cdiv(count, tokens) if tiles is None else len(tiles)
+    per_sequence = cdiv(count, tokens) if tiles is None else len(tiles)
     programs = sequences * per_sequence * kv
-    block = max(16, triton.next_power_of_2(dim))
-    spans = triton.cdiv(longest, SPAN)
+    block = max(16, next_power_of_2(dim))
+    spans = cdiv(longest, SPAN)
     if window is not None:
-        spans = min(spans, triton.cdiv(window + tokens - 1, SPAN) + 1)
-    few = rows if tiles is not None else min(rows, triton.next_power_of_2(together * group))
+        spans = min(spans, cdiv(window + tokens - 1, SPAN) + 1)
+    few = rows if tiles is not None else min(rows, next_power_of_2(together * group))
     cells = programs * spans * few * (block + 2)
     if splits is None:
         splits = max(1, min(PROGRAMS * _processors(q.device) // programs, spans))

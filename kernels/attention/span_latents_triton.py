@@ -32,6 +32,7 @@ from specbatch.kernels.attention.span_attention_triton import (
 )
 from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.common.workspace import reserve
 
 SPAN = 128
@@ -109,12 +110,12 @@ def _launch(
         rows, sequences = most, 1
     else:
         together = count if lineages is None else 1  # tokens that see the same keys up to a place
-        rows, sequences = min(most, max(16, triton.next_power_of_2(together * group))), len(bounds[0])
+        rows, sequences = min(most, max(16, next_power_of_2(together * group))), len(bounds[0])
     tokens = rows // group if lineages is None else 1
     tiles = None if spans is None else spans.tiles(tokens)
-    per_sequence = triton.cdiv(count, tokens) if tiles is None else len(tiles)
+    per_sequence = cdiv(count, tokens) if tiles is None else len(tiles)
     programs = heads.count // group * sequences * per_sequence
-    block, parts = max(64, triton.next_power_of_2(rank)), triton.cdiv(longest, SPAN)
+    block, parts = max(64, next_power_of_2(rank)), cdiv(longest, SPAN)
     cells = parts * total * (block + 2)
     if splits is None:
         splits = max(1, min(PROGRAMS * span_attention_triton._processors(q.device) // programs, parts))
@@ -126,7 +127,7 @@ def _launch(
         q, k_cache, v_cache, out, partials, *bounds, tiles, nodes, seen, page_table, page_table.stride(0), q.stride(0),
         width, total, parts, count, per_sequence, heads.scale * LOG2E,
         HEADS=heads.count, GROUP=group, RANK=rank, BLOCK_R=block, ROPE=rope,
-        BLOCK_P=max(16, triton.next_power_of_2(rope)), PAGE=k_cache.shape[1], TOKENS=tokens, ROWS=rows, KEYS=keys,
+        BLOCK_P=max(16, next_power_of_2(rope)), PAGE=k_cache.shape[1], TOKENS=tokens, ROWS=rows, KEYS=keys,
         SPAN=SPAN, SPREAD=splits > 1, **pdl(q), num_warps=WARPS, num_stages=STAGES, enable_fp_fusion=False,
     )  # fmt: skip
     if splits > 1:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
+
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ def tile_for(rows: int, programs: int, row_bytes: int, device: torch.device) -> 
         return Tile(16, 32 if row_bytes <= 512 else 16, 4, 3, 255)
     if rows <= 16:
         return Tile(16, 64, 8, 3, 128) if processors < programs <= 2 * processors else Tile(16, 32, 4, 3, 128)
-    if programs * triton.cdiv(rows, 16) <= processors:
+    if programs * cdiv(rows, 16) <= processors:
         return Tile(16, 32, 4, 3, 255)
-    return Tile(min(64, triton.next_power_of_2(rows)), 32, 4, 3, 168 if programs > 2 * processors else 255)
+    return Tile(min(64, next_power_of_2(rows)), 32, 4, 3, 168 if programs > 2 * processors else 255)
 
 
 def splits_for(programs: int, block_m: int, keys: int, device: torch.device) -> int:

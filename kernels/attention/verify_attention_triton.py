@@ -22,6 +22,7 @@ from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.attention.verify_attention_configs import Tile, splits_for, tile_for
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_in_loop
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.common.workspace import reserve
 
 _NEW = tl.constexpr(16)  # new keys a step; the smallest tile of `tl.dot`
@@ -322,13 +323,13 @@ def verify_attention(
     n, first = queries.num_queries, queries.first_node
     batch, table_pages, page_size = len(queries.lengths), queries.page_table.shape[1], k_cache.shape[1]
     group, capacity = heads.count // heads.kv, table_pages * page_size
-    half = max(16, triton.next_power_of_2(heads.dim // 2))
+    half = max(16, next_power_of_2(heads.dim // 2))
     padded = 2 * half
     tile = tile or tile_for(n * group, batch * heads.kv, padded * qkv.element_size(), qkv.device)
-    tiles = triton.cdiv(n * group, tile.block_m) * heads.kv
+    tiles = cdiv(n * group, tile.block_m) * heads.kv
     if splits is None:
         splits = splits_for(batch * tiles, tile.block_m, capacity, qkv.device)
-    few = min(tile.block_m, triton.next_power_of_2(n * group))  # rows of a tile that are not padding
+    few = min(tile.block_m, next_power_of_2(n * group))  # rows of a tile that are not padding
     held = max(1, few * padded // (32 * tile.warps))  # registers of a thread for a partial sum
     parts = max(1, min(16, (tile.registers + 1) // 2 // held))  # as many as half of its registers hold
     cells = batch * tiles * splits * few * (padded + 1)
@@ -347,7 +348,7 @@ def verify_attention(
         heads.q_norm, heads.k_norm, heads.sinks, heads.cos, heads.sin, partials, arrivals,
         n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * _LOG2E.value,
         KV=heads.kv, GROUP=group, DIM=heads.dim, HALF=half, PAGE=page_size,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=triton.cdiv(n, _NEW.value),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=cdiv(n, _NEW.value),
         CAUSAL=causal, GROWN=first > 0, SHARED=heads.shared, num_warps=tile.warps, num_stages=tile.stages,
         maxnreg=tile.registers, **pdl(qkv),
     )  # fmt: skip

@@ -28,6 +28,7 @@ from specbatch.kernels.collectives.peer_words_triton import (
     word,
 )
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv
 
 BLOCK = 64  # threads, of 16 bytes each
 
@@ -136,7 +137,7 @@ class OneShot:
         self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, out_vectors: int, reduces: bool
     ) -> None:
         vectors = x.numel() * x.element_size() // VECTOR
-        _exchange_kernel[(triton.cdiv(vectors, BLOCK),)](
+        _exchange_kernel[(cdiv(vectors, BLOCK),)](
             x,
             x if residual is None else residual,
             out,

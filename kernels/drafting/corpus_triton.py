@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import next_power_of_2
 from specbatch.kernels.drafting.corpus import HOPS, LEVELS, PRIME, CorpusIndex
 
 _BLOCK = 128
@@ -245,7 +246,7 @@ def corpus_drafts(
         LEVELS=LEVELS,
         HOPS=HOPS,
         COUNT=count,
-        BLOCK_COUNT=triton.next_power_of_2(count),
+        BLOCK_COUNT=next_power_of_2(count),
         **pdl(rows),
         num_warps=1,
     )
@@ -264,5 +265,5 @@ def _tables(index: CorpusIndex) -> dict[str, Any]:
         "table": index.newest.shape[1],
         "LONGEST": len(index.powers),
         "PRIME": PRIME,
-        "BLOCK_BACK": triton.next_power_of_2(len(index.powers)),
+        "BLOCK_BACK": next_power_of_2(len(index.powers)),
     }

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.drafting.draft_inputs import PendingInputs
 from specbatch.kernels.elementwise.gather_rows_triton import COLUMNS, copy_part, how
 
@@ -125,7 +126,7 @@ def pending_inputs(
         # Each row begins where 16 bytes do, as other tensors: else Triton would compile all that reads it once more.
         places=rows.new_empty(most, batch + batch % 2)[:, :batch],
     )
-    _due_kernel[(batch * most, triton.cdiv(width, COLUMNS))](
+    _due_kernel[(batch * most, cdiv(width, COLUMNS))](
         tokens, rows, lengths, waiting, ready, embedding, *due, tokens.shape[1], due.places.stride(0), room, width,
         MOST=most, **how(rows),
     )  # fmt: skip
@@ -144,7 +145,7 @@ def beam_inputs(
     count, (_, parents, width) = tokens.numel(), before.shape
     embedded, hidden = before.new_empty(count, width), before.new_empty(count, width)
     positions = tokens.new_empty(count)
-    _beam_kernel[(count, triton.cdiv(width, COLUMNS))](
+    _beam_kernel[(count, cdiv(width, COLUMNS))](
         tokens, origin, before, root, depth, embedding, embedded, hidden, positions, parents, width,
         TOPK=tokens.shape[1], **how(tokens),
     )  # fmt: skip
@@ -163,7 +164,7 @@ def buffer_features(
     batch, (_, room, width) = len(rows), waiting.shape
     nodes = len(hidden) // batch
     most = min(room, nodes)
-    _wait_kernel[(batch * most, triton.cdiv(width, COLUMNS))](
+    _wait_kernel[(batch * most, cdiv(width, COLUMNS))](
         hidden, rows, accepted, path, waiting, ready, nodes, room, accepted.stride(0), width,
         MOST=most, **how(hidden),
     )  # fmt: skip

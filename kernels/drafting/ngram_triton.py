@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import next_power_of_2
 
 _BLOCK = 2048
 
@@ -88,7 +89,7 @@ def ngram_match(
         LONGEST=longest,
         SHORTEST=shortest,
         COUNT=count,
-        BLOCK_COUNT=triton.next_power_of_2(count),
+        BLOCK_COUNT=next_power_of_2(count),
         BLOCK=_BLOCK,
         **pdl(rows),
         num_warps=8,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import next_power_of_2
 from specbatch.kernels.drafting.tree_draft import Candidates, Level
 from specbatch.kernels.sampling.accept_triton import pack
 
@@ -96,7 +97,7 @@ def expand(
         scores=scores.new_empty(batch, topk),
         numbers=tokens.new_empty(batch, topk),
     )
-    block = triton.next_power_of_2(width * topk)
+    block = next_power_of_2(width * topk)
     _grow_kernel[(batch,)](
         *candidates,
         scores,
@@ -111,7 +112,7 @@ def expand(
         WIDTH=width,
         TOPK=topk,
         BLOCK=block,
-        BLOCK_TOPK=triton.next_power_of_2(topk),
+        BLOCK_TOPK=next_power_of_2(topk),
         num_warps=_warps(block),
         **pdl(tokens),
     )
@@ -157,7 +158,7 @@ def prune(candidates: Candidates, count: int, depth: int) -> tuple[torch.Tensor,
     batch, total = candidates.tokens.shape
     tokens = torch.empty(batch, count, dtype=torch.int64, device=candidates.tokens.device)
     ancestors = torch.empty(batch, count + 1, dtype=torch.int64, device=tokens.device)
-    block, block_count = triton.next_power_of_2(total), triton.next_power_of_2(count)
+    block, block_count = next_power_of_2(total), next_power_of_2(count)
     _keep_kernel[(batch,)](
         *candidates,
         tokens,

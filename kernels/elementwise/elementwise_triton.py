@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.elementwise.fp8_quantize import FP8_MAX, SMALLEST_MAX, FP8Activations
 from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS
@@ -25,9 +26,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`rms_norm_ref` for x [T, H], weight [H]."""
     rows, width = x.shape
     y = torch.empty_like(x)
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     tile = max(1, PROGRAM // block)
-    _rms_norm[(triton.cdiv(rows, tile),)](
+    _rms_norm[(cdiv(rows, tile),)](
         x, weight, y, rows, width, eps, TILE=tile, BLOCK=block, num_warps=_warps(tile * block), **pdl(x)
     )
     return y
@@ -46,15 +47,15 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def _gated(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(rows, width)
-    block = min(triton.next_power_of_2(width), 2 * PROGRAM)
-    grid = (rows * triton.cdiv(width, block),)  # one side: the others end at 65535
+    block = min(next_power_of_2(width), 2 * PROGRAM)
+    grid = (rows * cdiv(width, block),)  # one side: the others end at 65535
     _gated_kernel[grid](gate_up, y, width, GELU=gelu, BLOCK=block, num_warps=max(1, block // 512), **pdl(gate_up))
     return y
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
     """relu(x)^2 of a contiguous x, in place; computed in float32 and cast once."""
-    _relu_squared[(triton.cdiv(x.numel(), PROGRAM),)](x, x.numel(), BLOCK=PROGRAM, num_warps=4, **pdl(x))
+    _relu_squared[(cdiv(x.numel(), PROGRAM),)](x, x.numel(), BLOCK=PROGRAM, num_warps=4, **pdl(x))
     return x
 
 
@@ -63,7 +64,7 @@ def quantize_fp8(x: torch.Tensor, before_gemm: bool = False) -> FP8Activations:
     width, tile = x.shape[1], PROGRAM // SCALE_BLOCK
     assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
     values, scales = _quantized_like(x, width)
-    _quantize_fp8[(triton.cdiv(scales.numel(), tile),)](
+    _quantize_fp8[(cdiv(scales.numel(), tile),)](
         x, values, scales, scales.numel(), width, x.stride(0), TILE=tile, num_warps=4,
         **_quantizing(x, before_gemm=before_gemm),
     )  # fmt: skip
@@ -75,9 +76,9 @@ def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> FP8Activa
     rows, width = x.shape
     assert x.is_contiguous(), "x must be contiguous"
     values, scales = _quantized_like(x, width)
-    block = max(SCALE_BLOCK, triton.next_power_of_2(width))
+    block = max(SCALE_BLOCK, next_power_of_2(width))
     tile = max(1, PROGRAM // block)
-    _rms_norm_fp8[(triton.cdiv(rows, tile),)](
+    _rms_norm_fp8[(cdiv(rows, tile),)](
         x, weight, values, scales, rows, width, eps, TILE=tile, BLOCK=block, num_warps=_warps(tile * block),
         **_quantizing(x, before_gemm=True),
     )  # fmt: skip
@@ -89,7 +90,7 @@ def silu_and_mul_fp8(gate_up: torch.Tensor) -> FP8Activations:
     width, tile = gate_up.shape[1] // 2, PROGRAM // 2 // SCALE_BLOCK  # of which each element is two of gate_up
     assert gate_up.is_contiguous(), "gate_up must be contiguous"
     values, scales = _quantized_like(gate_up, width)
-    _silu_and_mul_fp8[(triton.cdiv(scales.numel(), tile),)](
+    _silu_and_mul_fp8[(cdiv(scales.numel(), tile),)](
         gate_up, values, scales, scales.numel(), width, TILE=tile, num_warps=4, **_quantizing(gate_up, before_gemm=True)
     )
     return FP8Activations(values, scales, gate_up.dtype)
@@ -98,7 +99,7 @@ def silu_and_mul_fp8(gate_up: torch.Tensor) -> FP8Activations:
 def _quantized_like(x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for rows of x in FP8, [T, width], and for their scales."""
     values = torch.empty(len(x), width, device=x.device, dtype=torch.float8_e4m3fn)
-    return values, torch.empty(len(x), triton.cdiv(width, SCALE_BLOCK), device=x.device)
+    return values, torch.empty(len(x), cdiv(width, SCALE_BLOCK), device=x.device)
 
 
 def _quantizing(x: torch.Tensor, *, before_gemm: bool) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv
 
 COLUMNS = 1024  # of a row that one program copies
 
@@ -42,7 +43,7 @@ def gather_rows(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> tuple[t
     """`gather_rows.gather_rows_ref`; both contiguous."""
     width_a, width_b = a.stride(0), b.stride(0)
     taken = a.new_empty(len(rows), *a.shape[1:]), b.new_empty(len(rows), *b.shape[1:])
-    grid = len(rows), triton.cdiv(max(width_a, width_b), COLUMNS)
+    grid = len(rows), cdiv(max(width_a, width_b), COLUMNS)
     _rows_kernel[grid](a, b, rows, *taken, width_a, width_b, **how(a))
     return taken
 

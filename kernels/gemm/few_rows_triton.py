@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl
+from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.gemm.split_k_triton import used_splits
 
 MOST_ROWS = 32
@@ -46,7 +47,7 @@ def launch_of(tile: FP8Tile, x: torch.Tensor, n: int, steps: int) -> tuple[int, 
     splits = used_splits(steps, tile.splits)
     found = {"SPLITS": splits, "BM": rows_of_tile(len(x)), "BN": tile.outputs, "AHEAD": tile.ahead, **pdl(x)}
     found |= {"num_warps": tile.warps, "num_stages": tile.stages}
-    return triton.cdiv(n, tile.outputs) * splits, found
+    return cdiv(n, tile.outputs) * splits, found
 
 
 def rows_of_tile(rows: int) -> int:

@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Tile:
 def tile_for(rows: int, item: int) -> Tile:
     """The tile for so many rows of x, and elements of `item` bytes."""
     if item == 4:  # without tensor cores, each product added to the last; larger tiles need too many registers
-        return Tile(min(32, max(16, triton.next_power_of_2(rows))), 64, 32, 4, 2)
+        return Tile(min(32, max(16, next_power_of_2(rows))), 64, 32, 4, 2)
     if rows <= 32:
         return Tile(16 if rows <= 16 else 32, 64, 128, 4, 7)
     if rows <= 64:
@@ -65,7 +66,7 @@ def fixed_order_gemm(
     if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     tile = tile or tile_for(rows, x.element_size())
-    _fixed_order_gemm[(triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.outputs),)](
+    _fixed_order_gemm[(cdiv(rows, tile.rows) * cdiv(n, tile.outputs),)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.columns]),
         TensorDescriptor.from_tensor(weight, [tile.outputs, tile.columns]),
         bias, residual, y, rows, n, k, 0 if residual is None else residual.stride(0), y.stride(0),

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.gemm.few_rows_triton import fetch_rows_to_l2, launch_of, rows_of_tile, store_rows
 from specbatch.kernels.gemm.four_bits_triton import fragment_rows, in_fragment_order, of_pairs
 from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
@@ -66,7 +67,7 @@ def fp8_few_rows_tile_for(rows: int, n: int, k: int) -> FP8FewRowsTile:
     To tune: `python -m specbatch.sweeps.microbench gemm-tiles`."""
     is_wide = n >= 16384
     outputs, resident = (128, 3 if rows <= 16 else 2) if is_wide else (64, 2)
-    splits = splits_for(triton.cdiv(n, outputs), outputs * rows_of_tile(rows), k, resident)
+    splits = splits_for(cdiv(n, outputs), outputs * rows_of_tile(rows), k, resident)
     return FP8FewRowsTile(outputs, splits, 4, 4, 8)
 
 

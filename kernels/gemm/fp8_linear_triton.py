@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations
 from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS
@@ -51,11 +52,11 @@ def tile_for(rows: int, n: int, k: int, item: int) -> Tile | FP8FewRowsTile | W8
     if item == 1:
         # Always the 64 rows that a warpgroup takes, and never split, so that a row's result does not depend on the
         # number of rows. 128 are slower in most shapes.
-        fills = triton.cdiv(rows, 64) * triton.cdiv(n, 128) >= MULTIPROCESSORS * 2 // 3
+        fills = cdiv(rows, 64) * cdiv(n, 128) >= MULTIPROCESSORS * 2 // 3
         return Tile(64, 128 if fills else 64, SCALE_BLOCK, 1, 4, 4 if fills else 6)
     block = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or item == 4 else 128
     outputs, step, warps = (32, 32, 4) if item == 4 else (128, 64, 8) if block == 128 else (64, SCALE_BLOCK, 4)
-    splits = splits_for(triton.cdiv(rows, block) * triton.cdiv(n, outputs), block * outputs, k, 2 if block < 64 else 3)
+    splits = splits_for(cdiv(rows, block) * cdiv(n, outputs), block * outputs, k, 2 if block < 64 else 3)
     stages = 2 if item == 4 else 4 if block >= 64 else 3 if splits > 1 else 6 if block == 16 else 5
     return Tile(block, outputs, step, splits, warps, stages)
 
@@ -89,9 +90,9 @@ def fp8_linear(
     if isinstance(tile, FP8FewRowsTile):
         assert x_scales is None, "these rows are not quantized"
         return fp8_few_rows(x, weight, bias, residual, y, tile)
-    blocks = triton.cdiv(k, SCALE_BLOCK)
+    blocks = cdiv(k, SCALE_BLOCK)
     splits = used_splits(blocks, tile.splits)
-    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.outputs)
+    tiles = cdiv(rows, tile.rows) * cdiv(n, tile.outputs)
     partial, counters = workspace(x.device)
     _fp8_linear_kernel[(tiles * splits,)](
         x, x_scales, values, scales, bias, residual, y, partial, counters, rows, n, k, x.stride(0),

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 
 OUTPUTS = 64  # of a tile: the rows of a warpgroup's instruction
 
@@ -26,7 +27,7 @@ class HeadTile:
 
 def tile_for(tokens: int, item: int) -> HeadTile:
     """The tile for so many tokens, and elements of `item` bytes."""
-    rows = max(16, triton.next_power_of_2(tokens))
+    rows = max(16, next_power_of_2(tokens))
     return HeadTile(min(32, rows), 32, 4, 2) if item == 4 else HeadTile(min(128, rows), 64, 4, 4)
 
 
@@ -39,7 +40,7 @@ def head_gemm(x: torch.Tensor, weight: torch.Tensor, tile: HeadTile | None = Non
     if not tokens:
         return y
     tile = tile or tile_for(tokens, x.element_size())
-    _head_gemm[(triton.cdiv(tokens, tile.tokens), triton.cdiv(n, OUTPUTS), heads)](
+    _head_gemm[(cdiv(tokens, tile.tokens), cdiv(n, OUTPUTS), heads)](
         x, weight, y, tokens, *x.stride()[:2], *weight.stride(), N=n, K=k, BT=tile.tokens, BN=OUTPUTS, BK=tile.columns,
         **pdl(x), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, fetch_to_l2, rows_of_tile, store_rows
 from specbatch.kernels.gemm.four_bits_triton import chunk_in_fragment_order, fragment_rows
 from specbatch.kernels.gemm.int4 import Int4Tiles
@@ -43,8 +44,8 @@ def int4_few_rows_tile_for(rows: int, n: int, k: int) -> Int4FewRowsTile:
 
     To tune: `python -m specbatch.sweeps.microbench gemm-tiles`."""
     if rows > 16 or (n < 16384 and k <= 4096):
-        return Int4FewRowsTile(64, splits_for(triton.cdiv(n, 64), 64 * rows_of_tile(rows), k, 3), 1, 5)
-    return Int4FewRowsTile(128, splits_for(triton.cdiv(n, 128), 128 * rows_of_tile(rows), k, 2), 2, 3)
+        return Int4FewRowsTile(64, splits_for(cdiv(n, 64), 64 * rows_of_tile(rows), k, 3), 1, 5)
+    return Int4FewRowsTile(128, splits_for(cdiv(n, 128), 128 * rows_of_tile(rows), k, 2), 2, 3)
 
 
 def int4_few_rows(
@@ -59,7 +60,7 @@ def int4_few_rows(
     steps = k // (weight.chunk * chunks)
     splits = used_splits(steps, tile.splits)
     partial, counters = workspace(x.device)
-    _int4_few_rows_kernel[(triton.cdiv(n, tile.outputs) * splits,)](
+    _int4_few_rows_kernel[(cdiv(n, tile.outputs) * splits,)](
         x, *weight.words(), bias, residual, y, partial, counters, rows, n, k, x.stride(0),
         0 if residual is None else residual.stride(0), y.stride(0), HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, BF16=weight.scales.dtype == torch.bfloat16, CHUNK=weight.chunk,

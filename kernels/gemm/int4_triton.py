@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, store_rows
 from specbatch.kernels.gemm.four_bits_mainloop_triton import gemm_mainloop_int4
@@ -43,7 +44,7 @@ def tile_for(rows: int, n: int, k: int, item: int) -> Tile | Int4FewRowsTile:
         return int4_few_rows_tile_for(rows, n, k)
     block = 16 if rows <= 16 else 32 if rows <= 32 or item == 4 else 64 if rows <= 64 else 128
     outputs = 32 if item == 4 else 64
-    programs = triton.cdiv(n, outputs) * triton.cdiv(rows, block)
+    programs = cdiv(n, outputs) * cdiv(rows, block)
     resident, least = (3, 512) if block < 64 else (2, 2048)
     splits = 1 if is_deterministic() else splits_for(programs, block * outputs, k, resident, least)
     stages = 2 if item == 4 else {16: 4, 32: 6, 64: 4 if splits > 1 else 3, 128: 3}[block]
@@ -77,7 +78,7 @@ def int4_linear(
         return int4_few_rows(x, weight, bias, residual, y, tile)
     steps = k // weight.chunk
     splits = used_splits(steps, tile.splits)
-    programs = triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.outputs)
+    programs = cdiv(rows, tile.rows) * cdiv(n, tile.outputs)
     partial, counters = workspace(x.device)
     _int4_linear_kernel[(programs * splits,)](
         x, *weight.words(), bias, residual, y, partial, counters, rows, n, k, x.stride(0),
@@ -124,7 +125,7 @@ def dequantize(weight: Int4Tiles, dtype: torch.dtype) -> torch.Tensor:
     """`Int4Tiles.dequantize` of a weight [N, K]."""
     n, k = weight.shape
     found = torch.empty(n, k, device=weight.values.device, dtype=dtype)
-    _dequantize_kernel[(triton.cdiv(n, _DEQUANTIZED) * (k // weight.chunk),)](
+    _dequantize_kernel[(cdiv(n, _DEQUANTIZED) * (k // weight.chunk),)](
         *weight.words(), found, n, k, GROUP=weight.group,
         CHUNK=weight.chunk, UNIT=weight.unit, BF16=weight.scales.dtype == torch.bfloat16, ROWS=_DEQUANTIZED,
         **pdl(found), num_warps=4,

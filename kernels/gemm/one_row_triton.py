@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv
 
 MOST_K = 32768
 
@@ -161,7 +162,7 @@ def one_row_product(
     tile = tile or one_row_tile_for(k, gated)
     rows = tile.rows // (2 if gated else 1)
     y = torch.empty(1, n, device=x.device, dtype=x.dtype)
-    _one_row_kernel[(triton.cdiv(n, rows),)](
+    _one_row_kernel[(cdiv(n, rows),)](
         x, weight, bias, norm_weight, residual, y, n, eps, K=k, GATED=gated, SQUARED=squared,
         HAS_BIAS=bias is not None, HAS_NORM=norm_weight is not None, HAS_RESIDUAL=residual is not None,
         R=rows, C=128 * tile.warps, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel, wait_in_loop
+from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations
 from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, even_splits, fetch_rows_to_l2, launch_of, store_rows
 from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
@@ -46,7 +47,7 @@ def w8a8_few_rows_tile_for(rows: int, n: int, k: int) -> W8A8FewRowsTile:
 
     To tune: `python -m specbatch.sweeps.microbench gemm-tiles`."""
     programs = 6 if n >= 16384 else 3  # of a multiprocessor
-    splits = even_splits(splits_for(triton.cdiv(n, 64), 64 * MOST_ROWS, k, programs), k // SCALE_BLOCK)
+    splits = even_splits(splits_for(cdiv(n, 64), 64 * MOST_ROWS, k, programs), k // SCALE_BLOCK)
     early = rows <= _EARLY_ROWS
     return W8A8FewRowsTile(64, splits, 4, 6, 0 if early else 16, early)
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.elementwise.activations import GATE_LIMIT, GATE_SLOPE
 from specbatch.kernels.elementwise.elementwise_triton import gelu_slope
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8
@@ -137,7 +138,7 @@ def grouped(
         is_whole = per_channel or not gated or n % SCALE_BLOCK == 0
         assert is_whole, f"a scale of gate and up, {n} rows each, would be that of both"
     y = torch.empty(len(plan.order), n, device=x.device, dtype=dtype)
-    grid = most_blocks(tokens, rule, rows) * triton.cdiv(outer, tile.n)
+    grid = most_blocks(tokens, rule, rows) * cdiv(outer, tile.n)
     _grouped_kernel[(grid,)](
         x, x_scales, values, scales, bias, *plan, y, n, k, x.stride(0), QUANTIZED=x_scales is not None,
         SHARE=1 if activation is None else rule.width, GATED=gated, CLAMPED=activation == "clamped_swiglu",
@@ -160,7 +161,7 @@ def _stored(weight: Weight | Int4Tiles) -> tuple[torch.Tensor, torch.Tensor | No
         return *weight.words(), layout | {"BF16": weight.scales.dtype == torch.bfloat16}
     assert not weight.is_int4, "INT4 weights must be in tiles"
     if weight.is_mxfp4:
-        bytes_of_row = triton.cdiv(weight.shape[-1], CHUNK) * CHUNK // 2
+        bytes_of_row = cdiv(weight.shape[-1], CHUNK) * CHUNK // 2
         assert values.shape[-1] == bytes_of_row, f"a row of the weight has {values.shape[-1]} bytes, not {bytes_of_row}"
         return values.view(torch.int32), scales, layout | {"MXFP4": True}
     if scales is None:
@@ -287,8 +288,8 @@ def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor, residual: torch.T
     (tokens, width), hidden = weights.shape, outputs.shape[1]
     assert residual is None or residual.stride(1) == 1, "the elements of a row of the residual must be adjacent"
     y = torch.empty(tokens, hidden, device=outputs.device, dtype=outputs.dtype)
-    block = min(512, triton.next_power_of_2(hidden))
-    _weighted_sum_kernel[(tokens * triton.cdiv(hidden, block),)](
+    block = min(512, next_power_of_2(hidden))
+    _weighted_sum_kernel[(tokens * cdiv(hidden, block),)](
         outputs, weights, residual, y, hidden, 0 if residual is None else residual.stride(0),
         WIDTH=width, HAS_RESIDUAL=residual is not None, BLOCK=block, **pdl(outputs),
         num_warps=2,

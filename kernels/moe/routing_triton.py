@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.moe.routing import Routing
 
@@ -51,9 +52,9 @@ def route(logits: torch.Tensor, rule: Routing, rows: int) -> tuple[torch.Tensor,
         torch.empty(1, device=device, dtype=torch.int32),
     )
     # The order in which the weights of a token are added depends on the shape of its tile.
-    tile = TILE if is_deterministic() else min(TILE, triton.next_power_of_2(tokens))
-    tiles = triton.cdiv(tokens, tile)
-    columns = triton.next_power_of_2(rule.experts)
+    tile = TILE if is_deterministic() else min(TILE, next_power_of_2(tokens))
+    tiles = cdiv(tokens, tile)
+    columns = next_power_of_2(rule.experts)
     counts = torch.empty(tiles + 1 if tiles > 1 else 0, columns, device=device, dtype=torch.int32)
     settings = pdl(logits)
     sizes = {"E": rule.experts, "K": rule.top_k, "SHARED": rule.shared, "ROWS": rows, "COLUMNS": columns}
@@ -61,10 +62,10 @@ def route(logits: torch.Tensor, rule: Routing, rows: int) -> tuple[torch.Tensor,
         logits, rule.bias, rule.factors, weights, experts, counts, *plan, tokens, logits.stride(0), rule.scale,
         SIGMOID=rule.score == "sigmoid", BIASED=rule.bias is not None, NORMALISE=rule.normalise, GATED=rule.gated,
         GROUPS=rule.groups, TOP_GROUPS=rule.top_groups, BEST=rule.group_best, ALONE=tiles == 1, TILE=tile,
-        PLACES=triton.next_power_of_2(rule.width), num_warps=min(8, tile), **sizes, **settings,
+        PLACES=next_power_of_2(rule.width), num_warps=min(8, tile), **sizes, **settings,
     )  # fmt: skip
     if tiles > 1:
-        _running_kernel[(triton.cdiv(columns, 16),)](counts, tiles, COLUMNS=columns, BLOCK=128, num_warps=4, **settings)
+        _running_kernel[(cdiv(columns, 16),)](counts, tiles, COLUMNS=columns, BLOCK=128, num_warps=4, **settings)
         _place_kernel[(tiles,)](experts, counts, *plan, tokens, TILE=tile, num_warps=8, **sizes, **settings)
     return weights, experts, plan
 

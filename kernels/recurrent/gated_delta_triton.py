@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
@@ -45,13 +46,13 @@ def delta_verify(
     """
     batch, held = len(replay.rows), pending.k.shape[1]
     rows = len(qkv) // batch
-    columns = 32 if batch * heads.values * triton.cdiv(heads.value_dim, 32) >= _FEW else 16
-    columns = min(columns, max(16, triton.next_power_of_2(heads.value_dim)))
+    columns = 32 if batch * heads.values * cdiv(heads.value_dim, 32) >= _FEW else 16
+    columns = min(columns, max(16, next_power_of_2(heads.value_dim)))
     o = qkv.new_empty(len(qkv), heads.values, heads.value_dim)
-    block, sizes = max(16, triton.next_power_of_2(rows)), sizes_of(heads, qkv)
+    block, sizes = max(16, next_power_of_2(rows)), sizes_of(heads, qkv)
     is_chain = replay.path is None and replay.ancestors is None and max(rows, held) <= _CHAIN
     if is_chain and (rows == 1 or columns == 32):  # a few programs wait for one row after the other
-        _chain[(triton.cdiv(heads.value_dim, columns), heads.values, batch)](
+        _chain[(cdiv(heads.value_dim, columns), heads.values, batch)](
             qkv, b, a, heads.a_log, heads.dt_bias, state, *pending, replay.rows, replay.counts, o,
             qkv.stride(0), b.stride(0), a.stride(0), state.stride(0), *(item.stride(0) for item in pending),
             KEYS=heads.keys, VALUES=heads.values, K=heads.key_dim, V=heads.value_dim, BLOCK_K=sizes["BLOCK_K"],
@@ -59,11 +60,11 @@ def delta_verify(
         )  # fmt: skip
         return normalise(o, qkv, z, a, heads, pending, replay)
     full = columns == 32 and block == 16 and sizes["PRECISION"] == "tf32"
-    _verify[(triton.cdiv(heads.value_dim, columns), heads.values, batch)](
+    _verify[(cdiv(heads.value_dim, columns), heads.values, batch)](
         qkv, b, a, heads.a_log, heads.dt_bias, state, *pending, replay.rows, replay.counts, replay.path,
         replay.ancestors, o, qkv.stride(0), b.stride(0), a.stride(0), state.stride(0),
         *(item.stride(0) for item in pending), 0 if replay.path is None else replay.path.stride(0),
-        N=rows, ROWS=block, HELD=max(16, triton.next_power_of_2(held)), LEVELS=(rows - 1).bit_length(),
+        N=rows, ROWS=block, HELD=max(16, next_power_of_2(held)), LEVELS=(rows - 1).bit_length(),
         COLUMNS=columns, num_warps=4 if block <= 32 else 8, **pdl(qkv),
         maxnreg=128 if full else None,  # four programs on a processor: the memory waits for none of them
         **sizes,
@@ -82,9 +83,9 @@ def normalise(
 ) -> torch.Tensor:
     """`gated_rms_norm_ref`, in the memory of o; keys and decays of a verify are kept."""
     sizes = sizes_of(heads, qkv)
-    lines, tile = o.shape[0] * heads.values, max(1, _PROGRAM // triton.next_power_of_2(heads.value_dim))
+    lines, tile = o.shape[0] * heads.values, max(1, _PROGRAM // next_power_of_2(heads.value_dim))
     k, g = (pending.k, pending.g) if pending is not None else (None, None)
-    _norm[(triton.cdiv(lines, tile),)](
+    _norm[(cdiv(lines, tile),)](
         o, qkv, z, a, heads.a_log, heads.dt_bias, heads.norm, None if replay is None else replay.rows, k, g,
         qkv.stride(0), z.stride(0), a.stride(0), 0 if k is None else k.stride(0), 0 if g is None else g.stride(0),
         lines, 1 if replay is None else len(qkv) // len(replay.rows), heads.eps,
@@ -97,8 +98,8 @@ def sizes_of(heads: DeltaHeads, x: torch.Tensor) -> dict[str, Any]:
     """What kernels are compiled for."""
     return {
         "KEYS": heads.keys, "VALUES": heads.values, "K": heads.key_dim, "V": heads.value_dim,
-        "BLOCK_K": max(16, triton.next_power_of_2(heads.key_dim)),
-        "BLOCK_V": max(16, triton.next_power_of_2(heads.value_dim)),
+        "BLOCK_K": max(16, next_power_of_2(heads.key_dim)),
+        "BLOCK_V": max(16, next_power_of_2(heads.value_dim)),
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
     }  # fmt: skip
 

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
@@ -31,8 +32,8 @@ def ssd_prefill(
     """`ssd_prefill_ref`."""
     y = torch.empty(len(xbc), heads.columns[0], dtype=xbc.dtype, device=xbc.device)
     exact = xbc.dtype == torch.float32
-    rows = min(64, max(16, triton.next_power_of_2(heads.dim)))
-    tiles = triton.cdiv(heads.dim, rows)
+    rows = min(64, max(16, next_power_of_2(heads.dim)))
+    tiles = cdiv(heads.dim, rows)
     _prefill[(tiles * heads.count, spans.table.shape[1] - 1)](
         xbc, dt, y, memory.state, heads.a_log, heads.d, heads.dt_bias, spans.table,
         xbc.stride(0), dt.stride(0), memory.state.stride(0), spans.table.stride(0),
@@ -56,7 +57,7 @@ def ssd_verify(
     n, most = len(xbc) // len(replay.rows), pending.shape[1]
     old, new = _padded(most), _padded(n)
     if replay.path is None and replay.ancestors is None and max(n, most) <= _CHAIN:
-        _chain[(triton.cdiv(heads.dim, _CHAIN_ROWS) * heads.count, len(replay.rows))](
+        _chain[(cdiv(heads.dim, _CHAIN_ROWS) * heads.count, len(replay.rows))](
             xbc, dt, y, state, pending, heads.a_log, heads.d, heads.dt_bias, replay.rows, replay.counts,
             xbc.stride(0), dt.stride(0), state.stride(0), pending.stride(0), pending.stride(1),
             HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state, HELD=most, N=n,
@@ -64,7 +65,7 @@ def ssd_verify(
         )  # fmt: skip
         return finish_rows(y, z, heads, (xbc, dt, pending, replay.rows, n))
     rows, warps = _tile(xbc.dtype == torch.float32, max(old, new) > 16)
-    _verify[(triton.cdiv(heads.dim, rows) * heads.count, len(replay.rows))](
+    _verify[(cdiv(heads.dim, rows) * heads.count, len(replay.rows))](
         xbc, dt, y, state, pending, heads.a_log, heads.d, heads.dt_bias,
         replay.rows, replay.counts, replay.path, replay.ancestors,
         n, xbc.stride(0), dt.stride(0), state.stride(0), pending.stride(0), pending.stride(1),
@@ -89,7 +90,7 @@ def finish_rows(
         xbc, dt, pending, _, _ = keep
         strides = xbc.stride(0), dt.stride(0), pending.stride(0), pending.stride(1)
     width = heads.columns[0] // heads.groups
-    block = triton.next_power_of_2(max(width, heads.state))
+    block = next_power_of_2(max(width, heads.state))
     _finish[(len(y) * heads.groups,)](
         y, z, heads.norm.weight, *given, z.stride(0), *strides, heads.norm.eps,
         HEADS=heads.count, GROUPS=heads.groups, STATE=heads.state, WIDTH=width, BLOCK=block,
@@ -107,7 +108,7 @@ def _tile(exact: bool, is_large: bool) -> tuple[int, int]:
 
 def _padded(count: int) -> int:
     """The side of a tile that holds so many: 16 is the minimum of `tl.dot`."""
-    side: int = triton.next_power_of_2(count)
+    side: int = next_power_of_2(count)
     return max(16, side)
 
 

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending
 from specbatch.kernels.recurrent.gated_delta_triton import decay_of, gated_norm
 from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory
@@ -96,7 +97,7 @@ def _delta_gates(qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, heads: Del
     """float32 [T, values, 5]."""
     gates = torch.empty(len(qkv), heads.values, _GATES.value, device=qkv.device)
     lines = len(qkv) * heads.values
-    _delta_gates_kernel[(triton.cdiv(lines, LINES),)](
+    _delta_gates_kernel[(cdiv(lines, LINES),)](
         qkv, b, a, heads.a_log, heads.dt_bias, gates, lines, qkv.stride(0), b.stride(0), a.stride(0),
         KEYS=heads.keys, VALUES=heads.values, K=heads.key_dim, BLOCK_K=_padded(heads.key_dim), TILE=LINES,
         num_warps=4, enable_fp_fusion=False, **pdl(qkv),
@@ -122,7 +123,7 @@ def _launch_delta(
     table = None if spans is None else spans.table
     slots, counts, path, ancestors = replay or (None, None, None, None)
     old = pending or (None, None, None)
-    _delta_walk[(sequences * heads.values * triton.cdiv(heads.value_dim, COLUMNS),)](
+    _delta_walk[(sequences * heads.values * cdiv(heads.value_dim, COLUMNS),)](
         qkv, gates, state, *old, table, slots, counts, path, ancestors if is_tree else None, o,
         rows, qkv.stride(0), state.stride(0), *(0 if item is None else item.stride(0) for item in (*old, table, path)),
         KEYS=heads.keys, VALUES=heads.values, K=heads.key_dim, V=heads.value_dim, BLOCK_K=_padded(heads.key_dim),
@@ -142,7 +143,7 @@ def _delta_finish(
     """`gated_rms_norm_ref`, in the memory of o; keys and decays of a verify are kept."""
     k, g = (None, None) if pending is None else (pending.k, pending.g)
     lines = len(o) * heads.values
-    _delta_finish_kernel[(triton.cdiv(lines, LINES),)](
+    _delta_finish_kernel[(cdiv(lines, LINES),)](
         o, qkv, z, gates, heads.norm, None if replay is None else replay.rows, k, g,
         lines, 1 if replay is None else len(o) // len(replay.rows), qkv.stride(0), z.stride(0),
         0 if k is None else k.stride(0), 0 if g is None else g.stride(0), heads.eps,
@@ -169,7 +170,7 @@ def _launch_ssd(
     table = None if spans is None else spans.table
     slots, counts, path, ancestors = replay or (None, None, None, None)
     state, pending = memory
-    _ssd_walk[(sequences * heads.count * triton.cdiv(heads.dim, ROWS),)](
+    _ssd_walk[(sequences * heads.count * cdiv(heads.dim, ROWS),)](
         xbc, dt, y, state, pending, heads.a_log, heads.d, heads.dt_bias, table, slots, counts, path,
         ancestors if is_tree else None, rows, xbc.stride(0), dt.stride(0), state.stride(0), pending.stride(0),
         pending.stride(1), *(0 if item is None else item.stride(0) for item in (table, path)),
@@ -179,7 +180,7 @@ def _launch_ssd(
 
 
 def _padded(count: int) -> int:
-    side: int = triton.next_power_of_2(count)
+    side: int = next_power_of_2(count)
     return max(16, side)
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.recurrent.short_conv import MOST_TAPS
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
@@ -34,10 +35,10 @@ def conv_prefill(
 ) -> torch.Tensor:
     """`conv_prefill_ref`."""
     y, tiles = x.new_empty(x.shape), spans.tiles(_TOKENS)
-    _prefill[(len(tiles), triton.cdiv(x.shape[1], _CHANNELS))](
+    _prefill[(len(tiles), cdiv(x.shape[1], _CHANNELS))](
         x, before, after, weight, bias, window, tiles, spans.table, y,
         x.stride(0), _stride(before), _stride(after), window.stride(0), spans.table.stride(0), x.shape[1],
-        TAPS=weight.shape[1], PAST=triton.next_power_of_2(weight.shape[1] - 1), SILU=activation, TOKENS=_TOKENS,
+        TAPS=weight.shape[1], PAST=next_power_of_2(weight.shape[1] - 1), SILU=activation, TOKENS=_TOKENS,
         CHANNELS=_CHANNELS, num_warps=4, enable_fp_fusion=False, **pdl(x),
     )  # fmt: skip
     return y
@@ -57,12 +58,12 @@ def conv_verify(
 ) -> torch.Tensor:
     """`conv_verify_ref`. The previous kernel must not write the tensors of `replay`."""
     y, rows = x.new_empty(x.shape), len(x) // len(replay.rows)
-    block = triton.next_power_of_2(rows)
+    block = next_power_of_2(rows)
     channels = min(256, max(32, _PROGRAM // block))
-    _verify[(triton.cdiv(x.shape[1], channels), len(replay.rows))](
+    _verify[(cdiv(x.shape[1], channels), len(replay.rows))](
         x, before, after, weight, bias, window, pending, replay.rows, replay.counts, replay.path, replay.ancestors, y,
         x.stride(0), _stride(before), _stride(after), window.stride(0), pending.stride(0), _stride(replay.path),
-        x.shape[1], N=rows, ROWS=block, TAPS=weight.shape[1], PAST=triton.next_power_of_2(weight.shape[1] - 1),
+        x.shape[1], N=rows, ROWS=block, TAPS=weight.shape[1], PAST=next_power_of_2(weight.shape[1] - 1),
         SILU=activation, CHANNELS=channels, num_warps=4, enable_fp_fusion=False, **pdl(x),
     )  # fmt: skip
     return y

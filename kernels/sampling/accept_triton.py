@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.sampling.accept import BatchRows, Proposal
 from specbatch.kernels.sampling.argmax_topk import Maxima, Scores
 from specbatch.kernels.sampling.rng_triton import simulated_accept
@@ -177,11 +178,11 @@ def _partials(
     group = logits.shape[1] if logits.dim() == 3 else 1
     rows = logits.shape[0] * group
     block = _BLOCK
-    if rows * triton.cdiv(vocabulary, block) <= _FEW:
+    if rows * cdiv(vocabulary, block) <= _FEW:
         block //= 2
-    blocks = triton.cdiv(vocabulary, block)
-    steps = triton.cdiv(blocks, max(1, _PROGRAMS // rows))
-    chunks = triton.cdiv(blocks, steps)
+    blocks = cdiv(vocabulary, block)
+    steps = cdiv(blocks, max(1, _PROGRAMS // rows))
+    chunks = cdiv(blocks, steps)
     partials = torch.empty(rows, chunks, dtype=torch.int64, device=logits.device)
     sums = torch.empty(rows, chunks, device=logits.device) if has_sums else None
     _argmax_kernel[(rows, chunks)](
@@ -223,8 +224,8 @@ class Chosen(NamedTuple):
             "finite": self.tokens if self.finite is None else self.finite,
             "chunks": chunks,
             "N": n,
-            "BLOCK_N": triton.next_power_of_2(n),
-            "BLOCK_CHUNKS": triton.next_power_of_2(chunks) if chunks else 0,
+            "BLOCK_N": next_power_of_2(n),
+            "BLOCK_CHUNKS": next_power_of_2(chunks) if chunks else 0,
             "thresholds": self.tokens if simulate is None else simulate,
             "DEPTH": depth,
             **pdl(self.tokens),
@@ -323,7 +324,7 @@ def verify_inputs(
         positions,
         tokens.shape[1],
         N=n,
-        BLOCK_N=triton.next_power_of_2(n),
+        BLOCK_N=next_power_of_2(n),
         **pdl(rows),
         num_warps=1,
     )

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.sampling.accept_triton import (
     argmax_partials,
     argmax_partials_and_sums,
@@ -111,7 +112,7 @@ def _finish(
         partials, sums = argmax_partials_and_sums(logits)
     rows, chunks = partials.shape
     width = 0 if embedding is None else embedding.shape[1]
-    _likeliest_kernel[(rows, max(1, triton.cdiv(width, _COLUMNS)))](
+    _likeliest_kernel[(rows, max(1, cdiv(width, _COLUMNS)))](
         partials,
         sums,
         ids,
@@ -123,7 +124,7 @@ def _finish(
         tokens.stride(-1),
         0 if chances is None else chances.stride(-1),
         width,
-        BLOCK_CHUNKS=triton.next_power_of_2(chunks),
+        BLOCK_CHUNKS=next_power_of_2(chunks),
         COLUMNS=_COLUMNS,
         **pdl(partials),
     )
@@ -197,7 +198,7 @@ def topk_logprobs(
     rows = logits.flatten(0, -2)
     assert rows.stride(1) == 1, "the logits of a row must be adjacent"
     assert topk <= vocabulary, "no more children than tokens"
-    device, blocks = logits.device, triton.cdiv(vocabulary, _BLOCK)
+    device, blocks = logits.device, cdiv(vocabulary, _BLOCK)
     keys = torch.empty(len(rows), blocks, topk, dtype=torch.int64, device=device)
     tops = torch.empty(len(rows), blocks, device=device)
     sums = torch.empty_like(tops)
@@ -207,7 +208,7 @@ def topk_logprobs(
     _block_kernel[(len(rows), blocks)](
         rows, keys, tops, sums, vocabulary, rows.stride(0), TOPK=topk, BLOCK=_BLOCK, **settings
     )
-    block_topk, many = triton.next_power_of_2(topk), triton.next_power_of_2(blocks)
+    block_topk, many = next_power_of_2(topk), next_power_of_2(blocks)
     _children_kernel[(len(rows),)](
         keys,
         tops,

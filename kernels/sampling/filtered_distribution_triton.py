@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.sampling.accept_triton import argmax_partials, unpack
 from specbatch.kernels.sampling.filtered_distribution import SamplingTensors
 
@@ -319,14 +320,14 @@ def filter_logits(
         vocabulary,
         rows // len(temperature),
         partials.shape[1],
-        BLOCK_CHUNKS=max(64, triton.next_power_of_2(partials.shape[1])),
+        BLOCK_CHUNKS=max(64, next_power_of_2(partials.shape[1])),
         TRUNCATED=truncated,
         SHIFT={torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[logits.dtype],
         BLOCK=_BLOCK,
         num_warps=_WARPS if truncated else 1,
         **pdl(logits),
     )
-    blocks = triton.cdiv(vocabulary, _BLOCK)
+    blocks = cdiv(vocabulary, _BLOCK)
     sums = torch.empty(rows, blocks, dtype=torch.float64, device=device)
     _sums_kernel[(rows, blocks)](logits, columns, sums, vocabulary, BLOCK=_BLOCK, num_warps=8, **pdl(logits))
     return FilteredDistribution(logits, columns, sums, _BLOCK)
@@ -334,7 +335,7 @@ def filter_logits(
 
 def launch_of(dist: FilteredDistribution) -> dict[str, Any]:
     """Launch arguments of kernels that read a distribution."""
-    return {"BLOCKS": triton.next_power_of_2(dist.sums.shape[1]), **pdl(dist.logits)}
+    return {"BLOCKS": next_power_of_2(dist.sums.shape[1]), **pdl(dist.logits)}
 
 
 def probabilities(dist: FilteredDistribution) -> torch.Tensor:

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.sizes import cdiv
+
 _BLOCK = 1024  # tokens of a row
 _STATES = 128
 
@@ -57,7 +59,7 @@ def grammar_mask(
     assert logits.stride(2) == 1, "the logits of a row must be adjacent"
     assert states.is_contiguous(), "rows have their states in order"
     assert ids is None or ids.stride(-1) == 1, "the ids of a row must be adjacent"
-    grid = (batch * nodes, triton.cdiv(vocabulary, _BLOCK))
+    grid = (batch * nodes, cdiv(vocabulary, _BLOCK))
     _mask_kernel[grid](
         logits,
         ids,
@@ -82,7 +84,7 @@ def grammar_step(
     assert tokens.stride(1) == 1 or nodes == 1, "the tokens of a request must be adjacent"
     states = states.contiguous()
     out = torch.empty_like(states)
-    _step_kernel[(triton.cdiv(batch * nodes, _STATES),)](
+    _step_kernel[(cdiv(batch * nodes, _STATES),)](
         states, tokens, tables, grammars, out, nodes, batch * nodes, tokens.stride(0), BLOCK=_STATES
     )
     return out

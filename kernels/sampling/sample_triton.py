@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
+from specbatch.kernels.common.sizes import next_power_of_2
 from specbatch.kernels.sampling.filtered_distribution import SamplingTensors
 from specbatch.kernels.sampling.filtered_distribution_triton import (
     ARGMAX,
@@ -333,7 +334,7 @@ def rejection_sample(
     rows = batch if scales is None else batch * n
     residuals = torch.empty(rows, blocks, dtype=torch.float64, device=positions.device)
     common = {"N": n, "scales": scales, **launch_of(dist)}
-    block_n = triton.next_power_of_2(n)
+    block_n = next_power_of_2(n)
     _accept_kernel[(batch,)](
         *dist[:3],
         q,

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import next_power_of_2
 from specbatch.kernels.common.verified_rows import VerifiedRows
 from specbatch.kernels.sampling.accept import BatchRows, Proposal
 from specbatch.kernels.sampling.accept_triton import Chosen, load_chosen, popcount
@@ -166,6 +167,6 @@ def move_accepted_kv(keys: torch.Tensor, values: torch.Tensor, verified: Verifie
         PAGE=page_size,
         KEY=sizes[0],
         VALUE=sizes[1],
-        BLOCK=triton.next_power_of_2(max(sizes)),
+        BLOCK=next_power_of_2(max(sizes)),
         **pdl(path),
     )

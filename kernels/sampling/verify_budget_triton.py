@@ -13,6 +13,7 @@ import triton.language as tl
 
 from specbatch.kernels.common.packed_rows import PackedRows
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import next_power_of_2
 from specbatch.kernels.sampling.accept import Proposal
 from specbatch.kernels.sampling.verify_budget import GUESS, GUESSED, LEVELS, MEMORY, MOST, WEIGHT, Spending
 
@@ -121,7 +122,7 @@ def spend(
     confidence = proposal.confidence
     verified, levels = torch.empty_like(slots), slots.new_empty(batch, most)
     places, rows, firsts = (slots.new_empty(size) for size in (total, batch * (most + 1), batch + 1))
-    block, nodes = triton.next_power_of_2(batch), triton.next_power_of_2(most + 1)
+    block, nodes = next_power_of_2(batch), next_power_of_2(most + 1)
     _spend_kernel[(1,)](
         counts,
         recent,
@@ -222,7 +223,7 @@ def learn(
         KINDS=counts.shape[1],
         MOST=MOST,
         MEMORY=MEMORY,
-        BLOCK=min(1024, triton.next_power_of_2(batch * most)),
+        BLOCK=min(1024, next_power_of_2(batch * most)),
         enable_fp_fusion=False,
         **pdl(slots),
     )
