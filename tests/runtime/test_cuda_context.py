@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from specbatch.cli.options import EngineOptions
+from specbatch.runtime import cuda_context
 from specbatch.runtime.cuda_context import make_context_ahead
 
 
@@ -37,6 +38,7 @@ class FakeDriver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     driver = FakeDriver()
     monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
+    monkeypatch.setattr(cuda_context, "_is_built_for_cuda", lambda: True)
     make_context_ahead.cache_clear()
     return driver
 
@@ -65,12 +67,21 @@ def test_context_is_made_once_where_there_is_such_a_device(driver: FakeDriver, d
     assert calls_after(driver) == calls
 
 
+def test_nothing_happens_where_torch_is_built_for_cpus(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert cuda_context._is_built_for_cuda() == (torch.version.cuda is not None)
+    monkeypatch.setattr(cuda_context, "_is_built_for_cuda", lambda: False)
+    make_context_ahead("auto")
+    assert calls_after(driver) == []
+
+
 def test_nothing_happens_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
     failed: list[Any] = []
     monkeypatch.setattr("ctypes.CDLL", load)
+    monkeypatch.setattr(cuda_context, "_is_built_for_cuda", lambda: True)
     monkeypatch.setattr("threading.excepthook", failed.append)
     make_context_ahead.cache_clear()
     make_context_ahead("cuda")
