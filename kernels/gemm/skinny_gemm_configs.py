@@ -37,8 +37,8 @@ _RESIDENT = 3 * 132  # programs of 64 KiB of weights under way, three to a multi
 
 
 def puts_weight_first(block_m: int) -> bool:
-    """Is the weight the first operand of products with block_m rows of x? With 32 this takes 153 us a layer of Qwen3-8B
-    on an H100, and 188 with x first; with 16 x first takes 6 us less."""
+    """Whether the weight is the first operand of the matrix multiplications with block_m rows of x. With 32 rows this
+    takes 153 us a layer of Qwen3-8B on an H100, and 188 with x first; with 16 rows, x first takes 6 us less."""
     return block_m == 32
 
 
