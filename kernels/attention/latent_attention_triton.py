@@ -19,7 +19,7 @@ from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.attention.verify_attention_configs import splits_for
 from specbatch.kernels.common.kv_slots import kv_slots
-from specbatch.kernels.common.sizes import cdiv, next_power_of_2
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
 from specbatch.kernels.common.workspace import reserve
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -285,7 +285,7 @@ def _attend(
     """tokens: of each sequence of `queries`, or of a tile of `spans`, which come with their tiles."""
     rows, rank, rope = len(q) * heads.count, heads.rank, heads.dim - heads.rank
     out = torch.empty(len(q), heads.count * rank, dtype=q.dtype, device=q.device)
-    block, splits = max(16, next_power_of_2(rank)), grid[1]
+    block, splits = tile_side(rank), grid[1]
     partials, logs = out, out
     if splits > 1:
         held, _ = reserve(q.device, splits * rows * (block + 1), 0)
@@ -300,7 +300,7 @@ def _attend(
         q, k_cache, v_cache, out, partials, logs, page_table, tiles, table, slots, lengths, ancestors,
         tokens, first, capacity, page_table.shape[1], 0 if table is None else table.stride(0),
         heads.scale * _LOG2E.value, HEADS=heads.count, RANK=rank, ROPE=rope, BLOCK_R=block,
-        BLOCK_P=max(16, next_power_of_2(rope)), PAGE=k_cache.shape[1], BLOCK_M=tile.block_m,
+        BLOCK_P=tile_side(rope), PAGE=k_cache.shape[1], BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, TOKENS=tokens, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.kv_slots_triton import kv_slot
-from specbatch.kernels.common.sizes import cdiv, next_power_of_2
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
 
 LOG2E = 1.4426950408889634
 SPLIT_KEYS = 512  # no part is shorter: its merge would cost more than it saves
@@ -75,7 +75,7 @@ def prefill_attention(
     total, heads, dim = q.shape
     kv = k_cache.shape[2]
     group = heads // kv
-    block = max(16, next_power_of_2(dim))
+    block = tile_side(dim)
     processors = _processors(q.device)
     keys, values, source = k_cache, v_cache, "slots"
     if dim == block and k_cache.dtype == q.dtype and q.dtype != torch.float32 and _has_bulk_copies(q.device):

@@ -29,7 +29,7 @@ from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
-from specbatch.kernels.common.sizes import cdiv, next_power_of_2
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
 from specbatch.kernels.common.workspace import reserve
 
 SPAN = 128
@@ -194,13 +194,13 @@ def _launch(
     together = count if lineages is None else 1  # rows of a sequence that see the same keys up to a place
     if rows is None:
         most = _most_rows(q, k_cache)
-        rows = most if tiles is not None else min(most, max(16, next_power_of_2(together * group)))
+        rows = most if tiles is not None else min(most, tile_side(together * group))
     rows = max(rows, next_power_of_2(group))
     tokens = max(1, rows // group) if lineages is None else 1
     sequences = len(bounds[0]) if tiles is None else 1
     per_sequence = cdiv(count, tokens) if tiles is None else len(tiles)
     programs = sequences * per_sequence * kv
-    block = max(16, next_power_of_2(dim))
+    block = tile_side(dim)
     spans = cdiv(longest, SPAN)
     if window is not None:
         spans = min(spans, cdiv(window + tokens - 1, SPAN) + 1)

@@ -32,7 +32,7 @@ from specbatch.kernels.attention.span_attention_triton import (
 )
 from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
-from specbatch.kernels.common.sizes import cdiv, next_power_of_2
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
 from specbatch.kernels.common.workspace import reserve
 
 SPAN = 128
@@ -110,7 +110,7 @@ def _launch(
         rows, sequences = most, 1
     else:
         together = count if lineages is None else 1  # tokens that see the same keys up to a place
-        rows, sequences = min(most, max(16, next_power_of_2(together * group))), len(bounds[0])
+        rows, sequences = min(most, tile_side(together * group)), len(bounds[0])
     tokens = rows // group if lineages is None else 1
     tiles = None if spans is None else spans.tiles(tokens)
     per_sequence = cdiv(count, tokens) if tiles is None else len(tiles)
@@ -127,7 +127,7 @@ def _launch(
         q, k_cache, v_cache, out, partials, *bounds, tiles, nodes, seen, page_table, page_table.stride(0), q.stride(0),
         width, total, parts, count, per_sequence, heads.scale * LOG2E,
         HEADS=heads.count, GROUP=group, RANK=rank, BLOCK_R=block, ROPE=rope,
-        BLOCK_P=max(16, next_power_of_2(rope)), PAGE=k_cache.shape[1], TOKENS=tokens, ROWS=rows, KEYS=keys,
+        BLOCK_P=tile_side(rope), PAGE=k_cache.shape[1], TOKENS=tokens, ROWS=rows, KEYS=keys,
         SPAN=SPAN, SPREAD=splits > 1, **pdl(q), num_warps=WARPS, num_stages=STAGES, enable_fp_fusion=False,
     )  # fmt: skip
     if splits > 1:

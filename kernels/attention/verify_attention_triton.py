@@ -22,7 +22,7 @@ from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.attention.verify_attention_configs import Tile, splits_for, tile_for
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_in_loop
-from specbatch.kernels.common.sizes import cdiv, next_power_of_2
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
 from specbatch.kernels.common.workspace import reserve
 
 _NEW = tl.constexpr(16)  # new keys a step; the smallest tile of `tl.dot`
@@ -323,7 +323,7 @@ def verify_attention(
     n, first = queries.num_queries, queries.first_node
     batch, table_pages, page_size = len(queries.lengths), queries.page_table.shape[1], k_cache.shape[1]
     group, capacity = heads.count // heads.kv, table_pages * page_size
-    half = max(16, next_power_of_2(heads.dim // 2))
+    half = tile_side(heads.dim // 2)
     padded = 2 * half
     tile = tile or tile_for(n * group, batch * heads.kv, padded * qkv.element_size(), qkv.device)
     tiles = cdiv(n * group, tile.block_m) * heads.kv

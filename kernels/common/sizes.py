@@ -12,3 +12,8 @@ def cdiv(size: int, part: int) -> int:
 def next_power_of_2(size: int) -> int:
     """The smallest power of two that is not below `size`."""
     return 1 << max(0, size - 1).bit_length()
+
+
+def tile_side(size: int) -> int:
+    """The side of a tile that holds `size`: a power of two, and at least the 16 that `tl.dot` needs."""
+    return max(16, next_power_of_2(size))

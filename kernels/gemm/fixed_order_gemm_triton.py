@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
-from specbatch.kernels.common.sizes import cdiv, next_power_of_2
+from specbatch.kernels.common.sizes import cdiv, tile_side
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Tile:
 def tile_for(rows: int, item: int) -> Tile:
     """The tile for so many rows of x, and elements of `item` bytes."""
     if item == 4:  # without tensor cores, each product added to the last; larger tiles need too many registers
-        return Tile(min(32, max(16, next_power_of_2(rows))), 64, 32, 4, 2)
+        return Tile(min(32, tile_side(rows)), 64, 32, 4, 2)
     if rows <= 32:
         return Tile(16 if rows <= 16 else 32, 64, 128, 4, 7)
     if rows <= 64:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
-from specbatch.kernels.common.sizes import cdiv, next_power_of_2
+from specbatch.kernels.common.sizes import cdiv, tile_side
 
 OUTPUTS = 64  # of a tile: the rows of a warpgroup's instruction
 
@@ -27,7 +27,7 @@ class HeadTile:
 
 def tile_for(tokens: int, item: int) -> HeadTile:
     """The tile for so many tokens, and elements of `item` bytes."""
-    rows = max(16, next_power_of_2(tokens))
+    rows = tile_side(tokens)
     return HeadTile(min(32, rows), 32, 4, 2) if item == 4 else HeadTile(min(128, rows), 64, 4, 4)
 
 

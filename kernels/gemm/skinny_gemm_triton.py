@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import wait_in_loop
-from specbatch.kernels.common.sizes import cdiv, next_power_of_2
+from specbatch.kernels.common.sizes import cdiv, tile_side
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.one_row_triton import OneRowTile, one_row_product, takes_one_row
 from specbatch.kernels.gemm.skinny_gemm_configs import Tile, puts_weight_first, tile_for
@@ -266,7 +266,7 @@ def _product(
         )
     if norm_weight is not None and x.dtype == torch.float16:  # x * norm before its scaling may exceed 65504
         x, norm_weight = rms_norm(x.contiguous(), norm_weight, eps), None
-    block_m = max(16, next_power_of_2(m))
+    block_m = tile_side(m)
     tile = tile or tile_for(n, k, block_m, gated, x.element_size())
     partial, counters = workspace(x.device)
     y = torch.empty(m, n, device=x.device, dtype=x.dtype)

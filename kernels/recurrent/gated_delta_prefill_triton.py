@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.common.sizes import cdiv, next_power_of_2
+from specbatch.kernels.common.sizes import cdiv, tile_side
 from specbatch.kernels.recurrent.gated_delta import CHUNK, EXACT_CHUNK, DeltaHeads
 from specbatch.kernels.recurrent.gated_delta_triton import decay_of, invert, normalise, sizes_of, unit
 
@@ -40,7 +40,7 @@ def delta_prefill(
         qkv.stride(0), b.stride(0), a.stride(0), spans.table.stride(0),
         CHUNK=chunk, LEVELS=(chunk - 1).bit_length(), num_warps=4, **sizes,
     )  # fmt: skip
-    columns = min(32, max(16, next_power_of_2(heads.value_dim)))
+    columns = min(32, tile_side(heads.value_dim))
     _walk[(cdiv(heads.value_dim, columns), heads.values, spans.table.shape[1] - 1)](
         qkv, inverse, scores, sums, spans.table, state, o, qkv.stride(0), spans.table.stride(0), state.stride(0),
         CHUNK=chunk, COLUMNS=columns, num_warps=4, num_stages=_STAGES, **sizes,

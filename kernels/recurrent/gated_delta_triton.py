@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
-from specbatch.kernels.common.sizes import cdiv, next_power_of_2
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
@@ -47,9 +47,9 @@ def delta_verify(
     batch, held = len(replay.rows), pending.k.shape[1]
     rows = len(qkv) // batch
     columns = 32 if batch * heads.values * cdiv(heads.value_dim, 32) >= _FEW else 16
-    columns = min(columns, max(16, next_power_of_2(heads.value_dim)))
+    columns = min(columns, tile_side(heads.value_dim))
     o = qkv.new_empty(len(qkv), heads.values, heads.value_dim)
-    block, sizes = max(16, next_power_of_2(rows)), sizes_of(heads, qkv)
+    block, sizes = tile_side(rows), sizes_of(heads, qkv)
     is_chain = replay.path is None and replay.ancestors is None and max(rows, held) <= _CHAIN
     if is_chain and (rows == 1 or columns == 32):  # a few programs wait for one row after the other
         _chain[(cdiv(heads.value_dim, columns), heads.values, batch)](
@@ -64,7 +64,7 @@ def delta_verify(
         qkv, b, a, heads.a_log, heads.dt_bias, state, *pending, replay.rows, replay.counts, replay.path,
         replay.ancestors, o, qkv.stride(0), b.stride(0), a.stride(0), state.stride(0),
         *(item.stride(0) for item in pending), 0 if replay.path is None else replay.path.stride(0),
-        N=rows, ROWS=block, HELD=max(16, next_power_of_2(held)), LEVELS=(rows - 1).bit_length(),
+        N=rows, ROWS=block, HELD=tile_side(held), LEVELS=(rows - 1).bit_length(),
         COLUMNS=columns, num_warps=4 if block <= 32 else 8, **pdl(qkv),
         maxnreg=128 if full else None,  # four programs on a processor: the memory waits for none of them
         **sizes,
@@ -98,8 +98,8 @@ def sizes_of(heads: DeltaHeads, x: torch.Tensor) -> dict[str, Any]:
     """What kernels are compiled for."""
     return {
         "KEYS": heads.keys, "VALUES": heads.values, "K": heads.key_dim, "V": heads.value_dim,
-        "BLOCK_K": max(16, next_power_of_2(heads.key_dim)),
-        "BLOCK_V": max(16, next_power_of_2(heads.value_dim)),
+        "BLOCK_K": tile_side(heads.key_dim),
+        "BLOCK_V": tile_side(heads.value_dim),
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
     }  # fmt: skip
 

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
-from specbatch.kernels.common.sizes import cdiv, next_power_of_2
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
 from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
@@ -32,13 +32,13 @@ def ssd_prefill(
     """`ssd_prefill_ref`."""
     y = torch.empty(len(xbc), heads.columns[0], dtype=xbc.dtype, device=xbc.device)
     exact = xbc.dtype == torch.float32
-    rows = min(64, max(16, next_power_of_2(heads.dim)))
+    rows = min(64, tile_side(heads.dim))
     tiles = cdiv(heads.dim, rows)
     _prefill[(tiles * heads.count, spans.table.shape[1] - 1)](
         xbc, dt, y, memory.state, heads.a_log, heads.d, heads.dt_bias, spans.table,
         xbc.stride(0), dt.stride(0), memory.state.stride(0), spans.table.stride(0),
         HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state,
-        ROWS=rows, BLOCK_S=_padded(heads.state), CHUNK=32 if exact else CHUNK,
+        ROWS=rows, BLOCK_S=tile_side(heads.state), CHUNK=32 if exact else CHUNK,
         num_warps=4, num_stages=1 if exact else 2, **pdl(xbc),
     )  # fmt: skip
     return finish_rows(y, z, heads)
@@ -55,13 +55,13 @@ def ssd_verify(
     y = torch.empty(len(xbc), heads.columns[0], dtype=xbc.dtype, device=xbc.device)
     state, pending = memory
     n, most = len(xbc) // len(replay.rows), pending.shape[1]
-    old, new = _padded(most), _padded(n)
+    old, new = tile_side(most), tile_side(n)
     if replay.path is None and replay.ancestors is None and max(n, most) <= _CHAIN:
         _chain[(cdiv(heads.dim, _CHAIN_ROWS) * heads.count, len(replay.rows))](
             xbc, dt, y, state, pending, heads.a_log, heads.d, heads.dt_bias, replay.rows, replay.counts,
             xbc.stride(0), dt.stride(0), state.stride(0), pending.stride(0), pending.stride(1),
             HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state, HELD=most, N=n,
-            ROWS=_CHAIN_ROWS, BLOCK_S=_padded(heads.state), num_warps=1, **pdl(xbc),
+            ROWS=_CHAIN_ROWS, BLOCK_S=tile_side(heads.state), num_warps=1, **pdl(xbc),
         )  # fmt: skip
         return finish_rows(y, z, heads, (xbc, dt, pending, replay.rows, n))
     rows, warps = _tile(xbc.dtype == torch.float32, max(old, new) > 16)
@@ -71,7 +71,7 @@ def ssd_verify(
         n, xbc.stride(0), dt.stride(0), state.stride(0), pending.stride(0), pending.stride(1),
         replay.path.stride(0) if replay.path is not None else 0,
         HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state, MOST=most,
-        ROWS=rows, BLOCK_S=_padded(heads.state), OLD=old, NEW=new,
+        ROWS=rows, BLOCK_S=tile_side(heads.state), OLD=old, NEW=new,
         num_warps=warps, **pdl(xbc),
     )  # fmt: skip
     return finish_rows(y, z, heads, (xbc, dt, pending, replay.rows, n))
@@ -104,12 +104,6 @@ def _tile(exact: bool, is_large: bool) -> tuple[int, int]:
     if exact:
         return 16, 8 if is_large else 4
     return (64, 4) if is_large else (16, 1)
-
-
-def _padded(count: int) -> int:
-    """The side of a tile that holds so many: 16 is the minimum of `tl.dot`."""
-    side: int = next_power_of_2(count)
-    return max(16, side)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
-from specbatch.kernels.common.sizes import cdiv, next_power_of_2
+from specbatch.kernels.common.sizes import cdiv, tile_side
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending
 from specbatch.kernels.recurrent.gated_delta_triton import decay_of, gated_norm
 from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory
@@ -99,7 +99,7 @@ def _delta_gates(qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, heads: Del
     lines = len(qkv) * heads.values
     _delta_gates_kernel[(cdiv(lines, LINES),)](
         qkv, b, a, heads.a_log, heads.dt_bias, gates, lines, qkv.stride(0), b.stride(0), a.stride(0),
-        KEYS=heads.keys, VALUES=heads.values, K=heads.key_dim, BLOCK_K=_padded(heads.key_dim), TILE=LINES,
+        KEYS=heads.keys, VALUES=heads.values, K=heads.key_dim, BLOCK_K=tile_side(heads.key_dim), TILE=LINES,
         num_warps=4, enable_fp_fusion=False, **pdl(qkv),
     )  # fmt: skip
     return gates
@@ -126,7 +126,7 @@ def _launch_delta(
     _delta_walk[(sequences * heads.values * cdiv(heads.value_dim, COLUMNS),)](
         qkv, gates, state, *old, table, slots, counts, path, ancestors if is_tree else None, o,
         rows, qkv.stride(0), state.stride(0), *(0 if item is None else item.stride(0) for item in (*old, table, path)),
-        KEYS=heads.keys, VALUES=heads.values, K=heads.key_dim, V=heads.value_dim, BLOCK_K=_padded(heads.key_dim),
+        KEYS=heads.keys, VALUES=heads.values, K=heads.key_dim, V=heads.value_dim, BLOCK_K=tile_side(heads.key_dim),
         COLUMNS=COLUMNS, REPLAY=replay is not None and not is_tree, num_warps=1, enable_fp_fusion=False, **pdl(qkv),
     )  # fmt: skip
 
@@ -147,8 +147,8 @@ def _delta_finish(
         o, qkv, z, gates, heads.norm, None if replay is None else replay.rows, k, g,
         lines, 1 if replay is None else len(o) // len(replay.rows), qkv.stride(0), z.stride(0),
         0 if k is None else k.stride(0), 0 if g is None else g.stride(0), heads.eps,
-        KEYS=heads.keys, VALUES=heads.values, K=heads.key_dim, V=heads.value_dim, BLOCK_K=_padded(heads.key_dim),
-        BLOCK_V=_padded(heads.value_dim), TILE=LINES, num_warps=4, enable_fp_fusion=False, **pdl(o),
+        KEYS=heads.keys, VALUES=heads.values, K=heads.key_dim, V=heads.value_dim, BLOCK_K=tile_side(heads.key_dim),
+        BLOCK_V=tile_side(heads.value_dim), TILE=LINES, num_warps=4, enable_fp_fusion=False, **pdl(o),
     )  # fmt: skip
     return o.flatten(1)
 
@@ -174,14 +174,9 @@ def _launch_ssd(
         xbc, dt, y, state, pending, heads.a_log, heads.d, heads.dt_bias, table, slots, counts, path,
         ancestors if is_tree else None, rows, xbc.stride(0), dt.stride(0), state.stride(0), pending.stride(0),
         pending.stride(1), *(0 if item is None else item.stride(0) for item in (table, path)),
-        HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state, BLOCK_S=_padded(heads.state),
+        HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state, BLOCK_S=tile_side(heads.state),
         ROWS=ROWS, REPLAY=replay is not None and not is_tree, num_warps=1, enable_fp_fusion=False, **pdl(xbc),
     )  # fmt: skip
-
-
-def _padded(count: int) -> int:
-    side: int = next_power_of_2(count)
-    return max(16, side)
 
 
 @triton.jit
