@@ -67,24 +67,23 @@ def build(
     log: Log,
     report: Report,
     *,
-    shared: Decoder | None = None,
-    pool: KVCache | None = None,
+    lender: DecodeStep | None = None,
     share: MemoryShare = EXCLUSIVE,
     ranks: Communicator | None = None,
     others: OtherRanks | None = None,
 ) -> EngineParts:
-    """Load and record everything. Raises SpecbatchError for what cannot run or does not fit; shared: see `prepare`.
+    """Load and record everything. Raises SpecbatchError for what cannot run or does not fit.
 
-    pool: the target's KV cache in the engine that `shared` is of, if `share` says that this one borrows it; ranks: over
+    lender: of an open engine, whose weights of the target are used, and its KV cache if `share` says so; ranks: over
     which the models are divided, for a rank that is led; others: for rank 0, those that it leads. They build once the
     configuration is checked."""
     start = time.perf_counter()
-    prepared = prepare(config, log, shared=shared)
+    prepared = prepare(config, log, shared=None if lender is None else lender.model)
     if others is None:
-        return _build(prepared, log, report, shared, pool, share, ranks, start=start)
+        return _build(prepared, log, report, lender, share, ranks, start=start)
     ranks = others.build()
     try:
-        return _build(prepared, log, others.with_theirs(report), shared, pool, share, ranks, others, start=start)
+        return _build(prepared, log, others.with_theirs(report), lender, share, ranks, others, start=start)
     except BaseException as error:
         others.fail(error)
         raise
@@ -94,17 +93,17 @@ def _build(
     prepared: Prepared,
     log: Log,
     report: Report,
-    shared: Decoder | None,
-    pool: KVCache | None,
+    lender: DecodeStep | None,
     share: MemoryShare,
     ranks: Communicator | None,
     others: OtherRanks | None = None,
     *,
     start: float,
 ) -> EngineParts:
-    assert pool is not None or not share.borrows, "there is no pool to borrow"
-    share = share if pool is None else share.within(pool.pages)
-    plan = memory_plan(prepared, share, is_shared=shared is not None, ranks=ranks)
+    if share.borrows:
+        assert lender is not None, "there is no pool to borrow"
+        share = share.within(lender.cache.pages)
+    plan = memory_plan(prepared, share, is_shared=lender is not None, ranks=ranks)
     config = prepared.config
     if config.prefix_cache and plan.states and not plan.cached_states:
         log("prefix cache: off, because no prefix state fits next to the KV pages; use a higher memory_fraction")
@@ -126,7 +125,7 @@ def _build(
         with on_device(prepared.device):
             progress = Stages(report)
             before = time.perf_counter()
-            parts = _load(prepared, plan, shared, pool, log, progress, ranks)
+            parts = _load(prepared, plan, lender, log, progress, ranks)
             parts.caps["load_s"] = time.perf_counter() - before
             try:
                 parts.caps.update(_record_graphs(parts.worker, log, progress))
@@ -147,8 +146,7 @@ def _build(
 def _load(
     prepared: Prepared,
     plan: MemoryPlan,
-    shared: Decoder | None,
-    pool: KVCache | None,
+    lender: DecodeStep | None,
     log: Log,
     progress: Stages,
     ranks: Communicator | None,
@@ -176,12 +174,13 @@ def _load(
         progress=progress,
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
         ranks=ranks,
-        pool=pool,
+        pool=lender.cache if lender is not None and plan.borrows else None,
     )
-    model = (loader.model(target) if shared is None else shared.with_positions(width, sizes)).with_aux(draft.aux)
+    model = loader.model(target) if lender is None else lender.model.with_positions(width, sizes)
+    model = model.with_aux(draft.aux)
     fp8 = quantizes_activations(config.fp8_activations, dtype, device, target.config, draft.config)
     for line in quantization_lines(
-        model, draft.config, loads=(shared is None, draft.weights is not None), quantizes=fp8
+        model, draft.config, loads=(lender is None, draft.weights is not None), quantizes=fp8
     ):
         log(line)
     needs_all_hidden = draft.needs_all_hidden

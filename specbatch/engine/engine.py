@@ -58,8 +58,6 @@ class Engine(InferenceEngine):
             raise refuse("data_parallel", config.data_parallel, "an Engine is one replica; use DataParallelEngine")
         if weights_of is not None:
             weights_of._check_sharing(config)
-        shared = None if weights_of is None else weights_of._model
-        pool = weights_of._worker.decode_step.cache if weights_of is not None and share.borrows else None
         self._ranks: EngineRanks | None = None
         if config.tensor_parallel > 1:
             self._ranks = EngineRanks(config, share, None if weights_of is None else weights_of._ranks)
@@ -67,8 +65,7 @@ class Engine(InferenceEngine):
             config,
             log,
             report or (lambda done, total: None),
-            shared=shared,
-            pool=pool,
+            lender=None if weights_of is None else weights_of._worker.decode_step,
             share=share,
             others=self._ranks,
         )

@@ -64,12 +64,9 @@ def builder(ranks: Communicator, device: str) -> Build:
     def build_part(
         engines: dict[int, EngineParts], report: Report, config: EngineConfig, share: MemoryShare, shared: int | None
     ) -> EngineParts:
-        lender = None if shared is None else engines[shared]
-        model = None if lender is None else lender.model
-        pool = lender.worker.decode_step.cache if lender is not None and share.borrows else None
-        own = replace(config, device=device)
+        lender = None if shared is None else engines[shared].worker.decode_step
         with on_device(torch.device(device)):
-            return build(own, _silent, report, shared=model, pool=pool, share=share, ranks=ranks)
+            return build(replace(config, device=device), _silent, report, lender=lender, share=share, ranks=ranks)
 
     return build_part
 
