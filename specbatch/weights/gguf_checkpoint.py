@@ -7,14 +7,16 @@ values exactly; float32, float16 and bfloat16 tensors keep their dtype, and expe
 from __future__ import annotations
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.errors import refuse
 from specbatch.models.config import ModelConfig
-from specbatch.text_files import UnreadableError
+from specbatch.text_files import UnreadableError, open_regular
 from specbatch.tokenizer import Tokenizer
 from specbatch.weights.cache import cache_folder, file_hash, keep, staging
 from specbatch.weights.checkpoint import Log
@@ -63,7 +65,7 @@ def convert(path: Path, log: Log | None = None, sha256: str | None = None) -> Pa
     damaged file or an unsupported architecture, quantization or rope.
     """
     try:
-        target = cache_folder() / FORMAT / (sha256 or file_hash(path))
+        target = cache_folder() / FORMAT / (sha256 or _hash_of(path, _version(path)))
     except UnreadableError as error:
         raise refuse("model", str(path), f"it {error}") from None
     except OSError as error:
@@ -85,6 +87,19 @@ def convert(path: Path, log: Log | None = None, sha256: str | None = None) -> Pa
         _write(folder, tensors, config)
         keep(folder, target)
     return target
+
+
+@cache
+def _hash_of(path: Path, version: tuple[int, ...]) -> str:
+    """`file_hash` of one version of a file. Each configuration of a sweep asks for it."""
+    return file_hash(path)
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """What differs after the file at `path` has been written or replaced."""
+    with open_regular(path) as file:
+        found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _write(folder: Path, tensors: dict[str, Stored], config: dict[str, Any]) -> None:

@@ -110,6 +110,23 @@ def test_conversion_is_cached_in_bounded_files(
     assert not list(cache.glob(".part-*"))
 
 
+def test_a_file_is_hashed_once_until_it_changes(write_gguf: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[Path] = []
+
+    def counted(path: Path) -> str:
+        hashed.append(path)
+        return file_hash(path)
+
+    monkeypatch.setattr(gguf_checkpoint, "file_hash", counted)
+    path = write_gguf("llama")
+    first, again = (open_checkpoint(str(path)) for _ in range(2))
+    assert again.folder == first.folder
+    assert hashed == [path]
+    path.write_bytes(write_gguf("qwen2").read_bytes())
+    assert open_checkpoint(str(path)).folder != first.folder
+    assert hashed == [path] * 2
+
+
 def test_rope_scaling_is_converted(tiny_model: Make, write_gguf: Make) -> None:
     llama3 = {
         "rope_theta": 5e5,
