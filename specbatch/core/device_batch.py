@@ -100,7 +100,7 @@ class DeviceBatch:
         for row, item in zip(rows[:, _ENDS], admissions, strict=True):
             row[:] = item.end_tokens[0] if item.end_tokens else 0
             row[: len(item.end_tokens)] = item.end_tokens
-        parts = [[item.slot for item in admissions], rows.reshape(-1)]
+        parts: list[list[int] | np.ndarray] = [[item.slot for item in admissions], rows.reshape(-1)]
         parts += [part for item in admissions for part in (item.tokens, item.pages)]
         slots, values, *contents = upload(np.concatenate(parts), self.device).split([len(part) for part in parts])
         self._rows.index_copy_(0, slots, values.view(rows.shape))
