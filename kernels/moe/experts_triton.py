@@ -45,7 +45,7 @@ class Tile(NamedTuple):
 
 
 _TILES = {  # rows of a block: for weights of two bytes a value, and of one
-    16: (Tile(64, 128, 4, 5), Tile(128, 128, 4, 3)),
+    16: (Tile(64, 128, 4, 4), Tile(128, 128, 8, 3)),
     32: (Tile(64, 128, 4, 4), Tile(128, 128, 4, 3)),
     64: (Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
     128: (Tile(256, 64, 8, 4), Tile(128, 64, 8, 4)),
@@ -76,7 +76,9 @@ def tile_for(rows: int, weight: Weight | Int4Tiles, item: int) -> Tile:
         return _FP8_TILE
     if isinstance(weight, Int4Tiles) or weight.is_mxfp4:
         return _FOUR_BITS_TILES[rows]
-    return _TILES[rows][weight.scales is not None]
+    tile = _TILES[rows][weight.scales is not None]
+    # A pipeline that holds all steps of a program only takes memory from the next program.
+    return tile._replace(stages=max(2, min(tile.stages, weight.shape[-1] // tile.k - 1)))
 
 
 def fused_moe(
