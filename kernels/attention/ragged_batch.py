@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from specbatch.kernels.common.kv_slots import kv_slots
-from specbatch.kernels.common.upload import upload
+from specbatch.kernels.common.upload import upload, upload_to
 
 
 class RaggedBatch:
@@ -25,19 +26,32 @@ class RaggedBatch:
         self.counts = [end - start for start, end in zip(starts, ends, strict=True)]
         self.offsets = _running(self.counts)
         self.fresh: bool = not any(starts)  # no span has a prefix: the keys are those of this very pass
-        # int64 [4, S + 1]: starts, ends, rows, offsets; the first three end in a column without meaning.
-        self.table = upload([[*starts, 0], [*ends, 0], [*rows, 0], self.offsets], page_table.device)
         self.scores = sum(end * (end + 1) - start * (start + 1) for start, end in zip(starts, ends, strict=True)) // 2
         self._tiles: dict[int, torch.Tensor] = {}
+
+    @cached_property
+    def table(self) -> torch.Tensor:
+        """int64 [4, S + 1]: starts, ends, rows, offsets; the first three end in a column without meaning."""
+        return upload(self.host_table(len(self.counts)), self.page_table.device)
+
+    def host_table(self, most: int) -> np.ndarray:
+        """`table` on the host, with room for `most` spans: int64 [4, most + 1]."""
+        table = np.zeros((4, most + 1), np.int64)
+        for row, part in zip(table, (self.starts, self.ends, self.rows, self.offsets), strict=True):
+            row[: len(part)] = part
+        return table
 
     def tiles(self, tokens: int) -> torch.Tensor:
         """int64 [N, 2]: span and first row within it of every tile of `tokens` rows, those with the most keys first,
         so that programs started in this order end at about the same time."""
         if tokens not in self._tiles:
-            tiles = [(span, row) for span, count in enumerate(self.counts) for row in range(0, count, tokens)]
-            tiles.sort(key=lambda tile: -self.starts[tile[0]] - tile[1])
-            self._tiles[tokens] = upload(tiles, self.page_table.device)
+            self._tiles[tokens] = upload(self.host_tiles(tokens), self.page_table.device)
         return self._tiles[tokens]
+
+    def host_tiles(self, tokens: int) -> list[tuple[int, int]]:
+        """`tiles` on the host."""
+        tiles = [(span, row) for span, count in enumerate(self.counts) for row in range(0, count, tokens)]
+        return sorted(tiles, key=lambda tile: -self.starts[tile[0]] - tile[1])
 
     def full_tiles(self, tokens: int) -> int:
         """How many tiles of `tokens` rows there are, but for those that only exist at fixed addresses and are empty."""
@@ -91,12 +105,11 @@ class StaticRaggedBatch(RaggedBatch):
 
     def load(self, spans: RaggedBatch) -> None:
         """The spans of the next pass."""
-        self.table.zero_()
-        self.table[:, : spans.table.shape[1]].copy_(spans.table)
+        upload_to(self.table, spans.host_table(self._empty))
         for tokens, tiles in self._tiles.items():
-            filled = spans.tiles(tokens)
-            tiles[: len(filled)].copy_(filled)
-            tiles[len(filled) :, 0] = self._empty
+            host, filled = np.full(tuple(tiles.shape), (self._empty, 0)), spans.host_tiles(tokens)
+            host[: len(filled)] = filled
+            upload_to(tiles, host)
 
 
 def _running(counts: list[int]) -> list[int]:

@@ -15,7 +15,7 @@ import triton.language as tl
 from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.dispatch import is_deterministic
-from specbatch.kernels.elementwise.fp8_quantize import FP8_MAX, SMALLEST_MAX, FP8Activations
+from specbatch.kernels.elementwise.fp8_quantize import FP8_MAX, SMALLEST_MAX, FP8Activations, empty_fp8
 from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS
 from specbatch.kernels.gemm.weight import SCALE_BLOCK
 
@@ -63,43 +63,38 @@ def quantize_fp8(x: torch.Tensor, before_gemm: bool = False) -> FP8Activations:
     """`quantize_fp8_ref` of x [T, K]."""
     width, tile = x.shape[1], PROGRAM // SCALE_BLOCK
     assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
-    values, scales = _quantized_like(x, width)
-    _quantize_fp8[(cdiv(scales.numel(), tile),)](
-        x, values, scales, scales.numel(), width, x.stride(0), TILE=tile, num_warps=4,
+    y = empty_fp8(len(x), width, x.dtype, x.device)
+    _quantize_fp8[(cdiv(y.scales.numel(), tile),)](
+        x, *y[:2], y.scales.numel(), width, x.stride(0), y.scales.stride(1), TILE=tile, num_warps=4,
         **_quantizing(x, before_gemm=before_gemm),
     )  # fmt: skip
-    return FP8Activations(values, scales, x.dtype)
+    return y
 
 
 def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> FP8Activations:
     """`rms_norm_fp8_ref`: the bits of `rms_norm` and `quantize_fp8`."""
     rows, width = x.shape
     assert x.is_contiguous(), "x must be contiguous"
-    values, scales = _quantized_like(x, width)
+    y = empty_fp8(rows, width, x.dtype, x.device)
     block = max(SCALE_BLOCK, next_power_of_2(width))
     tile = max(1, PROGRAM // block)
     _rms_norm_fp8[(cdiv(rows, tile),)](
-        x, weight, values, scales, rows, width, eps, TILE=tile, BLOCK=block, num_warps=_warps(tile * block),
-        **_quantizing(x, before_gemm=True),
+        x, weight, *y[:2], rows, width, eps, y.scales.stride(1), TILE=tile, BLOCK=block,
+        num_warps=_warps(tile * block), **_quantizing(x, before_gemm=True),
     )  # fmt: skip
-    return FP8Activations(values, scales, x.dtype)
+    return y
 
 
 def silu_and_mul_fp8(gate_up: torch.Tensor) -> FP8Activations:
     """`silu_and_mul_fp8_ref`: the bits of `silu_and_mul` and `quantize_fp8`."""
     width, tile = gate_up.shape[1] // 2, PROGRAM // 2 // SCALE_BLOCK  # of which each element is two of gate_up
     assert gate_up.is_contiguous(), "gate_up must be contiguous"
-    values, scales = _quantized_like(gate_up, width)
-    _silu_and_mul_fp8[(cdiv(scales.numel(), tile),)](
-        gate_up, values, scales, scales.numel(), width, TILE=tile, num_warps=4, **_quantizing(gate_up, before_gemm=True)
-    )
-    return FP8Activations(values, scales, gate_up.dtype)
-
-
-def _quantized_like(x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for rows of x in FP8, [T, width], and for their scales."""
-    values = torch.empty(len(x), width, device=x.device, dtype=torch.float8_e4m3fn)
-    return values, torch.empty(len(x), cdiv(width, SCALE_BLOCK), device=x.device)
+    y = empty_fp8(len(gate_up), width, gate_up.dtype, gate_up.device)
+    _silu_and_mul_fp8[(cdiv(y.scales.numel(), tile),)](
+        gate_up, *y[:2], y.scales.numel(), width, y.scales.stride(1), TILE=tile, num_warps=4,
+        **_quantizing(gate_up, before_gemm=True),
+    )  # fmt: skip
+    return y
 
 
 def _quantizing(x: torch.Tensor, *, before_gemm: bool) -> dict[str, Any]:
@@ -186,48 +181,49 @@ def _quantized(wide, kind: tl.constexpr, FP8_MAX: tl.constexpr, SMALLEST_MAX: tl
 
 @triton.jit
 def _lines_of_program(lines, width, TILE: tl.constexpr, SCALE_BLOCK: tl.constexpr):
-    """TILE lines, which are what shares a scale; their rows and columns, and which elements there are."""
+    """TILE lines, which are what shares a scale: which of them exist, their rows, and their blocks of columns; then the
+    rows and columns of their elements, and which of these exist."""
     blocks = tl.cdiv(width, SCALE_BLOCK)
     line = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    row = (line // blocks).to(tl.int64)[:, None]
-    column = (line % blocks * SCALE_BLOCK)[:, None] + tl.arange(0, SCALE_BLOCK)[None, :]
-    return line, row, column, (line < lines)[:, None] & (column < width)
+    row, block = (line // blocks).to(tl.int64), line % blocks
+    column = (block * SCALE_BLOCK)[:, None] + tl.arange(0, SCALE_BLOCK)[None, :]
+    return line < lines, row, block, row[:, None], column, (line < lines)[:, None] & (column < width)
 
 
-@triton.jit(do_not_specialize=["lines"])
+@triton.jit(do_not_specialize=["lines", "scale_stride"])
 def _quantize_fp8(
-    x, values, scales, lines, width, x_stride, SCALE_BLOCK: tl.constexpr, FP8_MAX: tl.constexpr,
+    x, values, scales, lines, width, x_stride, scale_stride, SCALE_BLOCK: tl.constexpr, FP8_MAX: tl.constexpr,
     SMALLEST_MAX: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_kernel_start(PDL and EARLY)
-    line, row, column, mask = _lines_of_program(lines, width, TILE, SCALE_BLOCK)
+    exists, line_row, block, row, column, mask = _lines_of_program(lines, width, TILE, SCALE_BLOCK)
     wait_for_previous_kernel(PDL)
     wide = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     quantized, scale = _quantized(wide, values.dtype.element_ty, FP8_MAX, SMALLEST_MAX)
-    tl.store(scales + line, scale, mask=line < lines)
+    tl.store(scales + block * scale_stride + line_row, scale, mask=exists)
     tl.store(values + row * width + column, quantized, mask=mask)
 
 
-@triton.jit(do_not_specialize=["lines"])
+@triton.jit(do_not_specialize=["lines", "scale_stride"])
 def _silu_and_mul_fp8(
-    gate_up, values, scales, lines, width, SCALE_BLOCK: tl.constexpr, FP8_MAX: tl.constexpr,
+    gate_up, values, scales, lines, width, scale_stride, SCALE_BLOCK: tl.constexpr, FP8_MAX: tl.constexpr,
     SMALLEST_MAX: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_kernel_start(PDL and EARLY)
-    line, row, column, mask = _lines_of_program(lines, width, TILE, SCALE_BLOCK)
+    exists, line_row, block, row, column, mask = _lines_of_program(lines, width, TILE, SCALE_BLOCK)
     wait_for_previous_kernel(PDL)
     source = gate_up + row * 2 * width + column
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + width, mask=mask, other=0.0).to(tl.float32)
     wide = (gate / (1 + tl.exp(-gate)) * up).to(gate_up.dtype.element_ty).to(tl.float32)
     quantized, scale = _quantized(wide, values.dtype.element_ty, FP8_MAX, SMALLEST_MAX)
-    tl.store(scales + line, scale, mask=line < lines)
+    tl.store(scales + block * scale_stride + line_row, scale, mask=exists)
     tl.store(values + row * width + column, quantized, mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "scale_stride"])
 def _rms_norm_fp8(
-    x, weight, values, scales, rows, width, eps, SCALE_BLOCK: tl.constexpr, FP8_MAX: tl.constexpr,
+    x, weight, values, scales, rows, width, eps, scale_stride, SCALE_BLOCK: tl.constexpr, FP8_MAX: tl.constexpr,
     SMALLEST_MAX: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_kernel_start(PDL and EARLY)
@@ -238,5 +234,5 @@ def _rms_norm_fp8(
     line, blocks = tl.arange(0, TILE * BLOCKS), tl.cdiv(width, SCALE_BLOCK)
     row = (tl.program_id(0) * TILE + line // BLOCKS).to(tl.int64)
     column = (line % BLOCKS * SCALE_BLOCK)[:, None] + tl.arange(0, SCALE_BLOCK)[None, :]
-    tl.store(scales + row * blocks + line % BLOCKS, scale, mask=(row < rows) & (line % BLOCKS < blocks))
+    tl.store(scales + line % BLOCKS * scale_stride + row, scale, mask=(row < rows) & (line % BLOCKS < blocks))
     tl.store(values + row[:, None] * width + column, quantized, mask=(row < rows)[:, None] & (column < width))

@@ -10,18 +10,20 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.elementwise.activations import silu_and_mul_ref
 from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.gemm.weight import SCALE_BLOCK
 
 FP8_MAX = 448.0  # of float8_e4m3fn
+ROW_MULTIPLE = 4  # scales of a column start at multiples of 16 bytes
 SMALLEST_MAX = 2.0**-100  # that a block's largest value counts as: its inverse is finite, and zeros stay zeros
 
 
 class FP8Activations(NamedTuple):
-    """values float8_e4m3fn [T, K] contiguous; scales float32 [T, ceil(K / 128)], by which they are to be multiplied;
-    dtype: before quantization, and of GEMM outputs."""
+    """values float8_e4m3fn [T, K] contiguous; scales float32 [T, ceil(K / 128)], the rows of a column adjacent, by
+    which they are to be multiplied; dtype: before quantization, and of GEMM outputs. See `empty_fp8`."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -36,6 +38,15 @@ class FP8Activations(NamedTuple):
         return self.values.float() * self.scales.repeat_interleave(SCALE_BLOCK, 1)[:, : self.values.shape[1]]
 
 
+def empty_fp8(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> FP8Activations:
+    """Uninitialized activations [rows, width]. Their memory goes on for ROW_MULTIPLE rows, as cuBLASLt reads them, and
+    scales are column-major for the same reason."""
+    whole = cdiv(rows, ROW_MULTIPLE) * ROW_MULTIPLE
+    values = torch.empty(whole, width, device=device, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(cdiv(width, SCALE_BLOCK), whole, device=device).t()
+    return FP8Activations(values[:rows], scales[:rows], dtype)
+
+
 def quantize_fp8_ref(x: torch.Tensor, before_gemm: bool = False) -> FP8Activations:
     """x [T, K], its rows apart or not, each block of 128 columns divided by its largest value / 448 and rounded to
     nearest even. Where a block holds NaN or infinity its scale does, too, so that every GEMM with it shows that.
@@ -45,7 +56,10 @@ def quantize_fp8_ref(x: torch.Tensor, before_gemm: bool = False) -> FP8Activatio
     largest = blocks.abs().amax(-1).clamp(min=SMALLEST_MAX)
     limit = torch.full_like(largest, FP8_MAX)  # with a number in its place, torch multiplies by an inverse on a GPU
     values = (blocks * (limit / largest)[..., None]).flatten(1)[:, :width]
-    return FP8Activations(values.to(torch.float8_e4m3fn).contiguous(), largest / limit, x.dtype)
+    found = empty_fp8(len(x), width, x.dtype, x.device)
+    found.values.copy_(values.to(torch.float8_e4m3fn))
+    found.scales.copy_(largest / limit)
+    return found
 
 
 def rms_norm_fp8_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> FP8Activations:

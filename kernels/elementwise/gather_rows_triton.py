@@ -20,12 +20,14 @@ def copy_part(source, target, width, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _rows_kernel(a, b, rows, taken_a, taken_b, width_a, width_b, COLUMNS: tl.constexpr, PDL: tl.constexpr):
+def _rows_kernel(
+    a, b, rows, taken_a, taken_b, stride_a, stride_b, width_a, width_b, COLUMNS: tl.constexpr, PDL: tl.constexpr
+):
     wait_for_previous_kernel(PDL)
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
-    copy_part(a + row * width_a, taken_a + place * width_a, width_a, COLUMNS)
-    copy_part(b + row * width_b, taken_b + place * width_b, width_b, COLUMNS)
+    copy_part(a + row * stride_a, taken_a + place * width_a, width_a, COLUMNS)
+    copy_part(b + row * stride_b, taken_b + place * width_b, width_b, COLUMNS)
 
 
 @triton.jit
@@ -40,11 +42,11 @@ def _put_kernel(ring, turn, item, places, stride, size, BLOCK: tl.constexpr, PDL
 
 
 def gather_rows(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gather_rows.gather_rows_ref`; both contiguous."""
-    width_a, width_b = a.stride(0), b.stride(0)
+    """`gather_rows.gather_rows_ref`; rows are contiguous, and may be apart."""
+    width_a, width_b = a[0].numel(), b[0].numel()
     taken = a.new_empty(len(rows), *a.shape[1:]), b.new_empty(len(rows), *b.shape[1:])
     grid = len(rows), cdiv(max(width_a, width_b), COLUMNS)
-    _rows_kernel[grid](a, b, rows, *taken, width_a, width_b, **how(a))
+    _rows_kernel[grid](a, b, rows, *taken, a.stride(0), b.stride(0), width_a, width_b, **how(a))
     return taken
 
 

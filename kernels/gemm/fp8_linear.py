@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -72,7 +74,9 @@ class FP8Linear(_Unfused):
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         self.shape, self.bias = weight.values.shape, bias
-        self._scaled = weight
+        assert weight.scales is not None, "a weight without scales is for Linear"
+        # Block scales of other types are widened, which is exact: cuBLASLt reads float32.
+        self._scaled = weight if weight.is_per_channel else replace(weight, scales=weight.scales.float())
 
     def __call__(
         self,

@@ -1,7 +1,8 @@
 """Triton kernel of a GEMM with an FP8 weight that has scales per 128 x 128 values or per output.
 
-Few rows have kernels of their own, except in deterministic mode. With few rows of other widths, and unquantized
-activations, it is split over K until its programs fill the device.
+Except in deterministic mode few rows have kernels of their own, and many quantized rows go through cuBLASLt where it
+knows the format. With few rows of other widths, and unquantized activations, the kernel is split over K until its
+programs fill the device.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations
+from specbatch.kernels.gemm import fp8_cublas
 from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS
 from specbatch.kernels.gemm.fp8_few_rows_triton import FP8FewRowsTile, fp8_few_rows, fp8_few_rows_tile_for
 from specbatch.kernels.gemm.gemm_mainloop_triton import gemm_mainloop_e4m3, gemm_mainloop_fp8
 from specbatch.kernels.gemm.split_k_triton import (
-    MULTIPROCESSORS,
+    fills_device,
     is_last_split,
     splits_for,
     sum_of_splits,
@@ -52,7 +54,7 @@ def tile_for(rows: int, n: int, k: int, item: int) -> Tile | FP8FewRowsTile | W8
     if item == 1:
         # Always the 64 rows that a warpgroup takes, and never split, so that a row's result does not depend on the
         # number of rows. 128 are slower in most shapes.
-        fills = cdiv(rows, 64) * cdiv(n, 128) >= MULTIPROCESSORS * 2 // 3
+        fills = fills_device(rows, n)
         return Tile(64, 128 if fills else 64, SCALE_BLOCK, 1, 4, 4 if fills else 6)
     block = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or item == 4 else 128
     outputs, step, warps = (32, 32, 4) if item == 4 else (128, 64, 8) if block == 128 else (64, SCALE_BLOCK, 4)
@@ -73,7 +75,10 @@ def fp8_linear(
     apart. tile: chosen by the shapes if None."""
     x_scales, dtype = None, x.dtype
     if isinstance(x, FP8Activations):
+        if tile is None and bias is None and fp8_cublas.takes(x, weight):
+            return fp8_cublas.fp8_linear(x, weight, residual, out)
         x, x_scales, _ = x
+        assert x_scales.stride(0) == 1, "the scales of a column of x must be adjacent"
     (rows, k), n, values, scales = x.shape, weight.values.shape[0], weight.values, weight.scales
     assert scales is not None, "a weight without scales is for Linear"
     assert values.is_contiguous(), "the weight must be contiguous"
@@ -96,17 +101,18 @@ def fp8_linear(
     partial, counters = workspace(x.device)
     _fp8_linear_kernel[(tiles * splits,)](
         x, x_scales, values, scales, bias, residual, y, partial, counters, rows, n, k, x.stride(0),
-        0 if residual is None else residual.stride(0), y.stride(0), QUANTIZED=x_scales is not None,
-        PER_CHANNEL=weight.is_per_channel, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        SCALE_BLOCK=SCALE_BLOCK, EVEN_K=k % SCALE_BLOCK == 0, SPLITS=splits, BM=tile.rows, BN=tile.outputs, BK=tile.k,
-        **pdl(x), num_warps=tile.warps, num_stages=tile.stages,
+        0 if x_scales is None else x_scales.stride(1), 0 if residual is None else residual.stride(0), y.stride(0),
+        QUANTIZED=x_scales is not None, PER_CHANNEL=weight.is_per_channel, HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None, SCALE_BLOCK=SCALE_BLOCK, EVEN_K=k % SCALE_BLOCK == 0, SPLITS=splits,
+        BM=tile.rows, BN=tile.outputs, BK=tile.k, **pdl(x), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "scale_stride"])
 def _fp8_linear_kernel(
-    x, x_scales, weight, scales, bias, residual, y, partial, counters, M, N, K, x_stride, residual_stride, y_stride,
+    x, x_scales, weight, scales, bias, residual, y, partial, counters, M, N, K, x_stride, scale_stride,
+    residual_stride, y_stride,
     QUANTIZED: tl.constexpr, PER_CHANNEL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, PDL: tl.constexpr,
@@ -124,11 +130,11 @@ def _fp8_linear_kernel(
     wait_for_previous_kernel(PDL)
     if QUANTIZED:  # the columns of a tile share their scales
         ks = tl.arange(0, BK)
-        x_scale = x_scales + row[:, None] * blocks_k + first
+        x_scale = x_scales + row[:, None] + first * scale_stride
         scale = scales + tile * BN // SCALE_BLOCK * blocks_k + first
         total = gemm_mainloop_fp8(
-            x_row[:, None] + ks[None, :], row < M, x_scale, weight_row[None, :] + ks[:, None], scale, scale, width,
-            not PER_CHANNEL, EVEN_K, BM, BN, SCALE_BLOCK,
+            x_row[:, None] + ks[None, :], row < M, x_scale, scale_stride, weight_row[None, :] + ks[:, None], scale,
+            scale, width, not PER_CHANNEL, EVEN_K, BM, BN, SCALE_BLOCK,
         )  # fmt: skip
     else:
         total = gemm_mainloop_e4m3(

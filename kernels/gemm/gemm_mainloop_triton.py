@@ -102,12 +102,12 @@ def gemm_mainloop_e4m3(
 
 @triton.jit
 def gemm_mainloop_fp8(
-    x_tile, x_rows, x_scale, weight_tile, even_scale, odd_scale, K, SCALED: tl.constexpr, EVEN_K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, SIDE: tl.constexpr,
+    x_tile, x_rows, x_scale, scale_stride, weight_tile, even_scale, odd_scale, K, SCALED: tl.constexpr,
+    EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """`gemm_mainloop` for FP8 x (`FP8Activations`): the tensor core accumulates over SCALE_BLOCK columns,
-    whose scales are in `x_scale` [BM, 1] for x, and if SCALED of the weight one for all even rows and one for all odd
-    ones."""
+    """`gemm_mainloop` for FP8 x (`FP8Activations`): the tensor core accumulates over SCALE_BLOCK columns, whose scales
+    are in `x_scale` [BM, 1] for x, those of the next columns scale_stride further, and if SCALED of the weight one for
+    all even rows and one for all odd ones."""
     ks, is_even = tl.arange(0, SIDE), tl.arange(0, BN)[None, :] % 2 == 0
     total = tl.zeros([BM, BN], tl.float32)
     for k in tl.range(0, K, SIDE):
@@ -117,7 +117,7 @@ def gemm_mainloop_fp8(
         else:
             a = tl.load(x_tile + k, x_rows[:, None] & (k + ks < K)[None, :], other=0.0)
             b = tl.load(weight_tile + k, (k + ks < K)[:, None], other=0.0)
-        scale = tl.load(x_scale + k // SIDE, x_rows[:, None], other=0.0)
+        scale = tl.load(x_scale + k // SIDE * scale_stride, x_rows[:, None], other=0.0)
         if SCALED:
             even, odd = tl.load(even_scale + k // SIDE).to(tl.float32), tl.load(odd_scale + k // SIDE).to(tl.float32)
             total += tl.dot(a, b) * tl.where(is_even, scale * even, scale * odd)

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.sizes import cdiv
+
 WORKSPACE = 8 << 20  # float32 partial sums
 COUNTERS = 4096
 MULTIPROCESSORS = 132  # of an H200
@@ -29,6 +31,11 @@ def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
                 torch.zeros(COUNTERS, device=device, dtype=torch.int32),
             )
     return _workspaces[device]
+
+
+def fills_device(rows: int, n: int) -> bool:
+    """Whether two thirds of the multiprocessors get one of the tiles of 64 x 128 results [rows, n]."""
+    return cdiv(rows, 64) * cdiv(n, 128) >= MULTIPROCESSORS * 2 // 3
 
 
 def splits_for(tiles: int, size: int, k: int, resident: int, least: int = 512) -> int:

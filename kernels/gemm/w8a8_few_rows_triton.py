@@ -2,7 +2,7 @@
 
 The weight is the first operand of instructions that multiply 64 of its rows at once, so that few rows of x waste
 nothing. It goes from the memory to shared memory, where the tensor core reads it. Before the wait for the previous
-kernel its first part goes to the L2 cache, or with up to 4 rows to shared memory.
+kernel its first part goes to the L2 cache, or with up to 4 rows, of large weights with up to 16, to shared memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ import triton.language as tl
 from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel, wait_in_loop
 from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations
-from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS, even_splits, fetch_rows_to_l2, launch_of, store_rows
+from specbatch.kernels.gemm.few_rows_triton import (
+    MOST_ROWS,
+    even_splits,
+    fetch_rows_to_l2,
+    launch_of,
+    rows_of_tile,
+    store_rows,
+)
 from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 
@@ -46,8 +53,11 @@ def w8a8_few_rows_tile_for(rows: int, n: int, k: int) -> W8A8FewRowsTile:
     depends on the weight alone.
 
     To tune: `python -m specbatch.sweeps.microbench gemm-tiles`."""
-    programs = 6 if n >= 16384 else 3  # of a multiprocessor
+    is_wide = n >= 16384
+    programs = 6 if is_wide else 3  # of a multiprocessor
     splits = even_splits(splits_for(cdiv(n, 64), 64 * MOST_ROWS, k, programs), k // SCALE_BLOCK)
+    if is_wide and rows_of_tile(rows) == 16:
+        return W8A8FewRowsTile(128, splits, 4, 4, 0, early=True)
     early = rows <= _EARLY_ROWS
     return W8A8FewRowsTile(64, splits, 4, 6, 0 if early else 16, early)
 
@@ -63,16 +73,17 @@ def w8a8_few_rows(
     programs, settings = tile.settings(x.values, n, k // SCALE_BLOCK)
     _w8a8_few_rows_kernel[(programs,)](
         x.values, x.scales, weight.values, weight.scales, bias, residual, y, partial, counters, rows, n, k,
-        x.values.stride(0), 0 if residual is None else residual.stride(0), y.stride(0),
+        x.values.stride(0), x.scales.stride(1), 0 if residual is None else residual.stride(0), y.stride(0),
         PER_CHANNEL=weight.is_per_channel, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         SIDE=SCALE_BLOCK, **settings,
     )  # fmt: skip
     return y
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "scale_stride"])
 def _w8a8_few_rows_kernel(
-    x, x_scales, weight, scales, bias, residual, y, partial, counters, M, N, K, x_stride, residual_stride, y_stride,
+    x, x_scales, weight, scales, bias, residual, y, partial, counters, M, N, K, x_stride, scale_stride,
+    residual_stride, y_stride,
     PER_CHANNEL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SIDE: tl.constexpr,
     SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
     PDL: tl.constexpr,
@@ -86,7 +97,7 @@ def _w8a8_few_rows_kernel(
     exists = row < M
     weight_row = weight + tl.minimum(column, N - 1).to(tl.int64) * K
     weight_tile = weight_row[:, None] + ks[None, :]
-    x_tile, x_scale = x + row.to(tl.int64)[:, None] * x_stride + ks[None, :], x_scales + row * steps
+    x_tile, x_scale = x + row.to(tl.int64)[:, None] * x_stride + ks[None, :], x_scales + row
     scale_row = scales + tile * BN // SIDE * steps
     if PDL and AHEAD > 0:
         fetch_rows_to_l2(weight_row, first * SIDE, last * SIDE, AHEAD, 64)
@@ -95,7 +106,7 @@ def _w8a8_few_rows_kernel(
     rows_next, factor_next = tl.zeros([BM, SIDE], x.dtype.element_ty), tl.zeros([BM], tl.float32)
     if not EARLY:
         wait_for_previous_kernel(PDL)
-        factor_next = tl.load(x_scale + first, exists, other=0.0)
+        factor_next = tl.load(x_scale + first * scale_stride, exists, other=0.0)
     for step in tl.range(first, last):
         values = tl.load(weight_tile + step * SIDE, eviction_policy="evict_first")
         after = tl.minimum(step + 1, last - 1)
@@ -107,11 +118,11 @@ def _w8a8_few_rows_kernel(
             if step == first:
                 wait_in_loop(PDL)
                 rows = tl.load(x_tile + first * SIDE, exists[:, None], other=0.0)
-                factor = tl.load(x_scale + first, exists, other=0.0)
+                factor = tl.load(x_scale + first * scale_stride, exists, other=0.0)
             rows_next = tl.load(x_tile + after * SIDE, exists[:, None], other=0.0)
         else:
             rows = tl.load(x_tile + step * SIDE, exists[:, None], other=0.0)
-        factor_next = tl.load(x_scale + after, exists, other=0.0)
+        factor_next = tl.load(x_scale + after * scale_stride, exists, other=0.0)
         if not PER_CHANNEL:
             factor *= scale_next
             scale_next = tl.load(scale_row + after).to(tl.float32)

@@ -45,7 +45,7 @@ class Tile(NamedTuple):
 
 
 _TILES = {  # rows of a block: for weights of two bytes a value, and of one
-    16: (Tile(64, 128, 4, 5), Tile(128, 128, 4, 3)),
+    16: (Tile(64, 128, 4, 4), Tile(128, 128, 8, 3)),
     32: (Tile(64, 128, 4, 4), Tile(128, 128, 4, 3)),
     64: (Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
     128: (Tile(256, 64, 8, 4), Tile(128, 64, 8, 4)),
@@ -76,7 +76,9 @@ def tile_for(rows: int, weight: Weight | Int4Tiles, item: int) -> Tile:
         return _FP8_TILE
     if isinstance(weight, Int4Tiles) or weight.is_mxfp4:
         return _FOUR_BITS_TILES[rows]
-    return _TILES[rows][weight.scales is not None]
+    tile = _TILES[rows][weight.scales is not None]
+    # A pipeline that holds all steps of a program only takes memory from the next program.
+    return tile._replace(stages=max(2, min(tile.stages, weight.shape[-1] // tile.k - 1)))
 
 
 def fused_moe(
@@ -120,6 +122,7 @@ def grouped(
     x_scales, dtype = None, x.dtype
     if isinstance(x, FP8Activations):
         x, x_scales, _ = x
+        assert x_scales.stride(0) == 1, "the scales of a column of x must be adjacent"
     tokens = len(plan.order) // rule.width
     gated, (_, outer, k) = activation in GATED, weight.shape
     n = outer // (2 if gated else 1)
@@ -140,10 +143,10 @@ def grouped(
     y = torch.empty(len(plan.order), n, device=x.device, dtype=dtype)
     grid = most_blocks(tokens, rule, rows) * cdiv(outer, tile.n)
     _grouped_kernel[(grid,)](
-        x, x_scales, values, scales, bias, *plan, y, n, k, x.stride(0), QUANTIZED=x_scales is not None,
-        SHARE=1 if activation is None else rule.width, GATED=gated, CLAMPED=activation == "clamped_swiglu",
-        GELU=activation == "geglu", SQUARED=activation == "relu2", **layout, SCALE_BLOCK=SCALE_BLOCK,
-        ONCE=tokens <= rows, EARLY=activation is None and rows == 16 and scales is None,
+        x, x_scales, values, scales, bias, *plan, y, n, k, x.stride(0), 0 if x_scales is None else x_scales.stride(1),
+        QUANTIZED=x_scales is not None, SHARE=1 if activation is None else rule.width, GATED=gated,
+        CLAMPED=activation == "clamped_swiglu", GELU=activation == "geglu", SQUARED=activation == "relu2", **layout,
+        SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows, EARLY=activation is None and rows == 16 and scales is None,
         EVEN_K=k % (CHUNK if layout["MXFP4"] else tile.k) == 0,
         BM=rows, BN=tile.n, BK=tile.k, WARPS=min(tile.warps, tile.n // 16), **pdl(x),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -170,9 +173,9 @@ def _stored(weight: Weight | Int4Tiles) -> tuple[torch.Tensor, torch.Tensor | No
     return values, scales, layout | {"FP8": True, "PER_CHANNEL": per_channel, "SCALED": not per_channel}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _grouped_kernel(
-    x, x_scales, weight, scales, bias, order, blocks, used, y, N, K, x_stride, QUANTIZED: tl.constexpr,
+    x, x_scales, weight, scales, bias, order, blocks, used, y, N, K, x_stride, scale_stride, QUANTIZED: tl.constexpr,
     SHARE: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr, SQUARED: tl.constexpr,
     SCALED: tl.constexpr, PER_CHANNEL: tl.constexpr, FP8: tl.constexpr, MXFP4: tl.constexpr,
     INT4: tl.constexpr,  # inputs of a group, or 0
@@ -207,7 +210,7 @@ def _grouped_kernel(
     if SCALED:
         scale_row += (expert * tl.cdiv(OUTER, SCALE_BLOCK) + inner // SCALE_BLOCK) * tl.cdiv(K, SCALE_BLOCK)
     if QUANTIZED:
-        x_scale = x_scales + (pair // SHARE)[:, None] * tl.cdiv(K, SCALE_BLOCK)
+        x_scale = x_scales + (pair // SHARE)[:, None]
         even_scale = scales + (expert * tl.cdiv(OUTER, SCALE_BLOCK) + tile * TO // SCALE_BLOCK) * tl.cdiv(
             K, SCALE_BLOCK
         )
@@ -215,8 +218,9 @@ def _grouped_kernel(
         if GATED:
             odd_scale += N // SCALE_BLOCK * tl.cdiv(K, SCALE_BLOCK)
         total = gemm_mainloop_fp8(
-            x_tile, exists, x_scale, weight_tile, even_scale, odd_scale, K, SCALED, EVEN_K, BM, BN, SCALE_BLOCK
-        )
+            x_tile, exists, x_scale, scale_stride, weight_tile, even_scale, odd_scale, K, SCALED, EVEN_K, BM, BN,
+            SCALE_BLOCK,
+        )  # fmt: skip
     elif MXFP4:
         stored = expert * OUTER + _weight_rows(tile * BN + fragment_rows(BN, WARPS), N, OUTER, GATED)
         first_word = tl.multiple_of(stored * (tl.cdiv(K, CHUNK) * CHUNK // 8), 4)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from specbatch.core.embedded_prompt import EmbeddingOverrides
 from specbatch.kernels.attention.latent_attention import LatentLayout, latent_decode_attention, latent_prefill
+from specbatch.kernels.attention.prompt_inputs import PromptInputs, prompt_inputs
 from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.attention.verify_attention import DecodeAttention, DecodeQueries, Mask, decode_attention
-from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.common.upload import upload
 from specbatch.kernels.recurrent.state_replay import StateReplay
 from specbatch.memory.kv_cache import KVCache
@@ -120,28 +120,62 @@ def split_into_passes(chunks: list[PromptChunk], most: int) -> Iterator[list[Pro
 class PrefillMetadata:
     """A prefill pass: prompt chunks of several sequences, concatenated to T tokens. The host knows their bounds.
 
-    spans      the chunks as a ragged batch
-    positions  int64 [T]
-    slots      int64 [T]: the slot of each token's sequence
-    kv_slots   int64 [T]: where its key and value go, page * page_size + offset
-    last       int64 [chunks]: index among the T of each chunk's last token
+    spans  the chunks as a ragged batch
+    count  T
+
+    What follows is computed when it is first asked for, as each operation delays the first token.
     """
 
-    def __init__(self, page_table: torch.Tensor, chunks: list[PromptChunk], page_size: int) -> None:
-        """page_table: int64 [R, P], of all slots."""
+    def __init__(
+        self, page_table: torch.Tensor, chunks: list[PromptChunk], page_size: int, tokens: torch.Tensor | None = None
+    ) -> None:
+        """page_table int64 [R, P], of all slots; tokens int64 [R, W], theirs: None if the pass computes others."""
         starts, ends = [chunk.start for chunk in chunks], [chunk.end for chunk in chunks]
         self.spans = RaggedBatch(starts, ends, [chunk.slot for chunk in chunks], page_table, page_size)
-        counts = self.spans.counts
-        shift = np.subtract(self.spans.starts, self.spans.offsets[:-1])  # from a token's index to its position
-        positions = np.arange(self.spans.offsets[-1]) + np.repeat(shift, counts)
-        # Kernels take the positions: in the first row they begin at an aligned address for any T, so that no pass makes
-        # Triton compile a kernel again.
-        self.positions, self.slots = upload(
-            np.stack([positions, np.repeat(self.spans.rows, counts)]), page_table.device
-        )
-        self.kv_slots = kv_slots(page_table, self.slots, self.positions, page_size)
-        self.last = self.spans.table[3, 1:] - 1
+        self.count = self.spans.offsets[-1]
+        self._tokens = tokens
         self._embedded = [pair for pair in zip(chunks, self.spans.offsets, strict=False) if pair[0].embeddings]
+
+    @property
+    def has_tokens(self) -> bool:
+        return self._tokens is not None
+
+    def inputs_to(self, out: PromptInputs, table: torch.Tensor) -> None:
+        """Fill `out` [N], N >= T. table: that of the spans, or a copy of it."""
+        spans = self.spans
+        prompt_inputs(table, len(spans.counts), spans.page_table, spans.page_size, self._tokens, out)
+
+    @cached_property
+    def _inputs(self) -> PromptInputs:
+        found = PromptInputs.empty(self.count, self.spans.page_table.device)
+        self.inputs_to(found, self.spans.table)
+        return found
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int64 [T]."""
+        assert self.has_tokens, "the metadata were made without tokens"
+        return self._inputs.tokens
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [T]."""
+        return self._inputs.positions
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """int64 [T]: the slot of each token's sequence."""
+        return self._inputs.slots
+
+    @property
+    def kv_slots(self) -> torch.Tensor:
+        """int64 [T]: where its key and value go, page * page_size + offset."""
+        return self._inputs.kv_slots
+
+    @cached_property
+    def last(self) -> torch.Tensor:
+        """int64 [chunks]: index among the T of each chunk's last token."""
+        return self.spans.table[3, 1:] - 1
 
     def embedding_overrides(self, embedding: torch.Tensor, ahead: int = 0) -> EmbeddingOverrides | None:
         """The given embeddings of the pass's tokens, or of those `ahead` positions later, which replace their rows of

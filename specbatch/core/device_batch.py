@@ -19,6 +19,8 @@ from specbatch.kernels.sampling.verify_inputs import verify_inputs
 from specbatch.memory.grammar_pool import CELLS
 
 MOST_END_TOKENS = 64  # of a request with `min_tokens`
+# Columns of the rows of requests: seed, end_from, prompt and grammar; floats as their bits; end tokens
+_WHOLE, _FLOATS, _ENDS = slice(0, 7), slice(7, 14), slice(14, 14 + MOST_END_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -71,50 +73,42 @@ class DeviceBatch:
         self.lengths = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.lengths[0] = 1
         self.page_table = torch.zeros(slots + 1, pages, dtype=torch.int64, device=device)
+        # Of requests; one tensor, because each operation that writes a part delays the first token.
+        self._rows = torch.zeros(slots + 1, _ENDS.stop, dtype=torch.int64, device=device)
+        self._seeds, self._end_from, self._prompts, *_, self._states = self._rows[:, _WHOLE].unbind(1)
+        self._grammars, self._end_tokens = self._rows[:, 3:6], self._rows[:, _ENDS]
         # temperature, k, p, min p; presence, frequency and repetition penalty
-        self._parameters = torch.zeros(slots + 1, 7, dtype=torch.float64, device=device)
+        self._parameters = self._rows[:, _FLOATS].view(torch.float64)
+        self._states.fill_(FREE)
         self._parameters[:, 6] = 1
-        self._prompts = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._bias_tokens = torch.zeros(slots + 1, MOST_BIASES, dtype=torch.int64, device=device)
         self._biases = torch.zeros(slots + 1, MOST_BIASES, dtype=torch.float32, device=device)
         shape = slots + 1, MOST_BAD_WORDS, MOST_WORD_TOKENS
         self._banned = torch.full(shape, ANY, dtype=torch.int64, device=device)
-        self._grammars = torch.zeros(slots + 1, 3, dtype=torch.int64, device=device)
-        self._states = torch.full((slots + 1,), FREE, dtype=torch.int64, device=device)
         # Of grammars. It never moves, because graphs hold its address.
         self._tables = torch.empty(CELLS, dtype=torch.int16, device=device)
         self._restricted: set[int] = set()  # slots with biases or bad words
-        self._seeds = torch.zeros(slots + 1, dtype=torch.int64, device=device)
-        self._end_tokens = torch.zeros(slots + 1, MOST_END_TOKENS, dtype=torch.int64, device=device)
-        self._end_from = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._filled: dict[int, torch.Tensor] = {}
 
     def admit(self, admissions: list[Admission]) -> None:
         """Write the rows of requests that were given a slot."""
-        values = np.array(
-            [(item.temperature, item.top_k, item.top_p, item.min_p, *item.penalties) for item in admissions], np.float64
-        )
-        whole = np.array(
-            [(item.slot, item.seed, item.end_from, item.prompt, *item.grammar) for item in admissions], np.int64
-        )
-        # In one upload, as each delays the first token: floats travel as their bits.
-        table = upload(np.column_stack([whole, values.view(np.int64)]), self.device)
-        self.page_table.index_fill_(0, table[:, 0], 0)  # the last owner's pages, which may hold NaN
-        self.lengths.index_fill_(0, table[:, 0], 0)
-        for item in admissions:
-            tokens, pages = len(item.tokens), len(item.pages)
-            ends = [*item.end_tokens, *item.end_tokens[:1] * (MOST_END_TOKENS - len(item.end_tokens))]
-            row = upload([*item.tokens, *item.pages, *ends], self.device)
-            self.tokens[item.slot, :tokens] = row[:tokens]
-            self.page_table[item.slot, :pages] = row[tokens : tokens + pages]
-            if ends:
-                self._end_tokens[item.slot] = row[tokens + pages :]
-        self._seeds[table[:, 0]] = table[:, 1]
-        self._end_from[table[:, 0]] = table[:, 2]
-        self._prompts[table[:, 0]] = table[:, 3]
-        self._grammars[table[:, 0]] = table[:, 4:7]
-        self._states[table[:, 0]] = table[:, 7]
-        self._parameters[table[:, 0]] = table[:, 8:].view(torch.float64)
+        rows = np.zeros((len(admissions), _ENDS.stop), np.int64)
+        rows[:, _WHOLE] = [(item.seed, item.end_from, item.prompt, *item.grammar) for item in admissions]
+        rows[:, _FLOATS].view(np.float64)[:] = [
+            (item.temperature, item.top_k, item.top_p, item.min_p, *item.penalties) for item in admissions
+        ]
+        for row, item in zip(rows[:, _ENDS], admissions, strict=True):
+            row[:] = item.end_tokens[0] if item.end_tokens else 0
+            row[: len(item.end_tokens)] = item.end_tokens
+        parts: list[list[int] | np.ndarray] = [[item.slot for item in admissions], rows.reshape(-1)]
+        parts += [part for item in admissions for part in (item.tokens, item.pages)]
+        slots, values, *contents = upload(np.concatenate(parts), self.device).split([len(part) for part in parts])
+        self._rows.index_copy_(0, slots, values.view(rows.shape))
+        self.lengths.index_fill_(0, slots, 0)
+        self.page_table.index_fill_(0, slots, 0)  # the last owner's pages, which may hold NaN
+        for item, tokens, pages in zip(admissions, contents[::2], contents[1::2], strict=True):
+            self.tokens[item.slot, : len(tokens)] = tokens
+            self.page_table[item.slot, : len(pages)] = pages
         for item in admissions:
             if item.bias or item.banned or item.slot in self._restricted:
                 self._restrict(item)

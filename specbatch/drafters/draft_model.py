@@ -55,8 +55,7 @@ class DraftModelChain(NoDraft):
         self.catch_up(batch, metadata)
 
     def catch_up(self, batch: DeviceBatch, metadata: PrefillMetadata) -> None:
-        tokens = batch.tokens[metadata.slots, metadata.positions]
-        self._forward(self._known(tokens), metadata, rows=metadata.last[:0])  # only keys and values are needed
+        self._forward(self._known(metadata.tokens), metadata, rows=metadata.last[:0])  # only keys and values are needed
 
     def propose(self, step: StepInput) -> Proposal:
         if not step.num_drafts:

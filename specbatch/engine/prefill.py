@@ -90,7 +90,7 @@ class PrefillStep:
         """Update the draft state for tokens that steps without drafts committed, up to `most` tokens a pass."""
         for part in split_into_passes(chunks, most):
             with use_fp8_activations(self.fp8):
-                metadata = PrefillMetadata(self.batch.page_table, part, self.page_size)
+                metadata = PrefillMetadata(self.batch.page_table, part, self.page_size, self.batch.tokens)
                 self.drafter.catch_up(self.batch, metadata)
 
     def warm_up(self, count: int, prefix: int = 0, ends: int = 1) -> None:
@@ -106,19 +106,16 @@ class PrefillStep:
         self, chunks: list[PromptChunk], ending: list[int], flags: SamplingFlags, scored: Sequence[tuple[int, int]] = ()
     ) -> Prefilled:
         batch = self.batch
-        metadata = PrefillMetadata(batch.page_table, chunks, self.page_size)
-        ends = upload(ending, batch.device)
-        read = metadata.last[ends]
-        if scored:
-            read = torch.cat([read, upload([token for token, _ in scored], batch.device)])
-        tokens = batch.tokens[metadata.slots, metadata.positions]
+        metadata = PrefillMetadata(batch.page_table, chunks, self.page_size, batch.tokens)
+        last = [metadata.spans.offsets[index + 1] - 1 for index in ending]
+        read = upload([*last, *(token for token, _ in scored)], batch.device)
         with use_fp8_activations(self.fp8):
-            features = self.forward(tokens, metadata, None if self.needs_all_hidden else read)
+            features = self.forward(None, metadata, None if self.needs_all_hidden else read)
             self.drafter.prefill(batch, metadata, features)
         _, lengths, slots, _ = metadata.spans.table[:, :-1]
         batch.lengths[slots] = lengths
         hidden = features.last[read] if self.needs_all_hidden else features.last
-        first = self._sample(hidden[: len(ending)], chunks, ending, metadata, ends, flags) if ending else None
+        first = self._sample(hidden[: len(ending)], chunks, ending, metadata, flags) if ending else None
         if not scored:
             return Prefilled(first)
         targets = [(row, token) for row, (_, token) in enumerate(scored)]
@@ -131,13 +128,12 @@ class PrefillStep:
         chunks: list[PromptChunk],
         ending: list[int],
         metadata: PrefillMetadata,
-        ends: torch.Tensor,
         flags: SamplingFlags,
     ) -> Result:
-        """The first tokens of complete prompts from their last hidden states [B, H]. ending, ends: the indices of their
+        """The first tokens of complete prompts from their last hidden states [B, H]. ending: the indices of their
         chunks."""
         batch = self.batch
-        _, lengths, slots, _ = metadata.spans.table[:, ends]
+        _, lengths, slots, _ = metadata.spans.table[:, upload(ending, batch.device)]
         sampling = batch.sampling(slots, flags)
         logits = self.model.logits(hidden)[:, None]
         if self.on_logits is not None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from specbatch.kernels.attention.prefill_backends import PrefillAttention
+from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.verified_rows import VerifiedRows
 from specbatch.kernels.sampling.tree_verify import move_accepted_kv
 from specbatch.memory.recurrent_state import RecurrentStates
@@ -88,10 +89,10 @@ class KVCache:
         for item in (self.keys, self.values):
             item.view(torch.uint8).index_fill_(1, index, 0)
 
-    def begin(self, rows: torch.Tensor) -> None:
-        """Prepare a prompt pass over device rows [S]."""
+    def begin(self, spans: RaggedBatch) -> None:
+        """Prepare a prompt pass."""
         if self.states is not None:
-            self.states.begin(rows)
+            self.states.begin(spans.table[2, :-1])
 
     def commit(self, verified: VerifiedRows, path: torch.Tensor | None) -> None:
         """Commit the root and the accepted drafts of the last verify.

@@ -16,6 +16,7 @@ import torch
 
 from specbatch.core.attention_metadata import PrefillMetadata
 from specbatch.kernels.attention.latent_attention import LatentLayout, latent_prefill
+from specbatch.kernels.attention.prompt_inputs import PromptInputs
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.common.rehearsal import is_rehearsing
@@ -49,8 +50,11 @@ class PromptWork(Protocol):
 class Forward(PromptWork, Protocol):
     """Runs a model over a prefill pass and fills its cache."""
 
-    def __call__(self, tokens: torch.Tensor, metadata: PrefillMetadata, rows: torch.Tensor | None = None) -> Features:
-        """tokens int64 [T]; rows int64 [n]: the tokens whose last hidden states are needed, None for all."""
+    def __call__(
+        self, tokens: torch.Tensor | None, metadata: PrefillMetadata, rows: torch.Tensor | None = None
+    ) -> Features:
+        """tokens int64 [T], None for those of the metadata; rows int64 [n]: the tokens whose last hidden states are
+        needed, None for all."""
         ...
 
 
@@ -62,9 +66,11 @@ class EagerForward:
         self._model = model
         self._cache = cache
 
-    def __call__(self, tokens: torch.Tensor, metadata: PrefillMetadata, rows: torch.Tensor | None = None) -> Features:
+    def __call__(
+        self, tokens: torch.Tensor | None, metadata: PrefillMetadata, rows: torch.Tensor | None = None
+    ) -> Features:
         self.counters.fall_back("off")
-        self._cache.begin(metadata.spans.table[2, :-1])
+        self._cache.begin(metadata.spans)
         return _run_eagerly(self._model, self._cache, tokens, metadata, rows)
 
 
@@ -73,7 +79,7 @@ def static_bytes(config: ModelConfig, dtype: torch.dtype, most: int, *, needs_al
     projected, mixed = config.mixer_widths
     heads = projected + mixed + (config.num_heads + config.num_kv_heads) * config.head_dim  # q and k
     features = (1 + needs_all_hidden + aux) * config.hidden_size + config.layer_inputs
-    return most * ((heads + features) * dtype.itemsize + 3 * torch.int64.itemsize)
+    return most * ((heads + features) * dtype.itemsize + len(PromptInputs._fields) * torch.int64.itemsize)
 
 
 class PiecewiseGraphs:
@@ -119,8 +125,8 @@ class PiecewiseGraphs:
         def static(*shape: int) -> torch.Tensor:
             return torch.zeros(most, *shape, dtype=model.dtype, device=model.device)
 
-        self._tokens, self._positions, self._slots = (
-            torch.zeros(most, dtype=torch.int64, device=model.device) for _ in range(3)
+        self._tokens, self._positions, self._owners, self._slots = (
+            torch.zeros(most, dtype=torch.int64, device=model.device) for _ in PromptInputs._fields
         )
         self._residual = static(config.hidden_size)
         # Layers differ in width, so each has its own view of these (see `_rows`).
@@ -151,25 +157,27 @@ class PiecewiseGraphs:
                 self._record_segments(bucket)
             yield
 
-    def __call__(self, tokens: torch.Tensor, metadata: PrefillMetadata, rows: torch.Tensor | None = None) -> Features:
+    def __call__(
+        self, tokens: torch.Tensor | None, metadata: PrefillMetadata, rows: torch.Tensor | None = None
+    ) -> Features:
         """As `Decoder.forward`. The next call may overwrite the result."""
         assert (rows is None) == self._needs_all_hidden, "the recording fixes which rows are needed"
-        count, spans = len(tokens), metadata.spans
-        self._cache.begin(spans.table[2, :-1])
+        count, spans = metadata.count, metadata.spans
+        self._cache.begin(spans)
         if metadata.embedding_overrides(self._model.embedding) is not None:
             self.counters.fall_back("embeddings")  # the recorded segments look up every token
             return _run_eagerly(self._model, self._cache, tokens, metadata, rows)
         bucket = bucket_of(self._buckets, count)
-        for static, here in (
-            (self._tokens, tokens),
-            (self._positions, metadata.positions),
-            (self._slots, metadata.kv_slots),
-        ):
-            static[:count].copy_(here)
-        self._slots[count:bucket].zero_()  # padding tokens are written to the padding page
         key = bucket, spans.fresh
-        if key in self._wholes and len(spans.counts) <= _most_spans(bucket):
+        is_whole = key in self._wholes and len(spans.counts) <= _most_spans(bucket)
+        if is_whole:
             self._spans[key].load(spans)
+        inputs = PromptInputs(self._tokens, self._positions, self._owners, self._slots).first(bucket)
+        metadata.inputs_to(inputs, self._spans[key].table if is_whole else spans.table)
+        if tokens is not None:
+            self._tokens[:count].copy_(tokens)
+        assert tokens is not None or metadata.has_tokens, "the pass has no tokens"
+        if is_whole:
             self._wholes[key]()
             done = len(self._model.layers)
         else:
@@ -186,11 +194,11 @@ class PiecewiseGraphs:
             return Features(self._last[:count], aux)
         model, x = self._model, self._residual[:count]
         mixed = _rows(self._mixed, count, model.layers[done - 1].mixer.mixed)
-        inputs = None if self._inputs is None else self._inputs[:count]
+        layer_inputs = None if self._inputs is None else self._inputs[:count]
         if done == len(model.layers):
-            return Features(model.finish(x, mixed, rows, inputs=inputs), aux)
+            return Features(model.finish(x, mixed, rows, inputs=layer_inputs), aux)
         context, of_rows = metadata.bind(self._cache), metadata.bind_rows(rows, self._cache)
-        return Features(model.end(x, mixed, metadata.positions, context, rows, of_rows, inputs=inputs), aux)
+        return Features(model.end(x, mixed, metadata.positions, context, rows, of_rows, inputs=layer_inputs), aux)
 
     def _record_segments(self, bucket: int) -> None:
         programs = list(self._programs(bucket, self._in_segments))
@@ -291,8 +299,9 @@ class PiecewiseGraphs:
 
 
 def _run_eagerly(
-    model: Decoder, cache: KVCache, tokens: torch.Tensor, metadata: PrefillMetadata, rows: torch.Tensor | None
+    model: Decoder, cache: KVCache, tokens: torch.Tensor | None, metadata: PrefillMetadata, rows: torch.Tensor | None
 ) -> Features:
+    tokens = metadata.tokens if tokens is None else tokens
     overrides, has_readers = metadata.embedding_overrides(model.embedding), model.first_reader < len(model.layers)
     of_rows = None if rows is None or not has_readers else metadata.bind_rows(rows, cache)
     return model.forward(tokens, metadata.positions, metadata.bind(cache), rows, overrides, of_rows)

@@ -92,7 +92,7 @@ class Bench:
                 for row, end in zip(self.rows.tolist(), ends, strict=True)
                 if start < end
             ]
-            metadata = PrefillMetadata(self.batch.page_table, spans, PAGE)
+            metadata = PrefillMetadata(self.batch.page_table, spans, PAGE, self.batch.tokens)
             features = Features(torch.empty(len(metadata.positions), 0), None)
             if target is not None:
                 model, cache = target

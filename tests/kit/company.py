@@ -95,7 +95,7 @@ class Company:
     def _prefill(self, cache: KVCache, parts: list[tuple[Text, int]]) -> None:
         chunks = [PromptChunk(text.slot, text.done, text.done + count) for text, count in parts]
         metadata = PrefillMetadata(self._table, chunks, PAGE)
-        cache.begin(metadata.slots)
+        cache.begin(metadata.spans)
         tokens = torch.tensor([token for text, count in parts for token in text.tokens[text.done :][:count]])
         hidden = self._model.forward(tokens.to(self._device), metadata.positions, metadata.bind(cache)).last
         for (text, count), logits in zip(parts, self._model.logits(hidden).split([n for _, n in parts]), strict=True):

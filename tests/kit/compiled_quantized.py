@@ -21,7 +21,8 @@ def experts_of_four_bits(rows: int, *, is_gated: bool, group: int = 0) -> dict[s
     """A grouped GEMM of gpt-oss; with a group of Qwen3-30B-A3B in INT4."""
     tile = experts._FOUR_BITS_TILES[rows]
     kinds = dict.fromkeys(("x", "bias", "y"), "*bf16") | {"weight": "*i32"}
-    kinds |= dict.fromkeys(("order", "blocks", "used"), "*i32") | dict.fromkeys(("N", "K", "x_stride"), "i32")
+    kinds |= dict.fromkeys(("order", "blocks", "used"), "*i32")
+    kinds |= dict.fromkeys(("N", "K", "x_stride", "scale_stride"), "i32")
     kinds["scales"] = "*i32" if group else "*u8"
     fixed: dict[str, Any] = {
         "x_scales": None, "QUANTIZED": False, "SHARE": 4 if is_gated else 1, "GATED": is_gated,
@@ -36,7 +37,7 @@ def experts_of_four_bits(rows: int, *, is_gated: bool, group: int = 0) -> dict[s
 
 def fp8(rows: int, *, per_channel: bool, quantized: bool, n: int = 4096, k: int = 12288) -> dict[str, Any]:
     kinds = dict.fromkeys(("x", "bias", "residual", "y"), "*bf16") | {"scales": "*fp32", "weight": "*fp8e4nv"}
-    kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "residual_stride", "y_stride"), "i32")
+    kinds |= dict.fromkeys(("M", "N", "K", "x_stride", "scale_stride", "residual_stride", "y_stride"), "i32")
     kinds |= {"x": "*fp8e4nv", "x_scales": "*fp32"} if quantized else {}
     kinds |= {"partial": "*fp32", "counters": "*i32"}
     tile = fp8s.tile_for(rows, n, k, 1 if quantized else 2)

@@ -335,7 +335,7 @@ def prompt(
     ours: Decoder, cache: KVCache, table: torch.Tensor, spans: list[PromptChunk], tokens: torch.Tensor
 ) -> torch.Tensor:
     metadata = PrefillMetadata(table, spans, PAGE)
-    cache.begin(metadata.spans.table[2, :-1])
+    cache.begin(metadata.spans)
     return ours.logits(ours.forward(tokens, metadata.positions, metadata.bind(cache)).last)
 
 

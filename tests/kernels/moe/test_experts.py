@@ -341,7 +341,7 @@ def test_fp8_activations_match_reference(
     owner = case.experts.flatten().long()
     x = quantize_fp8(case.x)
     h = grouped(x, up, plan, rule, rows, activation)
-    pairs = FP8Activations(*(item.repeat_interleave(rule.width, 0) for item in x[:2]), dtype)
+    pairs = FP8Activations(*(item.repeat_interleave(rule.width, 0) for item in x[:2]), dtype)  # only dequantized
     check(h, of_rounded(pairs, up, owner, activation), dtype)
     outputs = grouped(quantize_fp8(h), down, plan, rule, rows)
     expected = of_rounded(quantize_fp8(h), down, owner, None)

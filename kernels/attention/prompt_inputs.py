@@ -1,0 +1,54 @@
+"""Inputs of a prefill pass: tokens, positions and KV slots of the rows of a ragged batch, from its table of spans."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from specbatch.kernels.common.kv_slots import kv_slots
+from specbatch.kernels.dispatch import op
+
+
+class PromptInputs(NamedTuple):
+    """int64 [N] each: tokens, positions in their sequences, device rows of these, and KV slots; all 0 in padding rows,
+    whose keys are thus written to the padding page."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    kv_slots: torch.Tensor
+
+    @classmethod
+    def empty(cls, count: int, device: torch.device) -> PromptInputs:
+        """Uninitialized, at aligned addresses for any count, so that no pass makes Triton compile a kernel again."""
+        whole = -(-count // 16) * 16
+        return cls(*torch.empty(4, whole, dtype=torch.int64, device=device)[:, :count])
+
+    def first(self, count: int) -> PromptInputs:
+        """Those of the first rows."""
+        return PromptInputs(*(part[:count] for part in self))
+
+
+def prompt_inputs_ref(
+    table: torch.Tensor,
+    spans: int,
+    page_table: torch.Tensor,
+    page_size: int,
+    tokens: torch.Tensor | None,
+    out: PromptInputs,
+) -> None:
+    """Fill `out` [N] for so many spans of a `RaggedBatch.table`; rows after the last span are padding.
+
+    page_table int64 [R, P]. tokens int64 [R, W]: those of all sequences; None: they are 0."""
+    starts, _, owners, offsets = table[:, : spans + 1]
+    row = torch.arange(len(out.positions), device=table.device)
+    span = torch.searchsorted(offsets[1:], row, right=True).clamp_(max=spans - 1)
+    exists = row < offsets[-1]
+    out.slots.copy_(owners[span] * exists)
+    out.positions.copy_((starts[span] + row - offsets[span]) * exists)
+    out.kv_slots.copy_(kv_slots(page_table, out.slots, out.positions, page_size) * exists)
+    out.tokens.zero_() if tokens is None else out.tokens.copy_(tokens[out.slots, out.positions] * exists)
+
+
+prompt_inputs = op(prompt_inputs_ref, "specbatch.kernels.attention.prompt_inputs_triton:prompt_inputs")
