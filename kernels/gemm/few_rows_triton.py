@@ -1,7 +1,7 @@
 """What GEMMs of at most 32 rows with a quantized weight have in common.
 
 Their programs are split over K. Before it waits for the previous kernel, a program fetches its first weights to the L2
-cache, or with FP8 activations and fewer rows to shared memory. Loading them to registers by then was slower on an
+cache, or with FP8 activations and at most 16 rows to shared memory. Loading them to registers by then was slower on an
 H200, as was a limit of the registers of a thread.
 """
 

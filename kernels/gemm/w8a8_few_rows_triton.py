@@ -2,7 +2,7 @@
 
 The weight is the first operand of instructions that multiply 64 of its rows at once, so that few rows of x waste
 nothing. It goes from the memory to shared memory, where the tensor core reads it. Before the wait for the previous
-kernel its first part goes to the L2 cache, or with up to 4 rows, of large weights with up to 16, to shared memory.
+kernel its first part goes to shared memory, or with more than 16 rows to the L2 cache.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from specbatch.kernels.gemm.few_rows_triton import (
 )
 from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
-
-_EARLY_ROWS = 4  # up to so many, the pipeline starts before the wait for the previous kernel
 
 
 class W8A8FewRowsTile(NamedTuple):
@@ -56,10 +54,9 @@ def w8a8_few_rows_tile_for(rows: int, n: int, k: int) -> W8A8FewRowsTile:
     is_wide = n >= 16384
     programs = 6 if is_wide else 3  # of a multiprocessor
     splits = even_splits(splits_for(cdiv(n, 64), 64 * MOST_ROWS, k, programs), k // SCALE_BLOCK)
-    if is_wide and rows_of_tile(rows) == 16:
-        return W8A8FewRowsTile(128, splits, 4, 4, 0, early=True)
-    early = rows <= _EARLY_ROWS
-    return W8A8FewRowsTile(64, splits, 4, 6, 0 if early else 16, early)
+    if rows_of_tile(rows) == 32:
+        return W8A8FewRowsTile(64, splits, 4, 6, 16, early=False)
+    return W8A8FewRowsTile(128 if is_wide else 64, splits, 4, 4 if is_wide else 6, 0, early=True)
 
 
 def w8a8_few_rows(
