@@ -55,7 +55,8 @@ class DraftModelChain(NoDraft):
         self.catch_up(batch, metadata)
 
     def catch_up(self, batch: DeviceBatch, metadata: PrefillMetadata) -> None:
-        self._forward(self._known(metadata.tokens), metadata, rows=metadata.last[:0])  # only keys and values are needed
+        # Only keys and values are needed.
+        self._forward(metadata, rows=metadata.last[:0], tokens=self._known(metadata.tokens))
 
     def propose(self, step: StepInput) -> Proposal:
         if not step.num_drafts:

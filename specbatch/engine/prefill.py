@@ -110,7 +110,7 @@ class PrefillStep:
         last = [metadata.spans.offsets[index + 1] - 1 for index in ending]
         read = upload([*last, *(token for token, _ in scored)], batch.device)
         with use_fp8_activations(self.fp8):
-            features = self.forward(None, metadata, None if self.needs_all_hidden else read)
+            features = self.forward(metadata, None if self.needs_all_hidden else read)
             self.drafter.prefill(batch, metadata, features)
         _, lengths, slots, _ = metadata.spans.table[:, :-1]
         batch.lengths[slots] = lengths

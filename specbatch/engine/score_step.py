@@ -58,7 +58,7 @@ class ScoreStep:
         rows = upload(work.read, device)
         with use_fp8_activations(self.fp8):
             tokens = upload(work.tokens, device)
-            last = self.forward(tokens, metadata, None if self.needs_all_hidden else rows).last
+            last = self.forward(metadata, None if self.needs_all_hidden else rows, tokens).last
         hidden = last[rows] if self.needs_all_hidden else last
         return list(logprobs_of_targets(self.model, hidden, work.targets, self.workspace))
 

@@ -51,10 +51,10 @@ class Forward(PromptWork, Protocol):
     """Runs a model over a prefill pass and fills its cache."""
 
     def __call__(
-        self, tokens: torch.Tensor | None, metadata: PrefillMetadata, rows: torch.Tensor | None = None
+        self, metadata: PrefillMetadata, rows: torch.Tensor | None = None, tokens: torch.Tensor | None = None
     ) -> Features:
-        """tokens int64 [T], None for those of the metadata; rows int64 [n]: the tokens whose last hidden states are
-        needed, None for all."""
+        """rows int64 [n]: the tokens whose last hidden states are needed, None for all; tokens int64 [T], None for
+        those of the metadata."""
         ...
 
 
@@ -67,11 +67,11 @@ class EagerForward:
         self._cache = cache
 
     def __call__(
-        self, tokens: torch.Tensor | None, metadata: PrefillMetadata, rows: torch.Tensor | None = None
+        self, metadata: PrefillMetadata, rows: torch.Tensor | None = None, tokens: torch.Tensor | None = None
     ) -> Features:
         self.counters.fall_back("off")
         self._cache.begin(metadata.spans)
-        return _run_eagerly(self._model, self._cache, tokens, metadata, rows)
+        return _run_eagerly(self._model, self._cache, metadata, rows, tokens)
 
 
 def static_bytes(config: ModelConfig, dtype: torch.dtype, most: int, *, needs_all_hidden: bool, aux: int = 0) -> int:
@@ -158,7 +158,7 @@ class PiecewiseGraphs:
             yield
 
     def __call__(
-        self, tokens: torch.Tensor | None, metadata: PrefillMetadata, rows: torch.Tensor | None = None
+        self, metadata: PrefillMetadata, rows: torch.Tensor | None = None, tokens: torch.Tensor | None = None
     ) -> Features:
         """As `Decoder.forward`. The next call may overwrite the result."""
         assert (rows is None) == self._needs_all_hidden, "the recording fixes which rows are needed"
@@ -166,7 +166,7 @@ class PiecewiseGraphs:
         self._cache.begin(spans)
         if metadata.embedding_overrides(self._model.embedding) is not None:
             self.counters.fall_back("embeddings")  # the recorded segments look up every token
-            return _run_eagerly(self._model, self._cache, tokens, metadata, rows)
+            return _run_eagerly(self._model, self._cache, metadata, rows, tokens)
         bucket = bucket_of(self._buckets, count)
         key = bucket, spans.fresh
         is_whole = key in self._wholes and len(spans.counts) <= _most_spans(bucket)
@@ -176,7 +176,8 @@ class PiecewiseGraphs:
         metadata.inputs_to(inputs, self._spans[key].table if is_whole else spans.table)
         if tokens is not None:
             self._tokens[:count].copy_(tokens)
-        assert tokens is not None or metadata.has_tokens, "the pass has no tokens"
+        else:
+            assert metadata.has_tokens, "the pass has no tokens"
         if is_whole:
             self._wholes[key]()
             done = len(self._model.layers)
@@ -299,7 +300,7 @@ class PiecewiseGraphs:
 
 
 def _run_eagerly(
-    model: Decoder, cache: KVCache, tokens: torch.Tensor | None, metadata: PrefillMetadata, rows: torch.Tensor | None
+    model: Decoder, cache: KVCache, metadata: PrefillMetadata, rows: torch.Tensor | None, tokens: torch.Tensor | None
 ) -> Features:
     tokens = metadata.tokens if tokens is None else tokens
     overrides, has_readers = metadata.embedding_overrides(model.embedding), model.first_reader < len(model.layers)

@@ -144,8 +144,8 @@ def test_texts_share_common_prefixes(toy_engine: Callable[..., Any]) -> None:
     for settings in ({}, {"prefill_chunk": 16}, {"prefix_cache": False}):
         with toy_engine(max_running=10, **settings) as engine:
             forward, seen = engine._worker.score_step.forward, []
-            engine._worker.score_step.forward = lambda tokens, *rest, seen=seen, forward=forward: (
-                seen.append(len(tokens)) or forward(tokens, *rest)
+            engine._worker.score_step.forward = lambda metadata, *rest, seen=seen, forward=forward: (
+                seen.append(metadata.count) or forward(metadata, *rest)
             )
             found.append(engine.score(pairs))
             computed.append(sum(seen))

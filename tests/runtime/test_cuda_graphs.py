@@ -310,7 +310,7 @@ def test_piecewise_prefill_equals_a_whole_pass(
         metadata = PrefillMetadata(batch.page_table, [PromptChunk(1, 0, tokens_count)], page_size)
         tokens = torch.arange(3, 3 + tokens_count) % 37
         rows = torch.tensor([tokens_count - 1, 0])
-        replayed = piecewise(tokens, metadata, None if needs_all_hidden else rows)
+        replayed = piecewise(metadata, None if needs_all_hidden else rows, tokens)
         whole = model.forward(tokens, metadata.positions, metadata.bind(cache))
         wanted = whole.last if needs_all_hidden else whole.last[rows]
         torch.testing.assert_close(replayed.last, wanted, rtol=0, atol=1e-5)
@@ -318,7 +318,7 @@ def test_piecewise_prefill_equals_a_whole_pass(
         if replayed.aux is not None:
             torch.testing.assert_close(replayed.aux, whole.aux, rtol=0, atol=1e-5)
         if not needs_all_hidden:
-            assert piecewise(tokens, metadata, rows[:0]).last.shape == (0, model.config.hidden_size)
+            assert piecewise(metadata, rows[:0], tokens).last.shape == (0, model.config.hidden_size)
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
@@ -348,7 +348,7 @@ def test_layers_with_shared_keys_compute_the_last_tokens_only(
             computed: list[int] = []
             with monkeypatch.context() as patch:
                 patch.setattr(PaddedAttention, "project", _counted(computed))
-                found = forward(part, metadata, rows).last
+                found = forward(metadata, rows, part).last
             torch.testing.assert_close(found, whole[rows], rtol=0, atol=1e-5)
             assert computed == [first] * 2 + last * 2
 
