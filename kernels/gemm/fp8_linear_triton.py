@@ -130,7 +130,7 @@ def _fp8_linear_kernel(
     wait_for_previous_kernel(PDL)
     if QUANTIZED:  # the columns of a tile share their scales
         ks = tl.arange(0, BK)
-        x_scale = x_scales + row[:, None] + first * scale_stride
+        x_scale = x_scales + row + first * scale_stride
         scale = scales + tile * BN // SCALE_BLOCK * blocks_k + first
         total = gemm_mainloop_fp8(
             x_row[:, None] + ks[None, :], row < M, x_scale, scale_stride, weight_row[None, :] + ks[:, None], scale,

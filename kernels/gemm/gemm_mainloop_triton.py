@@ -106,10 +106,12 @@ def gemm_mainloop_fp8(
     EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """`gemm_mainloop` for FP8 x (`FP8Activations`): the tensor core accumulates over SCALE_BLOCK columns, whose scales
-    are in `x_scale` [BM, 1] for x, those of the next columns scale_stride further, and if SCALED of the weight one for
-    all even rows and one for all odd ones."""
+    are in `x_scale` [BM] for x, those of the next columns scale_stride further, and if SCALED of the weight one for all
+    even rows and one for all odd ones."""
     ks, is_even = tl.arange(0, SIDE), tl.arange(0, BN)[None, :] % 2 == 0
     total = tl.zeros([BM, BN], tl.float32)
+    # Each step has its own cache lines of scales, for which the pipeline would wait: they are loaded one step ahead.
+    scale_next = tl.load(x_scale, x_rows, other=0.0)
     for k in tl.range(0, K, SIDE):
         if EVEN_K:
             a = tl.load(x_tile + k, x_rows[:, None], other=0.0)
@@ -117,7 +119,9 @@ def gemm_mainloop_fp8(
         else:
             a = tl.load(x_tile + k, x_rows[:, None] & (k + ks < K)[None, :], other=0.0)
             b = tl.load(weight_tile + k, (k + ks < K)[:, None], other=0.0)
-        scale = tl.load(x_scale + k // SIDE * scale_stride, x_rows[:, None], other=0.0)
+        scale = scale_next[:, None]
+        after = tl.minimum(k // SIDE + 1, tl.cdiv(K, SIDE) - 1)
+        scale_next = tl.load(x_scale + after * scale_stride, x_rows, other=0.0)
         if SCALED:
             even, odd = tl.load(even_scale + k // SIDE).to(tl.float32), tl.load(odd_scale + k // SIDE).to(tl.float32)
             total += tl.dot(a, b) * tl.where(is_even, scale * even, scale * odd)

@@ -210,7 +210,7 @@ def _grouped_kernel(
     if SCALED:
         scale_row += (expert * tl.cdiv(OUTER, SCALE_BLOCK) + inner // SCALE_BLOCK) * tl.cdiv(K, SCALE_BLOCK)
     if QUANTIZED:
-        x_scale = x_scales + (pair // SHARE)[:, None]
+        x_scale = x_scales + pair // SHARE
         even_scale = scales + (expert * tl.cdiv(OUTER, SCALE_BLOCK) + tile * TO // SCALE_BLOCK) * tl.cdiv(
             K, SCALE_BLOCK
         )
