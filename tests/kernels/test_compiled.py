@@ -46,7 +46,7 @@ def test_kernels_compile_for_hopper() -> None:
 @pytest.mark.slow
 def test_kernels_of_quantized_weights_compile_for_hopper() -> None:
     found = compiled("compiled_quantized.py")
-    assert len(found) == 39
+    assert len(found) == 40
     for kernel in found:
         check(kernel)
         assert kernel["instructions"] == ["wgmma"]
@@ -58,6 +58,10 @@ def test_kernels_of_quantized_weights_compile_for_hopper() -> None:
         assert bool(kernel["copied_early"]) == is_early, f"{kernel['name']}: copies before the wait"
         assert bool(kernel["fetched_early"]) != is_early or not few, f"{kernel['name']}: weights before the wait"
         assert kernel["copies"] <= most, f"{kernel['name']}: weights go through shared memory twice"
+        # A thread has two rows of the 64, and with blocks one scale of the weight. Triton 3.6 loads scales of the shape
+        # [rows, 1] once for each column of a result.
+        is_many = "FP8 GEMM of 64 rows" in kernel["name"]
+        assert not is_many or kernel["loads"] <= 3, f"{kernel['name']}: {kernel['loads']} loads of scales in a step"
         # A tile of 128 rows fills the registers. For most matrices it is still faster than two of 64.
         spilled = 64 if "INT4 GEMM of 128 rows" in kernel["name"] else 0
         assert kernel["stack"] <= spilled, f"{kernel['name']} spills registers"

@@ -1,8 +1,8 @@
 """Compiles kernels for Hopper, which needs no GPU: deterministic ones, those of gpt-oss, of latent attention and of
-collectives. One JSON line for each: shared memory, instructions of the tensor cores, how many of the main loop write to
-shared memory, how many elements assembly takes together, registers and bytes of stack of a thread, and before the wait
-for the previous kernel: loads of memory, asynchronous copies among them, and fetches to L2. A process of its own: in
-the tests, kernels are interpreted."""
+collectives. One JSON line for each: shared memory, instructions of the tensor cores, how many instructions of the main
+loop write to shared memory and how many load from memory, how many elements assembly takes together, registers and
+bytes of stack of a thread, and before the wait for the previous kernel: loads of memory, asynchronous copies among
+them, and fetches to L2. A process of its own: in the tests, kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -50,13 +50,14 @@ def compiled(kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], **option
     found = sorted({name.split(".")[0] for name in re.findall(r"wgmma\.mma_async|mma\.sync", code)})
     loops = [code[code.index(f"{label}:") : end.end()] for end in re.finditer(r"bra(?:\.uni)? \s*(\$\w+);", code)
              if f"{(label := end[1])}:" in code[: end.end()]]  # fmt: skip
-    copies = max(loops, key=len, default="").count("st.shared")
+    main_loop = max(loops, key=len, default="")
+    copies, loads = main_loop.count("st.shared"), main_loop.count("ld.global")
     before, found_wait, _ = code.partition("griddepcontrol.wait")
     early = {name: len(re.findall(code, before)) if found_wait else 0 for name, code in EARLY.items()}
     together = max(map(int, re.findall(r"packed_element = (\d+)", done.asm["ttgir"])), default=0)
     registers, stack = usage_of(done.asm["cubin"])
     return {
-        "shared": done.metadata.shared, "instructions": found, "copies": copies, "together": together,
+        "shared": done.metadata.shared, "instructions": found, "copies": copies, "loads": loads, "together": together,
         "registers": registers, "stack": stack, **early,
     }  # fmt: skip
 

@@ -111,6 +111,7 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     for rows, quantized in ((16, False), (32, False), (128, False), (64, True)):
         yield f"FP8 GEMM of {rows} rows, scaled per output", fp8(rows, per_channel=True, quantized=quantized)
     yield "FP8 GEMM of 16 rows, scaled per block", fp8(16, per_channel=False, quantized=False)
+    yield "FP8 GEMM of 64 rows in FP8, scaled per block", fp8(64, per_channel=False, quantized=True)
     for rows, n, k in ((4, 6144, 4096), (4, 24576, 4096), (16, 24576, 4096), (32, 4096, 12288), (32, 24576, 4096)):
         for per_channel in (False, True):
             scaled = "output" if per_channel else "block"
