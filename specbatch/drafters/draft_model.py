@@ -56,7 +56,7 @@ class DraftModelChain(NoDraft):
 
     def catch_up(self, batch: DeviceBatch, metadata: PrefillMetadata) -> None:
         # Only keys and values are needed.
-        self._forward(metadata, rows=metadata.last[:0], tokens=self._known(metadata.tokens))
+        self._forward(metadata, rows=[], tokens=self._known(metadata.tokens))
 
     def propose(self, step: StepInput) -> Proposal:
         if not step.num_drafts:

@@ -108,13 +108,13 @@ class PrefillStep:
         batch = self.batch
         metadata = PrefillMetadata(batch.page_table, chunks, self.page_size, batch.tokens)
         last = [metadata.spans.offsets[index + 1] - 1 for index in ending]
-        read = upload([*last, *(token for token, _ in scored)], batch.device)
+        read = [*last, *(token for token, _ in scored)]
         with use_fp8_activations(self.fp8):
             features = self.forward(metadata, None if self.needs_all_hidden else read)
             self.drafter.prefill(batch, metadata, features)
         _, lengths, slots, _ = metadata.spans.table[:, :-1]
         batch.lengths[slots] = lengths
-        hidden = features.last[read] if self.needs_all_hidden else features.last
+        hidden = features.last[upload(read, batch.device)] if self.needs_all_hidden else features.last
         first = self._sample(hidden[: len(ending)], chunks, ending, metadata, flags) if ending else None
         if not scored:
             return Prefilled(first)

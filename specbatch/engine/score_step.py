@@ -55,11 +55,10 @@ class ScoreStep:
         """In parts, for the targets in order: float32 log-probabilities, and whether each is the greedy token."""
         device = self.batch.device
         metadata = PrefillMetadata(self.batch.page_table, work.chunks, self.page_size)
-        rows = upload(work.read, device)
         with use_fp8_activations(self.fp8):
             tokens = upload(work.tokens, device)
-            last = self.forward(metadata, None if self.needs_all_hidden else rows, tokens).last
-        hidden = last[rows] if self.needs_all_hidden else last
+            last = self.forward(metadata, None if self.needs_all_hidden else work.read, tokens).last
+        hidden = last[upload(work.read, device)] if self.needs_all_hidden else last
         return list(logprobs_of_targets(self.model, hidden, work.targets, self.workspace))
 
 

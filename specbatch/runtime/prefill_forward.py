@@ -8,7 +8,7 @@ whose keys are read from the cache, and without one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol, cast
 
@@ -20,6 +20,7 @@ from specbatch.kernels.attention.prompt_inputs import PromptInputs
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.common.rehearsal import is_rehearsing
+from specbatch.kernels.common.upload import upload
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
@@ -51,9 +52,9 @@ class Forward(PromptWork, Protocol):
     """Runs a model over a prefill pass and fills its cache."""
 
     def __call__(
-        self, metadata: PrefillMetadata, rows: torch.Tensor | None = None, tokens: torch.Tensor | None = None
+        self, metadata: PrefillMetadata, rows: Sequence[int] | None = None, tokens: torch.Tensor | None = None
     ) -> Features:
-        """rows int64 [n]: the tokens whose last hidden states are needed, None for all; tokens int64 [T], None for
+        """rows: of the T tokens those whose last hidden states are needed, None for all; tokens int64 [T], None for
         those of the metadata."""
         ...
 
@@ -67,7 +68,7 @@ class EagerForward:
         self._cache = cache
 
     def __call__(
-        self, metadata: PrefillMetadata, rows: torch.Tensor | None = None, tokens: torch.Tensor | None = None
+        self, metadata: PrefillMetadata, rows: Sequence[int] | None = None, tokens: torch.Tensor | None = None
     ) -> Features:
         self.counters.fall_back("off")
         self._cache.begin(metadata.spans)
@@ -158,7 +159,7 @@ class PiecewiseGraphs:
             yield
 
     def __call__(
-        self, metadata: PrefillMetadata, rows: torch.Tensor | None = None, tokens: torch.Tensor | None = None
+        self, metadata: PrefillMetadata, rows: Sequence[int] | None = None, tokens: torch.Tensor | None = None
     ) -> Features:
         """As `Decoder.forward`. The next call may overwrite the result."""
         assert (rows is None) == self._needs_all_hidden, "the recording fixes which rows are needed"
@@ -193,13 +194,13 @@ class PiecewiseGraphs:
         if rows is None:
             assert self._last is not None
             return Features(self._last[:count], aux)
-        model, x = self._model, self._residual[:count]
+        model, x, places = self._model, self._residual[:count], upload(rows, self._residual.device)
         mixed = _rows(self._mixed, count, model.layers[done - 1].mixer.mixed)
         layer_inputs = None if self._inputs is None else self._inputs[:count]
         if done == len(model.layers):
-            return Features(model.finish(x, mixed, rows, inputs=layer_inputs), aux)
-        context, of_rows = metadata.bind(self._cache), metadata.bind_rows(rows, self._cache)
-        return Features(model.end(x, mixed, metadata.positions, context, rows, of_rows, inputs=layer_inputs), aux)
+            return Features(model.finish(x, mixed, places, inputs=layer_inputs), aux)
+        context, of_rows = metadata.bind(self._cache), metadata.bind_rows(places, self._cache)
+        return Features(model.end(x, mixed, metadata.positions, context, places, of_rows, inputs=layer_inputs), aux)
 
     def _record_segments(self, bucket: int) -> None:
         programs = list(self._programs(bucket, self._in_segments))
@@ -300,12 +301,13 @@ class PiecewiseGraphs:
 
 
 def _run_eagerly(
-    model: Decoder, cache: KVCache, metadata: PrefillMetadata, rows: torch.Tensor | None, tokens: torch.Tensor | None
+    model: Decoder, cache: KVCache, metadata: PrefillMetadata, rows: Sequence[int] | None, tokens: torch.Tensor | None
 ) -> Features:
     tokens = metadata.tokens if tokens is None else tokens
+    places = None if rows is None else upload(rows, model.device)
     overrides, has_readers = metadata.embedding_overrides(model.embedding), model.first_reader < len(model.layers)
-    of_rows = None if rows is None or not has_readers else metadata.bind_rows(rows, cache)
-    return model.forward(tokens, metadata.positions, metadata.bind(cache), rows, overrides, of_rows)
+    of_rows = None if places is None or not has_readers else metadata.bind_rows(places, cache)
+    return model.forward(tokens, metadata.positions, metadata.bind(cache), places, overrides, of_rows)
 
 
 def _rows(static: torch.Tensor, count: int, width: int) -> torch.Tensor:

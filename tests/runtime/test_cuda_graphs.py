@@ -309,7 +309,7 @@ def test_piecewise_prefill_equals_a_whole_pass(
     for tokens_count in (48, count):
         metadata = PrefillMetadata(batch.page_table, [PromptChunk(1, 0, tokens_count)], page_size)
         tokens = torch.arange(3, 3 + tokens_count) % 37
-        rows = torch.tensor([tokens_count - 1, 0])
+        rows = [tokens_count - 1, 0]
         replayed = piecewise(metadata, None if needs_all_hidden else rows, tokens)
         whole = model.forward(tokens, metadata.positions, metadata.bind(cache))
         wanted = whole.last if needs_all_hidden else whole.last[rows]
@@ -341,9 +341,9 @@ def test_layers_with_shared_keys_compute_the_last_tokens_only(
         whole = model.forward(part, metadata.positions, metadata.bind(cache)).last
         first = 16 if is_recorded else len(part)  # tokens of the layers with keys of their own, with padding
         for rows, last in (
-            (metadata.last, [len(chunks)]),
-            (torch.tensor([8, 0, 3]), [len(part)]),
-            (metadata.last[:0], []),
+            (metadata.last.tolist(), [len(chunks)]),
+            ([8, 0, 3], [len(part)]),
+            ([], []),
         ):
             computed: list[int] = []
             with monkeypatch.context() as patch:
