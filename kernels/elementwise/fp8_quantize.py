@@ -39,8 +39,8 @@ class FP8Activations(NamedTuple):
 
 
 def empty_fp8(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> FP8Activations:
-    """Uninitialized activations [rows, width]. Their memory goes on for ROW_MULTIPLE rows, as cuBLASLt reads them, and
-    scales are column-major for the same reason."""
+    """Uninitialized activations [rows, width]. There is memory for a multiple of ROW_MULTIPLE rows, and scales are
+    column-major, because cuBLASLt reads both that way."""
     whole = cdiv(rows, ROW_MULTIPLE) * ROW_MULTIPLE
     values = torch.empty(whole, width, device=device, dtype=torch.float8_e4m3fn)
     scales = torch.empty(cdiv(width, SCALE_BLOCK), whole, device=device).t()

@@ -55,7 +55,8 @@ def fp8_linear(
     if out is not None and residual is None and whole == rows and out.is_contiguous():
         return gemm(out=out)
     y = gemm()[:rows]
-    y = y if residual is None else residual.add_(y)
+    if residual is not None:
+        return torch.add(residual, y, out=residual if out is None else out)
     return y if out is None else out.copy_(y)
 
 

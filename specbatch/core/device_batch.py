@@ -102,7 +102,9 @@ class DeviceBatch:
             row[: len(item.end_tokens)] = item.end_tokens
         parts: list[list[int] | np.ndarray] = [[item.slot for item in admissions], rows.reshape(-1)]
         parts += [part for item in admissions for part in (item.tokens, item.pages)]
-        slots, values, *contents = upload(np.concatenate(parts), self.device).split([len(part) for part in parts])
+        # Converted before they are joined: an empty list would make all of them float64.
+        whole = np.concatenate([np.asarray(part, np.int64) for part in parts])
+        slots, values, *contents = upload(whole, self.device).split([len(part) for part in parts])
         self._rows.index_copy_(0, slots, values.view(rows.shape))
         self.lengths.index_fill_(0, slots, 0)
         self.page_table.index_fill_(0, slots, 0)  # the last owner's pages, which may hold NaN
