@@ -123,7 +123,7 @@ class PrefillMetadata:
     spans  the chunks as a ragged batch
     count  T
 
-    What follows is computed when it is first asked for, as each operation delays the first token.
+    Everything else is computed on first use, because each operation delays the first token.
     """
 
     def __init__(
