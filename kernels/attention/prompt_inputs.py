@@ -21,7 +21,7 @@ class PromptInputs(NamedTuple):
 
     @classmethod
     def empty(cls, count: int, device: torch.device) -> PromptInputs:
-        """Uninitialized. Each part starts at an aligned address whatever the count, so no pass compiles a kernel again."""
+        """Uninitialized. Parts start at aligned addresses whatever the count, so no pass compiles a kernel again."""
         whole = -(-count // 16) * 16
         return cls(*torch.empty(4, whole, dtype=torch.int64, device=device)[:, :count])
 

@@ -45,8 +45,8 @@ def _is_supported(device: torch.device) -> bool:
 def fp8_linear(
     x: FP8Activations, weight: Weight, residual: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`fp8_linear_ref` for operands that `takes` accepts: [T, N], in `out` if given; else in the memory of the residual,
-    if there is one."""
+    """`fp8_linear_ref` for operands that `takes` accepts: [T, N], in `out` if given; else in the memory of the
+    residual, if there is one."""
     rows, k = x.values.shape
     whole = _padded(rows)
     values = x.values.as_strided((whole, k), (k, 1))

@@ -31,8 +31,8 @@ def fp8_linear_ref(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x @ weight.T + bias + residual for x [T, in], FP8 weight [out, in] with scales, bias [out], residual [T, out]; in
-    the memory of `out` [T, out] if given; else that of the residual may be used up. With FP8 x it is computed in float32
-    and cast once, to the type before quantization."""
+    the memory of `out` [T, out] if given; else that of the residual may be used up. With FP8 x it is computed in
+    float32 and cast once, to the type before quantization."""
     linear = linear_in_blocks if is_deterministic() else F.linear
     if isinstance(x, FP8Activations):
         y = linear(x.dequantize(), weight.dequantize(torch.float32), None if bias is None else bias.float())
