@@ -11,8 +11,8 @@ from specbatch.kernels.dispatch import op
 
 
 class PromptInputs(NamedTuple):
-    """int64 [N] each: tokens, positions in their sequences, device rows of these, and KV slots; all 0 in padding rows,
-    whose keys are thus written to the padding page."""
+    """int64 [N] each: tokens, positions in their sequences, the slots of these, and KV slots. Padding rows hold 0
+    throughout, so their keys go to the padding page."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -21,12 +21,12 @@ class PromptInputs(NamedTuple):
 
     @classmethod
     def empty(cls, count: int, device: torch.device) -> PromptInputs:
-        """Uninitialized, at aligned addresses for any count, so that no pass makes Triton compile a kernel again."""
+        """Uninitialized. Parts start at aligned addresses whatever the count, so no pass compiles a kernel again."""
         whole = -(-count // 16) * 16
         return cls(*torch.empty(4, whole, dtype=torch.int64, device=device)[:, :count])
 
     def first(self, count: int) -> PromptInputs:
-        """Those of the first rows."""
+        """The inputs of the first `count` rows."""
         return PromptInputs(*(part[:count] for part in self))
 
 
@@ -38,9 +38,9 @@ def prompt_inputs_ref(
     tokens: torch.Tensor | None,
     out: PromptInputs,
 ) -> None:
-    """Fill `out` [N] for so many spans of a `RaggedBatch.table`; rows after the last span are padding.
+    """Fill `out` [N] for the first `spans` spans of a `RaggedBatch.table`; rows after the last span are padding.
 
-    page_table int64 [R, P]. tokens int64 [R, W]: those of all sequences; None: they are 0."""
+    page_table int64 [R, P]. tokens int64 [R, W]: those of all sequences; None fills them with 0."""
     starts, _, owners, offsets = table[:, : spans + 1]
     row = torch.arange(len(out.positions), device=table.device)
     span = torch.searchsorted(offsets[1:], row, right=True).clamp_(max=spans - 1)

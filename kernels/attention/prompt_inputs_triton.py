@@ -11,7 +11,7 @@ from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv
 
-_ROWS = 128  # of a program
+_ROWS = 128  # per program
 
 
 def prompt_inputs(
@@ -39,7 +39,7 @@ def _prompt_inputs_kernel(
     owners, offsets = table + 2 * table_stride, table + 3 * table_stride
     wait_for_previous_kernel(PDL)
     span, after = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32) + spans
-    for _ in range(bits):  # until they are neighbours
+    for _ in range(bits):  # binary search, until the two are adjacent
         middle = (span + after) // 2
         is_right = tl.load(offsets + middle) <= row
         span, after = tl.where(is_right, middle, span), tl.where(is_right, after, middle)

@@ -31,7 +31,7 @@ class RaggedBatch:
 
     @cached_property
     def table(self) -> torch.Tensor:
-        """int64 [4, S + 1]: starts, ends, rows, offsets; the first three end in a column without meaning."""
+        """int64 [4, S + 1]: starts, ends, rows, offsets; the last column of the first three is unused."""
         return upload(self.host_table(len(self.counts)), self.page_table.device)
 
     def host_table(self, most: int) -> np.ndarray:

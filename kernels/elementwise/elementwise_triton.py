@@ -181,8 +181,8 @@ def _quantized(wide, kind: tl.constexpr, FP8_MAX: tl.constexpr, SMALLEST_MAX: tl
 
 @triton.jit
 def _lines_of_program(lines, width, TILE: tl.constexpr, SCALE_BLOCK: tl.constexpr):
-    """TILE lines, which are what shares a scale: which of them exist, their rows, and their blocks of columns; then the
-    rows and columns of their elements, and which of these exist."""
+    """A line is the SCALE_BLOCK columns of a row that share a scale. Which of TILE lines exist, their rows and their
+    blocks of columns; then rows, columns and mask of their elements."""
     blocks = tl.cdiv(width, SCALE_BLOCK)
     line = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row, block = (line // blocks).to(tl.int64), line % blocks

@@ -17,13 +17,13 @@ from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.gemm.weight import SCALE_BLOCK
 
 FP8_MAX = 448.0  # of float8_e4m3fn
-ROW_MULTIPLE = 4  # scales of a column start at multiples of 16 bytes
+ROW_MULTIPLE = 4  # so that each column of scales starts at a multiple of 16 bytes
 SMALLEST_MAX = 2.0**-100  # that a block's largest value counts as: its inverse is finite, and zeros stay zeros
 
 
 class FP8Activations(NamedTuple):
-    """values float8_e4m3fn [T, K] contiguous; scales float32 [T, ceil(K / 128)], the rows of a column adjacent, by
-    which they are to be multiplied; dtype: before quantization, and of GEMM outputs. See `empty_fp8`."""
+    """values float8_e4m3fn [T, K] contiguous; scales float32 [T, ceil(K / 128)], column-major, which values are
+    multiplied by to dequantize; dtype: before quantization, and of GEMM outputs. See `empty_fp8`."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -39,8 +39,8 @@ class FP8Activations(NamedTuple):
 
 
 def empty_fp8(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> FP8Activations:
-    """Uninitialized activations [rows, width]. Their memory goes on for ROW_MULTIPLE rows, as cuBLASLt reads them, and
-    scales are column-major for the same reason."""
+    """Uninitialized activations [rows, width]. There is memory for a multiple of ROW_MULTIPLE rows, and scales are
+    column-major, because cuBLASLt reads both that way."""
     whole = cdiv(rows, ROW_MULTIPLE) * ROW_MULTIPLE
     values = torch.empty(whole, width, device=device, dtype=torch.float8_e4m3fn)
     scales = torch.empty(cdiv(width, SCALE_BLOCK), whole, device=device).t()

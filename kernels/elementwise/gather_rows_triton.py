@@ -42,7 +42,7 @@ def _put_kernel(ring, turn, item, places, stride, size, BLOCK: tl.constexpr, PDL
 
 
 def gather_rows(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gather_rows.gather_rows_ref`; rows are contiguous, and may be apart."""
+    """`gather_rows.gather_rows_ref`; each row must be contiguous; there may be gaps between rows."""
     width_a, width_b = a[0].numel(), b[0].numel()
     taken = a.new_empty(len(rows), *a.shape[1:]), b.new_empty(len(rows), *b.shape[1:])
     grid = len(rows), cdiv(max(width_a, width_b), COLUMNS)

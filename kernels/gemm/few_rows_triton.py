@@ -1,8 +1,8 @@
 """What GEMMs of at most 32 rows with a quantized weight have in common.
 
 Their programs are split over K. Before it waits for the previous kernel, a program fetches its first weights to the L2
-cache, or with FP8 activations and at most 16 rows to shared memory. Loading them to registers by then was slower on an
-H200, as was a limit of the registers of a thread.
+cache, or with FP8 activations and at most 16 rows to shared memory. Loading them into registers at that point was
+slower on an H200, as was limiting registers per thread.
 """
 
 from __future__ import annotations

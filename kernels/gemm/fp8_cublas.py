@@ -17,24 +17,25 @@ from specbatch.kernels.elementwise.fp8_quantize import ROW_MULTIPLE, FP8Activati
 from specbatch.kernels.gemm.split_k_triton import fills_device
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 
-_FEWEST_ROWS = 65
+_MIN_ROWS = 65
 _COLUMN_MULTIPLE = 4 * SCALE_BLOCK  # rows of the weight's scales start at multiples of 16 bytes
 
 
 def takes(x: FP8Activations, weight: Weight) -> bool:
-    """Whether `fp8_linear` is the faster GEMM, and can be used with these activations and this weight."""
+    """Whether cuBLASLt supports these operands and is faster than our kernel."""
     rows, (n, k) = len(x.values), weight.values.shape
-    if is_deterministic() or rows < _FEWEST_ROWS:  # cuBLASLt chooses an algorithm by the number of rows
+    if is_deterministic() or rows < _MIN_ROWS:  # cuBLASLt chooses an algorithm by the number of rows
         return False
     assert weight.scales is not None
-    has_format = not weight.is_per_channel and weight.scales.dtype == torch.float32
-    is_aligned = n % SCALE_BLOCK == 0 and k % _COLUMN_MULTIPLE == 0 and x.scales.stride(1) == _padded(rows)
-    return has_format and is_aligned and fills_device(rows, n) and _is_supported(weight.values.device)
+    is_block_scaled = not weight.is_per_channel and weight.scales.dtype == torch.float32
+    is_aligned = n % SCALE_BLOCK == 0 and k % _COLUMN_MULTIPLE == 0 and weight.scales.is_contiguous()
+    is_whole = x.scales.stride(1) == _padded(rows) and x.scales.storage_offset() == 0  # no rows of other activations
+    return is_block_scaled and is_aligned and is_whole and fills_device(rows, n) and _is_supported(weight.values.device)
 
 
 @cache
 def _is_supported(device: torch.device) -> bool:
-    """cuBLASLt has this recipe since CUDA 12.9, and for compute capability 9.0 alone."""
+    """cuBLASLt supports this scaling mode since CUDA 12.9, on compute capability 9.0 only."""
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     version = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
@@ -44,8 +45,8 @@ def _is_supported(device: torch.device) -> bool:
 def fp8_linear(
     x: FP8Activations, weight: Weight, residual: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`fp8_linear_ref` of what `takes` allows: [T, N], in `out` if given; else in the memory of the residual, if there
-    is one."""
+    """`fp8_linear_ref` for operands that `takes` accepts: [T, N], in `out` if given; else in the memory of the
+    residual, if there is one."""
     rows, k = x.values.shape
     whole = _padded(rows)
     values = x.values.as_strided((whole, k), (k, 1))
@@ -55,10 +56,11 @@ def fp8_linear(
     if out is not None and residual is None and whole == rows and out.is_contiguous():
         return gemm(out=out)
     y = gemm()[:rows]
-    y = y if residual is None else residual.add_(y)
+    if residual is not None:
+        return torch.add(residual, y, out=residual if out is None else out)
     return y if out is None else out.copy_(y)
 
 
 def _padded(rows: int) -> int:
-    """The rows that `empty_fp8` has memory for."""
+    """How many rows `empty_fp8` allocates."""
     return cdiv(rows, ROW_MULTIPLE) * ROW_MULTIPLE

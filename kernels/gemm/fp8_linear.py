@@ -31,8 +31,8 @@ def fp8_linear_ref(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x @ weight.T + bias + residual for x [T, in], FP8 weight [out, in] with scales, bias [out], residual [T, out]; in
-    the memory of `out` [T, out] if given. With FP8 x it is computed in float32 and cast once, to the type before
-    quantization."""
+    the memory of `out` [T, out] if given; else that of the residual may be used up. With FP8 x it is computed in
+    float32 and cast once, to the type before quantization."""
     linear = linear_in_blocks if is_deterministic() else F.linear
     if isinstance(x, FP8Activations):
         y = linear(x.dequantize(), weight.dequantize(torch.float32), None if bias is None else bias.float())
@@ -75,7 +75,7 @@ class FP8Linear(_Unfused):
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         self.shape, self.bias = weight.values.shape, bias
         assert weight.scales is not None, "a weight without scales is for Linear"
-        # Block scales of other types are widened, which is exact: cuBLASLt reads float32.
+        # Block scales are converted to float32, which is exact and the only type that cuBLASLt reads.
         self._scaled = weight if weight.is_per_channel else replace(weight, scales=weight.scales.float())
 
     def __call__(

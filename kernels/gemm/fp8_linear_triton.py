@@ -1,7 +1,7 @@
 """Triton kernel of a GEMM with an FP8 weight that has scales per 128 x 128 values or per output.
 
-Except in deterministic mode few rows have kernels of their own, and many quantized rows go through cuBLASLt where it
-knows the format. With few rows of other widths, and unquantized activations, the kernel is split over K until its
+Outside deterministic mode, few rows use dedicated kernels, and many quantized rows use cuBLASLt where it supports the
+format. With few rows of other widths, and unquantized activations, the kernel is split over K until its
 programs fill the device.
 """
 
@@ -78,7 +78,7 @@ def fp8_linear(
         if tile is None and bias is None and fp8_cublas.takes(x, weight):
             return fp8_cublas.fp8_linear(x, weight, residual, out)
         x, x_scales, _ = x
-        assert x_scales.stride(0) == 1, "the scales of a column of x must be adjacent"
+        assert x_scales.stride(0) == 1, "the scales of x must be column-major"
     (rows, k), n, values, scales = x.shape, weight.values.shape[0], weight.values, weight.scales
     assert scales is not None, "a weight without scales is for Linear"
     assert values.is_contiguous(), "the weight must be contiguous"

@@ -110,7 +110,7 @@ def gemm_mainloop_fp8(
     even rows and one for all odd ones."""
     ks, is_even = tl.arange(0, SIDE), tl.arange(0, BN)[None, :] % 2 == 0
     total = tl.zeros([BM, BN], tl.float32)
-    # Each step has its own cache lines of scales, for which the pipeline would wait: they are loaded one step ahead.
+    # Each step reads its own cache lines of scales, which would stall the pipeline: they are loaded one step ahead.
     scale_next = tl.load(x_scale, x_rows, other=0.0)
     for k in tl.range(0, K, SIDE):
         if EVEN_K:

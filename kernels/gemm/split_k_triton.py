@@ -34,7 +34,7 @@ def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fills_device(rows: int, n: int) -> bool:
-    """Whether two thirds of the multiprocessors get one of the tiles of 64 x 128 results [rows, n]."""
+    """Whether the tiles of 64 x 128 of a result [rows, n] occupy at least two thirds of the multiprocessors."""
     return cdiv(rows, 64) * cdiv(n, 128) >= MULTIPROCESSORS * 2 // 3
 
 

@@ -52,7 +52,7 @@ def w8a8_few_rows_tile_for(rows: int, n: int, k: int) -> W8A8FewRowsTile:
 
     To tune: `python -m specbatch.sweeps.microbench gemm-tiles`."""
     is_wide = n >= 16384
-    programs = 6 if is_wide else 3  # of a multiprocessor
+    programs = 6 if is_wide else 3  # per multiprocessor
     splits = even_splits(splits_for(cdiv(n, 64), 64 * MOST_ROWS, k, programs), k // SCALE_BLOCK)
     if rows_of_tile(rows) == 32:
         return W8A8FewRowsTile(64, splits, 4, 6, 16, early=False)

@@ -77,7 +77,7 @@ def tile_for(rows: int, weight: Weight | Int4Tiles, item: int) -> Tile:
     if isinstance(weight, Int4Tiles) or weight.is_mxfp4:
         return _FOUR_BITS_TILES[rows]
     tile = _TILES[rows][weight.scales is not None]
-    # A pipeline that holds all steps of a program only takes memory from the next program.
+    # More stages than steps hide no latency and take shared memory from the next program.
     return tile._replace(stages=max(2, min(tile.stages, weight.shape[-1] // tile.k - 1)))
 
 
@@ -122,7 +122,7 @@ def grouped(
     x_scales, dtype = None, x.dtype
     if isinstance(x, FP8Activations):
         x, x_scales, _ = x
-        assert x_scales.stride(0) == 1, "the scales of a column of x must be adjacent"
+        assert x_scales.stride(0) == 1, "the scales of x must be column-major"
     tokens = len(plan.order) // rule.width
     gated, (_, outer, k) = activation in GATED, weight.shape
     n = outer // (2 if gated else 1)

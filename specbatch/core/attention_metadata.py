@@ -123,13 +123,14 @@ class PrefillMetadata:
     spans  the chunks as a ragged batch
     count  T
 
-    What follows is computed when it is first asked for, as each operation delays the first token.
+    Everything else is computed on first use, because each operation delays the first token.
     """
 
     def __init__(
         self, page_table: torch.Tensor, chunks: list[PromptChunk], page_size: int, tokens: torch.Tensor | None = None
     ) -> None:
-        """page_table int64 [R, P], of all slots; tokens int64 [R, W], theirs: None if the pass computes others."""
+        """page_table int64 [R, P], of all slots; tokens int64 [R, W], theirs; None if the forward pass is given
+        the tokens."""
         starts, ends = [chunk.start for chunk in chunks], [chunk.end for chunk in chunks]
         self.spans = RaggedBatch(starts, ends, [chunk.slot for chunk in chunks], page_table, page_size)
         self.count = self.spans.offsets[-1]
@@ -154,7 +155,7 @@ class PrefillMetadata:
     @property
     def tokens(self) -> torch.Tensor:
         """int64 [T]."""
-        assert self.has_tokens, "the metadata were made without tokens"
+        assert self.has_tokens, "this metadata has no tokens"
         return self._inputs.tokens
 
     @property

@@ -20,7 +20,7 @@ from specbatch.memory.grammar_pool import CELLS
 
 MOST_END_TOKENS = 64  # of a request with `min_tokens`
 # Columns of the rows of requests: seed, end_from, prompt and grammar; floats as their bits; end tokens
-_WHOLE, _FLOATS, _ENDS = slice(0, 7), slice(7, 14), slice(14, 14 + MOST_END_TOKENS)
+_INTEGERS, _FLOATS, _ENDS = slice(0, 7), slice(7, 14), slice(14, 14 + MOST_END_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class DeviceBatch:
         self.lengths = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.lengths[0] = 1
         self.page_table = torch.zeros(slots + 1, pages, dtype=torch.int64, device=device)
-        # Of requests; one tensor, because each operation that writes a part delays the first token.
+        # Parameters of requests, in one tensor: each separate write would delay the first token.
         self._rows = torch.zeros(slots + 1, _ENDS.stop, dtype=torch.int64, device=device)
-        self._seeds, self._end_from, self._prompts, *_, self._states = self._rows[:, _WHOLE].unbind(1)
+        self._seeds, self._end_from, self._prompts, *_, self._states = self._rows[:, _INTEGERS].unbind(1)
         self._grammars, self._end_tokens = self._rows[:, 3:6], self._rows[:, _ENDS]
         # temperature, k, p, min p; presence, frequency and repetition penalty
         self._parameters = self._rows[:, _FLOATS].view(torch.float64)
@@ -93,7 +93,7 @@ class DeviceBatch:
     def admit(self, admissions: list[Admission]) -> None:
         """Write the rows of requests that were given a slot."""
         rows = np.zeros((len(admissions), _ENDS.stop), np.int64)
-        rows[:, _WHOLE] = [(item.seed, item.end_from, item.prompt, *item.grammar) for item in admissions]
+        rows[:, _INTEGERS] = [(item.seed, item.end_from, item.prompt, *item.grammar) for item in admissions]
         rows[:, _FLOATS].view(np.float64)[:] = [
             (item.temperature, item.top_k, item.top_p, item.min_p, *item.penalties) for item in admissions
         ]
@@ -102,7 +102,9 @@ class DeviceBatch:
             row[: len(item.end_tokens)] = item.end_tokens
         parts: list[list[int] | np.ndarray] = [[item.slot for item in admissions], rows.reshape(-1)]
         parts += [part for item in admissions for part in (item.tokens, item.pages)]
-        slots, values, *contents = upload(np.concatenate(parts), self.device).split([len(part) for part in parts])
+        # Converted before they are joined: an empty list would make all of them float64.
+        whole = np.concatenate([np.asarray(part, np.int64) for part in parts])
+        slots, values, *contents = upload(whole, self.device).split([len(part) for part in parts])
         self._rows.index_copy_(0, slots, values.view(rows.shape))
         self.lengths.index_fill_(0, slots, 0)
         self.page_table.index_fill_(0, slots, 0)  # the last owner's pages, which may hold NaN

@@ -56,7 +56,7 @@ class DraftModelChain(NoDraft):
 
     def catch_up(self, batch: DeviceBatch, metadata: PrefillMetadata) -> None:
         # Only keys and values are needed.
-        self._forward(metadata, rows=[], tokens=self._known(metadata.tokens))
+        self._forward(metadata, rows=[], tokens=None if self._knows_all else self._known(metadata.tokens))
 
     def propose(self, step: StepInput) -> Proposal:
         if not step.num_drafts:
@@ -102,8 +102,11 @@ class DraftModelChain(NoDraft):
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
         """Clamp tokens to those that the draft has embeddings for: a target with a larger padded vocabulary may choose
         a padding token."""
-        known = self._model.config.vocab_size
-        return tokens if known >= self._vocabulary else tokens.clamp(max=known - 1)
+        return tokens if self._knows_all else tokens.clamp(max=self._model.config.vocab_size - 1)
+
+    @property
+    def _knows_all(self) -> bool:
+        return self._model.config.vocab_size >= self._vocabulary
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         """Pad or cut the draft's logits [B, Vd] to the target's vocabulary; missing tokens get probability 0."""

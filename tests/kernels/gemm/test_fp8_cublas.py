@@ -89,14 +89,17 @@ def test_many_rows_match_reference(
     assert not wide[:, n + 3 :].any()
     residual = torch.randn(rows, n).to(device, dtype)
     added = expected + residual.double()
-    check(fp8_linear_triton.fp8_linear(x, weight, residual=residual.clone(), out=out), added)
-    check(out, added)
-    check(fp8_linear_triton.fp8_linear(x, weight, residual=residual.clone()), added)
-    assert len(calls) == 5
+    before = residual.clone()
+    for target in (out, apart):
+        assert fp8_linear_triton.fp8_linear(x, weight, residual=residual, out=target) is target
+        check(target, added)
+        assert torch.equal(residual, before), "only without `out` its memory is used"
+    check(fp8_linear_triton.fp8_linear(x, weight, residual=residual), added)
+    assert len(calls) == 6
     bias = torch.ones(n, device=device, dtype=dtype)
     if device.type == "cuda":
         check(fp8_linear_triton.fp8_linear(x, weight, bias), expected + 1)
-    assert len(calls) == 5, "ours adds a bias"
+    assert len(calls) == 6, "with a bias, our kernel runs"
 
 
 def test_takes_many_rows_of_aligned_blocks_only(device: torch.device) -> None:
@@ -121,6 +124,9 @@ def test_takes_many_rows_of_aligned_blocks_only(device: torch.device) -> None:
     weight = random_weight(5632, 512, device)
     assert fp8_cublas.takes(rows, weight)
     assert not fp8_cublas.takes(part, weight), "rows of other activations"
+    rows = empty_fp8(67, 512, torch.bfloat16, device)
+    part = FP8Activations(rows.values[1:], rows.scales[1:], rows.dtype)
+    assert not fp8_cublas.takes(part, weight), "there is no memory after the last row"
 
 
 def test_layers_keep_block_scales_in_float32(device: torch.device, force_kernels: Callable[[bool], None]) -> None:
