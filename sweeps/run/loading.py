@@ -56,6 +56,7 @@ def loaded(
     cannot be built; refused if none can. None: the first reason is raised.
     """
     causes: list[Exception] = []
+    held: list[str] = []  # failures, until an engine is built: if none can be, for one reason, that is the error
     with ExitStack() as stack:
         engines: dict[str, InferenceEngine] = {}
         _check_drafts(configs, log, failed)
@@ -65,8 +66,12 @@ def loaded(
             if failed is None or name not in failed:
                 with noted(failed, name, causes), of_lengths(config, workload):
                     engines[name] = stack.enter_context(load_engine(name, config, log, weights_of=first, share=side))
-            if failed and name in failed and log is not None:
-                log(f"{name}: {failed[name]}")
+            if failed and name in failed:
+                held.append(f"{name}: {failed[name]}")
+            if log is not None and (engines or (failed and len({*failed.values()}) > 1)):
+                for line in held:
+                    log(line)
+                held.clear()
         if not engines and failed:
             has_failed = any(isinstance(one, FailedError) or not isinstance(one, SpecbatchError) for one in causes)
             raise (FailedError if has_failed else SpecbatchError)(next(iter(failed.values())))

@@ -75,3 +75,22 @@ def test_where_no_engine_is_left_only_a_refusal_is_a_mistake(
     ):
         pass
     assert (type(found.value), str(found.value)) == (kind, one_line(error))
+
+
+def test_one_reason_for_all_configurations_is_said_once() -> None:
+    """Reasons that differ, and those of some configurations, are logged by configuration."""
+    plain, lines = replace(BASE, speculation=Speculation()), list[str]()
+    damaged = replace(plain, model="nope")
+    configs = dict.fromkeys(("baseline", "v1"), damaged)
+    with pytest.raises(SpecbatchError, match="'nope'"), loaded(configs, lines.append, failed={}):
+        pass
+    assert not any(line.startswith(("baseline: model='nope'", "v1: model='nope'")) for line in lines)
+    for more in ({"v2": replace(plain, model="other")}, {"v2": plain}):
+        lines.clear()
+        failed: dict[str, str] = {}
+        try:
+            with loaded(configs | more, lines.append, failed=failed):
+                pass
+        except SpecbatchError:
+            assert len(failed) == 3, "an engine was built"
+        assert [line.split(":")[0] for line in lines if ": model=" in line] == [*failed]
