@@ -17,7 +17,7 @@ from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.gemm.weight import SCALE_BLOCK
 
 FP8_MAX = 448.0  # of float8_e4m3fn
-ROW_MULTIPLE = 4  # so that each column of scales starts at a multiple of 16 bytes
+_ROW_MULTIPLE = 4  # so that each column of scales starts at a multiple of 16 bytes
 SMALLEST_MAX = 2.0**-100  # that a block's largest value counts as: its inverse is finite, and zeros stay zeros
 
 
@@ -39,12 +39,17 @@ class FP8Activations(NamedTuple):
 
 
 def empty_fp8(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> FP8Activations:
-    """Uninitialized activations [rows, width]. There is memory for a multiple of ROW_MULTIPLE rows, and scales are
-    column-major, because cuBLASLt reads both that way."""
-    whole = cdiv(rows, ROW_MULTIPLE) * ROW_MULTIPLE
+    """Uninitialized activations [rows, width]. There is memory for `allocated_rows`, and scales are column-major,
+    because cuBLASLt reads both that way."""
+    whole = allocated_rows(rows)
     values = torch.empty(whole, width, device=device, dtype=torch.float8_e4m3fn)
     scales = torch.empty(cdiv(width, SCALE_BLOCK), whole, device=device).t()
     return FP8Activations(values[:rows], scales[:rows], dtype)
+
+
+def allocated_rows(rows: int) -> int:
+    """How many rows `empty_fp8` has memory for."""
+    return cdiv(rows, _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
 def quantize_fp8_ref(x: torch.Tensor, before_gemm: bool = False) -> FP8Activations:

@@ -11,9 +11,8 @@ from functools import cache, partial
 
 import torch
 
-from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.dispatch import is_deterministic
-from specbatch.kernels.elementwise.fp8_quantize import ROW_MULTIPLE, FP8Activations
+from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, allocated_rows
 from specbatch.kernels.gemm.split_k_triton import fills_device
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 
@@ -29,7 +28,9 @@ def takes(x: FP8Activations, weight: Weight) -> bool:
     assert weight.scales is not None
     is_block_scaled = not weight.is_per_channel and weight.scales.dtype == torch.float32
     is_aligned = n % SCALE_BLOCK == 0 and k % _COLUMN_MULTIPLE == 0 and weight.scales.is_contiguous()
-    is_whole = x.scales.stride(1) == _padded(rows) and x.scales.storage_offset() == 0  # no rows of other activations
+    is_whole = (
+        x.scales.stride(1) == allocated_rows(rows) and x.scales.storage_offset() == 0
+    )  # no rows of other activations
     return is_block_scaled and is_aligned and is_whole and fills_device(rows, n) and _is_supported(weight.values.device)
 
 
@@ -48,7 +49,7 @@ def fp8_linear(
     """`fp8_linear_ref` for operands that `takes` accepts: [T, N], in `out` if given; else in the memory of the
     residual, if there is one."""
     rows, k = x.values.shape
-    whole = _padded(rows)
+    whole = allocated_rows(rows)
     values = x.values.as_strided((whole, k), (k, 1))
     scales = x.scales.as_strided((whole, k // SCALE_BLOCK), (1, whole))
     assert weight.scales is not None
@@ -59,8 +60,3 @@ def fp8_linear(
     if residual is not None:
         return torch.add(residual, y, out=residual if out is None else out)
     return y if out is None else out.copy_(y)
-
-
-def _padded(rows: int) -> int:
-    """How many rows `empty_fp8` allocates."""
-    return cdiv(rows, ROW_MULTIPLE) * ROW_MULTIPLE
