@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from specbatch.kernels.common.kv_slots import kv_slots
+from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.dispatch import op
 
 
@@ -22,8 +23,8 @@ class PromptInputs(NamedTuple):
     @classmethod
     def empty(cls, count: int, device: torch.device) -> PromptInputs:
         """Uninitialized. Parts start at aligned addresses whatever the count, so no pass compiles a kernel again."""
-        whole = -(-count // 16) * 16
-        return cls(*torch.empty(4, whole, dtype=torch.int64, device=device)[:, :count])
+        whole = cdiv(count, 16) * 16
+        return cls(*torch.empty(len(cls._fields), whole, dtype=torch.int64, device=device)[:, :count])
 
     def first(self, count: int) -> PromptInputs:
         """The inputs of the first `count` rows."""

@@ -126,8 +126,8 @@ class PiecewiseGraphs:
         def static(*shape: int) -> torch.Tensor:
             return torch.zeros(most, *shape, dtype=model.dtype, device=model.device)
 
-        self._tokens, self._positions, self._owners, self._slots = (
-            torch.zeros(most, dtype=torch.int64, device=model.device) for _ in PromptInputs._fields
+        self._prompt = PromptInputs(
+            *(torch.zeros(most, dtype=torch.int64, device=model.device) for _ in PromptInputs._fields)
         )
         self._residual = static(config.hidden_size)
         # Layers differ in width, so each has its own view of these (see `_rows`).
@@ -173,10 +173,9 @@ class PiecewiseGraphs:
         is_whole = key in self._wholes and len(spans.counts) <= _most_spans(bucket)
         if is_whole:
             self._spans[key].load(spans)
-        inputs = PromptInputs(self._tokens, self._positions, self._owners, self._slots).first(bucket)
-        metadata.inputs_to(inputs, self._spans[key].table if is_whole else spans.table)
+        metadata.inputs_to(self._prompt.first(bucket), self._spans[key].table if is_whole else spans.table)
         if tokens is not None:
-            self._tokens[:count].copy_(tokens)
+            self._prompt.tokens[:count].copy_(tokens)
         else:
             assert metadata.has_tokens, "the pass has no tokens"
         if is_whole:
@@ -235,8 +234,8 @@ class PiecewiseGraphs:
         cache, place, mixer = self._cache, self._model.places[index], self._model.layers[index].mixer
         projected, out = _rows(self._projected, count, mixer.width), _rows(self._mixed, count, mixer.mixed)
         if isinstance(mixer, Attention) and isinstance(mixer.heads, LatentLayout):
-            positions, slots, caches = self._positions[:count], self._slots[:count], (cache.k[place], cache.v[place])
-            mixed = latent_prefill(projected, mixer.heads, positions, slots, *caches, spans)
+            prompt, caches = self._prompt.first(count), (cache.k[place], cache.v[place])
+            mixed = latent_prefill(projected, mixer.heads, prompt.positions, prompt.kv_slots, *caches, spans)
         elif isinstance(mixer, Attention):
             k_cache, v_cache, heads = cache.k[place], cache.v[place], mixer.heads
             q, k, v = self._q[:count], None, None
@@ -255,9 +254,8 @@ class PiecewiseGraphs:
         """The segments of `count` layers, in order. The residual stream passes from one to the next in memory of the
         graphs' pool."""
         model, layers = self._model, self._model.layers[:count]
-        tokens, positions, slots, q, k, last_input = (
-            static[:bucket] for static in (self._tokens, self._positions, self._slots, self._q, self._k, self._residual)
-        )
+        tokens, positions, _, slots = self._prompt.first(bucket)
+        q, k, last_input = (static[:bucket] for static in (self._q, self._k, self._residual))
         aux, inputs = (None if static is None else static[:bucket] for static in (self._aux, self._inputs))
         residual: list[torch.Tensor] = []
 

@@ -425,7 +425,8 @@ def test_static_bytes_are_those_of_the_buffers(
     model, cache = worker.decode_step.model.with_aux(aux), worker.decode_step.cache
     recorder: Any = FakeRecorder(torch.device("cpu"))
     piecewise = PiecewiseGraphs(model, cache, recorder, 48, worker.batch.page_table, needs_all_hidden=needs_all_hidden)
-    held = sum(item.nbytes for item in vars(piecewise).values() if isinstance(item, torch.Tensor))
+    tensors = [*vars(piecewise).values(), *piecewise._prompt]
+    held = sum(item.nbytes for item in tensors if isinstance(item, torch.Tensor))
     assert static_bytes(model.config, model.dtype, 48, needs_all_hidden=needs_all_hidden, aux=len(aux)) == held
 
 
