@@ -242,7 +242,7 @@ def latent_verify(
     rows, batch = count * heads.count, len(queries.lengths)
     tile = tile or tile_for(rows, projected.element_size())
     tiles = cdiv(rows, tile.block_m)
-    splits = splits or splits_for(batch * tiles, tile.block_m, capacity, projected.device)
+    splits = splits or splits_for(batch * tiles, tile.block_m, cdiv(capacity, 256), projected.device)
     grid = tiles, splits, batch
     return _attend(q, heads, k_cache, v_cache, grid, tile, queries.page_table, count, capacity, queries=queries)
 

@@ -8,6 +8,8 @@ import torch
 
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 
+LEAST_SPLIT = 64  # old keys of a split: the first step of the pipeline asks for so many before the wait
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -45,7 +47,12 @@ def tile_for(rows: int, programs: int, row_bytes: int, device: torch.device) -> 
     return Tile(min(64, next_power_of_2(rows)), 32, 4, 3, 168 if programs > 2 * processors else 255)
 
 
-def splits_for(programs: int, block_m: int, keys: int, device: torch.device) -> int:
-    """As many as processors hold when one split takes `programs`; of `keys` keys at most, none has less than 256."""
+def most_splits(keys: int) -> int:
+    """Of so many old keys at most: the last split then has the new keys alone, which take as long as a split's."""
+    return cdiv(keys, LEAST_SPLIT) + 1
+
+
+def splits_for(programs: int, block_m: int, most: int, device: torch.device) -> int:
+    """As many as processors hold when one split takes `programs`, and no more than `most`."""
     resident = (2 if block_m == 16 else 1) * _processors(device)
-    return max(1, min(resident // programs, -(-keys // 256)))
+    return max(1, min(resident // programs, most))
