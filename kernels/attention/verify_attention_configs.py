@@ -34,16 +34,16 @@ def tile_for(rows: int, programs: int, row_bytes: int, device: torch.device) -> 
 
     Where registers would not hold more, and where processors would idle, the query rows are spread over tiles that
     read the same keys, from the L2. Where there are more programs than processors hold otherwise, registers are limited
-    so that one of an H200's holds four of 16 query rows, or three of 64. Keys play no part: a graph is made for as many
+    so that one of an H200's holds four of 16 query rows, or three of 64; few programs are faster without the limit. Keys play no part: a graph is made for as many
     as there may ever be. To tune: `python -m specbatch.sweeps.microbench attention-tiles`.
     """
     processors = _processors(device)
     if row_bytes > 256:
         return Tile(16, 32 if row_bytes <= 512 else 16, 4, 3, 255)
-    if rows <= 16:
-        return Tile(16, 64, 8, 3, 128) if processors < programs <= 2 * processors else Tile(16, 32, 4, 3, 128)
     if programs * cdiv(rows, 16) <= processors:
         return Tile(16, 32, 4, 3, 255)
+    if rows <= 16:
+        return Tile(16, 64, 8, 3, 128) if programs <= 2 * processors else Tile(16, 32, 4, 3, 128)
     return Tile(min(64, next_power_of_2(rows)), 32, 4, 3, 168 if programs > 2 * processors else 255)
 
 
