@@ -46,12 +46,14 @@ def delta_verify(
     """
     batch, held = len(replay.rows), pending.k.shape[1]
     rows = len(qkv) // batch
-    columns = 32 if batch * heads.values * cdiv(heads.value_dim, 32) >= _FEW else 16
+    is_many = batch * heads.values * cdiv(heads.value_dim, 32) >= _FEW
+    is_chain = replay.path is None and replay.ancestors is None and max(rows, held) <= _CHAIN
+    is_chain &= rows == 1 or is_many  # a few programs wait for one row after the other
+    columns = 32 if is_many and (rows == 1 or not is_chain) else 16
     columns = min(columns, tile_side(heads.value_dim))
     o = qkv.new_empty(len(qkv), heads.values, heads.value_dim)
     block, sizes = tile_side(rows), sizes_of(heads, qkv)
-    is_chain = replay.path is None and replay.ancestors is None and max(rows, held) <= _CHAIN
-    if is_chain and (rows == 1 or columns == 32):  # a few programs wait for one row after the other
+    if is_chain:
         _chain[(cdiv(heads.value_dim, columns), heads.values, batch)](
             qkv, b, a, heads.a_log, heads.dt_bias, state, *pending, replay.rows, replay.counts, o,
             qkv.stride(0), b.stride(0), a.stride(0), state.stride(0), *(item.stride(0) for item in pending),
@@ -152,11 +154,15 @@ def _chain(
     KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
     N: tl.constexpr, HELD: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The recurrence, row by row. Few instructions between reading a state and writing it keep many loads in flight."""
+    """The recurrence, row by row. Few instructions between reading a state and writing it keep many loads in flight.
+
+    Loops are not unrolled, which takes fewer registers. The inputs of the next row are on their way while a row is
+    computed.
+    """
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
     key = head // (VALUES // KEYS)
     row = tl.load(rows + sequence)
-    folded = tl.load(count + row)
+    folded = tl.minimum(tl.load(count + row), HELD).to(tl.int32)
     k_column = tl.arange(0, BLOCK_K)
     v_column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_k, in_v = k_column < K, v_column < V
@@ -164,22 +170,34 @@ def _chain(
     in_state = in_k[:, None] & in_v[None, :]
     s = tl.load(cells, in_state, 0.0).to(tl.float32)
     if folded > 0:
-        for step in tl.static_range(HELD):
-            k_cells = old_k + row * k_stride + (step * KEYS + key) * K + k_column
-            u_cells = old_u + row * u_stride + (step * VALUES + head) * V + v_column
-            k = tl.load(k_cells, k_column < tl.where(folded > step, K, 0), 0.0).to(tl.float32)
-            u = tl.load(u_cells, v_column < tl.where(folded > step, V, 0), 0.0).to(tl.float32)
-            g = tl.load(old_g + row * g_stride + step * VALUES + head).to(tl.float32)
-            s = s * tl.exp(tl.where(folded > step, g, 0.0)) + k[:, None] * u[None, :]
+        k_cells = old_k + row * k_stride + key * K + k_column
+        u_cells = old_u + row * u_stride + head * V + v_column
+        g_cells = old_g + row * g_stride + head
+        next_k, next_u, next_g = tl.load(k_cells, in_k, 0.0), tl.load(u_cells, in_v, 0.0), tl.load(g_cells)
+        for step in tl.range(0, folded if HELD > 1 else 1, num_stages=1):
+            k, u, g = next_k.to(tl.float32), next_u.to(tl.float32), next_g.to(tl.float32)
+            if step + 1 < folded:
+                k_cells += KEYS * K
+                u_cells += VALUES * V
+                g_cells += VALUES
+                next_k, next_u, next_g = tl.load(k_cells, in_k, 0.0), tl.load(u_cells, in_v, 0.0), tl.load(g_cells)
+            s = s * tl.exp(g) + k[:, None] * u[None, :]
         if row != 0:  # several sequences may be the padding row at once; it stays as it is
             tl.store(cells, s.to(state.dtype.element_ty), in_state)
     wait_for_previous_kernel(PDL)
-    for step in tl.static_range(N):
+    heads = qkv + sequence * N * qkv_stride
+    q_cells = heads + key * K + k_column
+    v_cells = heads + 2 * KEYS * K + head * V + v_column
+    next_q, next_k = tl.load(q_cells, in_k, 0.0), tl.load(q_cells + KEYS * K, in_k, 0.0)
+    next_v = tl.load(v_cells, in_v, 0.0)
+    for step in tl.range(0, N, num_stages=1):
         token = sequence * N + step
-        heads = qkv + token * qkv_stride
-        q = tl.load(heads + key * K + k_column, in_k, 0.0).to(tl.float32)
-        k = tl.load(heads + (KEYS + key) * K + k_column, in_k, 0.0).to(tl.float32)
-        v = tl.load(heads + 2 * KEYS * K + head * V + v_column, in_v, 0.0).to(tl.float32)
+        q, k, v = next_q.to(tl.float32), next_k.to(tl.float32), next_v.to(tl.float32)
+        if step + 1 < N:
+            q_cells += qkv_stride
+            v_cells += qkv_stride
+            next_q, next_k = tl.load(q_cells, in_k, 0.0), tl.load(q_cells + KEYS * K, in_k, 0.0)
+            next_v = tl.load(v_cells, in_v, 0.0)
         q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * (K**-0.5)
         k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
         beta = tl.sigmoid(tl.load(b + token * b_stride + head).to(tl.float32))
@@ -187,7 +205,7 @@ def _chain(
         # Both sums are over the state before the row, so that neither waits for the other.
         u = beta * (v - fade * tl.sum(s * k[:, None], 0))
         out = fade * tl.sum(s * q[:, None], 0) + u * tl.sum(q * k, 0)
-        if step < N - 1:
+        if step + 1 < N:
             s = s * fade + k[:, None] * u[None, :]
         tl.store(o + (token * VALUES + head) * V + v_column, out.to(o.dtype.element_ty), in_v)
         if row != 0:
