@@ -83,7 +83,10 @@ def normalise(
     pending: Pending | None = None,
     replay: StateReplay | None = None,
 ) -> torch.Tensor:
-    """`gated_rms_norm_ref`, in the memory of o; keys and decays of a verify are kept."""
+    """`gated_rms_norm_ref`, in the memory of o; keys and decays of a verify are kept.
+
+    The previous kernel may write o, and of the other tensors none.
+    """
     sizes = sizes_of(heads, qkv)
     lines, tile = o.shape[0] * heads.values, max(1, _PROGRAM // next_power_of_2(heads.value_dim))
     k, g = (pending.k, pending.g) if pending is not None else (None, None)
@@ -297,25 +300,30 @@ def _norm(
     KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A line is one head of one token. After a verify it keeps that head's decay, and among the first also its key."""
+    """A line is one head of one token. After a verify it keeps that head's decay, and among the first also its key.
+
+    The previous kernel must have written o only: all else is read before it has ended. It may still read what a verify
+    kept, so all stores come after the wait.
+    """
     line = tl.program_id(0) * TILE + tl.arange(0, TILE)
     real = line < lines
     token, head = (line // VALUES).to(tl.int64), line % VALUES
     column = tl.arange(0, BLOCK_V)
     mask = real[:, None] & (column < V)[None, :]
     w = tl.load(weight + column, column < V, 0.0).to(tl.float32)
-    wait_for_previous_kernel(PDL)
-    cells = o + (token * VALUES + head)[:, None] * V + column[None, :]
     gate = tl.load(z + token[:, None] * z_stride + head[:, None] * V + column[None, :], mask, 0.0)
-    tl.store(cells, gated_norm(tl.load(cells, mask, 0.0), gate, w, eps, V), mask)
     if kept_k is not None:
         row = tl.load(rows + token // n, real, 0)
         place = token % n
-        real = real & (row != 0)
         g = decay_of(a + token * a_stride + head, a_log + head, dt_bias + head, real)
-        tl.store(kept_g + row * g_stride + place * VALUES + head, g.to(kept_g.dtype.element_ty), real)
-        column = tl.arange(0, BLOCK_K)
-        mask = (real & (head < KEYS))[:, None] & (column < K)[None, :]
-        k = unit(qkv + token[:, None] * qkv_stride + (KEYS + head)[:, None] * K + column[None, :], mask)
-        keep = kept_k + row[:, None] * k_stride + (place * KEYS + head)[:, None] * K + column[None, :]
-        tl.store(keep, k.to(kept_k.dtype.element_ty), mask)
+        k_column = tl.arange(0, BLOCK_K)
+        in_key = (real & (head < KEYS))[:, None] & (k_column < K)[None, :]
+        k = unit(qkv + token[:, None] * qkv_stride + (KEYS + head)[:, None] * K + k_column[None, :], in_key)
+    wait_for_previous_kernel(PDL)
+    cells = o + (token * VALUES + head)[:, None] * V + column[None, :]
+    tl.store(cells, gated_norm(tl.load(cells, mask, 0.0), gate, w, eps, V), mask)
+    if kept_k is not None:
+        is_kept = real & (row != 0)
+        tl.store(kept_g + row * g_stride + place * VALUES + head, g.to(kept_g.dtype.element_ty), is_kept)
+        keep = kept_k + row[:, None] * k_stride + (place * KEYS + head)[:, None] * K + k_column[None, :]
+        tl.store(keep, k.to(kept_k.dtype.element_ty), in_key & is_kept[:, None])
