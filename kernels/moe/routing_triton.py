@@ -59,10 +59,11 @@ def route(logits: torch.Tensor, rule: Routing, rows: int) -> tuple[torch.Tensor,
     settings = pdl(logits)
     sizes = {"E": rule.experts, "K": rule.top_k, "SHARED": rule.shared, "ROWS": rows, "COLUMNS": columns}
     _route_kernel[(tiles,)](
-        logits, rule.bias, rule.factors, weights, experts, counts, *plan, tokens, logits.stride(0), rule.scale,
-        SIGMOID=rule.score == "sigmoid", BIASED=rule.bias is not None, NORMALISE=rule.normalise, GATED=rule.gated,
-        GROUPS=rule.groups, TOP_GROUPS=rule.top_groups, BEST=rule.group_best, ALONE=tiles == 1, TILE=tile,
-        PLACES=next_power_of_2(rule.width), num_warps=min(8, tile), **sizes, **settings,
+        logits, rule.bias, rule.factors, weights, experts, counts, *plan, tokens, rule.scale,
+        STRIDE=logits.stride(0), SIGMOID=rule.score == "sigmoid", BIASED=rule.bias is not None,
+        NORMALISE=rule.normalise, GATED=rule.gated, GROUPS=rule.groups, TOP_GROUPS=rule.top_groups,
+        BEST=rule.group_best, ALONE=tiles == 1, TILE=tile, PLACES=next_power_of_2(rule.width),
+        WIDTH=min(columns, 32 * 16 // logits.element_size()), num_warps=min(8, tile), **sizes, **settings,
     )  # fmt: skip
     if tiles > 1:
         _running_kernel[(cdiv(columns, 16),)](counts, tiles, COLUMNS=columns, BLOCK=128, num_warps=4, **settings)
@@ -79,9 +80,16 @@ def _ordered(x):
 
 
 @triton.jit
+def _unordered(key):
+    """The float32 that `_ordered` makes this int32 of."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _first_greatest(keys, ids, END: tl.constexpr):
-    """The lowest of `ids` with the greatest key of each row."""
-    return tl.min(tl.where(keys == tl.max(keys, 1)[:, None], ids[None, :], END), 1)
+    """The greatest key of each row, and the lowest of `ids` with it."""
+    key = tl.max(keys, 1)
+    return key, tl.min(tl.where(keys == key[:, None], ids[None, :], END), 1)
 
 
 @triton.jit
@@ -108,7 +116,7 @@ def _in_best_groups(
     keys = tl.where((names < GROUPS)[None, :], _ordered(sums), LEAST)
     taken = tl.zeros(scores.shape, tl.int1)
     for _ in tl.static_range(TOP):
-        best = _first_greatest(keys, names, ENDS)
+        _, best = _first_greatest(keys, names, ENDS)
         keys = tl.where(names[None, :] == best[:, None], LEAST, keys)
         taken = taken | (ids[None, :] // SIZE == best[:, None])
     return taken
@@ -129,23 +137,25 @@ def _place(
     ids = tl.arange(0, COLUMNS)
     hit = (slot >= 0).to(tl.int32)
     before = tl.cumsum(hit, 0) - hit + base[None, :]
-    start = tl.cumsum(totals, 0) - totals
-    tl.store(order + start[None, :] + before, row[:, None] * (K + SHARED) + slot, slot >= 0)
     count = tl.cdiv(totals, ROWS)
-    first = tl.cumsum(count, 0) - count
+    both = (totals.to(tl.int64) << 32) + count  # two sums in one
+    ends = tl.cumsum(both, 0)
+    start = (ends >> 32).to(tl.int32) - totals
+    first = ends.to(tl.int32) - count
+    tl.store(order + start[None, :] + before, row[:, None] * (K + SHARED) + slot, slot >= 0)
     routed = tl.sum(count, 0)
-    shared = tl.cdiv(tokens, ROWS)  # blocks of each shared expert
+    shared = tl.cdiv(tokens, ROWS)  # blocks of each shared expert, and the most of another
+    # A block has no fewer tokens than a tile: one of each expert is enough.
+    mine, routed_block = tile < count, blocks + (first + tile) * 3
+    tl.store(routed_block, ids, mine)
+    tl.store(routed_block + 1, start + tile * ROWS, mine)
+    tl.store(routed_block + 2, start + tl.minimum((tile + 1) * ROWS, totals), mine)
     if tile == 0:
-        for i in range(tl.max(count, 0)):
-            mine, block = i < count, blocks + (first + i) * 3
-            tl.store(block, ids, mine)
-            tl.store(block + 1, start + i * ROWS, mine)
-            tl.store(block + 2, start + tl.minimum((i + 1) * ROWS, totals), mine)
         tl.store(used, routed + SHARED * shared)
     for j in tl.static_range(SHARED):
         pairs = (K + j) * tokens  # in `order` before those of this shared expert
         tl.store(order + pairs + row, row * (K + SHARED) + K + j, row < tokens)
-        if tile < shared:  # a block has no fewer tokens than a tile: one each is enough
+        if tile < shared:
             block = blocks + (routed + j * shared + tile) * 3
             tl.store(block, E + j)
             tl.store(block + 1, pairs + tile * ROWS)
@@ -154,20 +164,27 @@ def _place(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _route_kernel(
-    logits, bias, factors, weights, experts, counts, order, blocks, used, tokens, stride, scale,
+    logits, bias, factors, weights, experts, counts, order, blocks, used, tokens, scale, STRIDE: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALISE: tl.constexpr, GATED: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr, ALONE: tl.constexpr, TILE: tl.constexpr,
-    PLACES: tl.constexpr, PDL: tl.constexpr,
+    PLACES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     LEAST: tl.constexpr = -2147483648
+    # A float32 that was a number of 16 bits ends in 13 zeros, where there is room for an expert, the lower the greater:
+    # one maximum finds the first of the greatest.
+    LAST_ID: tl.constexpr = 0x1FFF
+    PACKED: tl.constexpr = not SIGMOID and logits.dtype.element_ty.primitive_bitwidth == 16 and COLUMNS <= LAST_ID + 1
     tile = tl.program_id(0)
     row = tile * TILE + tl.arange(0, TILE)
     ids, place = tl.arange(0, COLUMNS), tl.arange(0, PLACES)
     real, exists = row < tokens, (ids < E)[None, :]
+    mine = logits + row.to(tl.int64) * STRIDE
+    # 32 threads read WIDTH logits of a token, 16 bytes each: a warp has all of a token, and its maxima need no other.
+    part, lane = tl.arange(0, COLUMNS // WIDTH)[:, None, None] * WIDTH, tl.arange(0, WIDTH)[None, None, :]
     wait_for_previous_kernel(PDL)
-    mine = logits + row.to(tl.int64) * stride
-    scores = tl.load(mine[:, None] + ids[None, :], real[:, None] & exists, other=0.0).to(tl.float32)
+    read = tl.load(mine[None, :, None] + part + lane, real[None, :, None] & (part + lane < E), other=0.0)
+    scores = tl.reshape(tl.permute(read, (1, 0, 2)), [TILE, COLUMNS]).to(tl.float32)
     if SIGMOID:
         scores = tl.sigmoid(scores)
         if BIASED:
@@ -175,26 +192,40 @@ def _route_kernel(
     allowed = exists
     if GROUPS > 1:
         allowed = exists & _in_best_groups(scores, ids, E, GROUPS, TOP_GROUPS, BEST, TILE)
-    keys = tl.where(allowed, _ordered(scores), LEAST)
-    slot = tl.full([TILE, COLUMNS], -1, tl.int32)
+    keys = _ordered(scores)
+    if PACKED:
+        keys = (keys & ~LAST_ID) | (LAST_ID - ids)[None, :]
+    keys = tl.where(allowed, keys, LEAST)
     chosen = tl.zeros([TILE, PLACES], tl.int32) + E - K + place[None, :]  # right for the shared ones
     values = tl.zeros([TILE, PLACES], tl.float32)
+    top = tl.zeros([TILE], tl.float32)
+    total = tl.zeros([TILE], tl.float32)
     for j in tl.static_range(K):
-        best = _first_greatest(keys, ids, COLUMNS)
-        is_best = ids[None, :] == best[:, None]
-        keys = tl.where(is_best, LEAST, keys)
-        slot = tl.where(is_best & real[:, None], j, slot)
+        if PACKED:
+            key = tl.max(keys, 1)
+            best = LAST_ID - (key & LAST_ID)
+            is_best = keys == key[:, None]
+        else:
+            key, best = _first_greatest(keys, ids, COLUMNS)
+            is_best = ids[None, :] == best[:, None]
+        keys = tl.where(is_best, LEAST + 1 + j, keys)  # less than that of any number
+        if BIASED:
+            value = tl.sigmoid(tl.load(mine + best, real, other=0.0).to(tl.float32))
+        else:
+            value = _unordered(key & ~LAST_ID if PACKED else key)
+        if not SIGMOID:
+            if j == 0:
+                top = value
+            value = tl.exp(value - top)
+        total += value
         chosen = tl.where(place[None, :] == j, best[:, None], chosen)
-        value = tl.load(mine + best, real, other=0.0).to(tl.float32)
         values = tl.where(place[None, :] == j, value[:, None], values)
+    slot = tl.where((keys <= LEAST + K) & real[:, None], (keys & 0x7FFFFFFF) - 1, -1)
     routed = (place < K)[None, :]
     if SIGMOID:
-        values = tl.where(routed, tl.sigmoid(values), 0.0)
-        total = tl.sum(values, 1) + 1e-20
-    else:
-        top = tl.max(tl.where(routed, values, -float("inf")), 1)
-        values = tl.where(routed, tl.exp(values - top[:, None]), 0.0)
-        total = tl.sum(values if NORMALISE else tl.where(exists, tl.exp(scores - top[:, None]), 0.0), 1)
+        total += 1e-20
+    elif not NORMALISE:
+        total = tl.sum(tl.where(exists, tl.exp(scores - top[:, None]), 0.0), 1)
     if NORMALISE or not SIGMOID:
         values = values / total[:, None]
     values *= scale
