@@ -145,20 +145,23 @@ def _place(
     ids = tl.arange(0, COLUMNS)
     hit = (slot >= 0).to(tl.int32)
     before = tl.cumsum(hit, 0) - hit + base[None, :]
-    count = tl.cdiv(totals, ROWS)
-    # Two sums in one; a tile alone has fewer pairs than 2 ** 15.
+    # Pairs and blocks of each expert, summed at once; a tile alone has fewer pairs than 2 ** 15.
     HALF: tl.constexpr = 16 if ALONE else 32
-    ends = tl.cumsum((totals.to(tl.int32 if ALONE else tl.int64) << HALF) + count, 0)
-    start = (ends >> HALF).to(tl.int32) - totals
-    first = (ends & ((1 << HALF) - 1)).to(tl.int32) - count
+    LOW: tl.constexpr = (1 << HALF) - 1
+    sizes = (totals.to(tl.int32 if ALONE else tl.int64) << HALF) + tl.cdiv(totals, ROWS)
+    ends = tl.cumsum(sizes, 0)
+    starts = ends - sizes
+    start, first = (starts >> HALF).to(tl.int32), (starts & LOW).to(tl.int32)
+    end, last = (ends >> HALF).to(tl.int32), (ends & LOW).to(tl.int32)
     tl.store(order + start[None, :] + before, row[:, None] * (K + SHARED) + slot, slot >= 0)
-    routed = tl.sum(count, 0)
+    routed = tl.max(last, 0)
     shared = tl.cdiv(tokens, ROWS)  # blocks of each shared expert, and the most of another
     # A block has no fewer tokens than a tile: one of each expert is enough.
-    mine, routed_block = tile < count, blocks + (first + tile) * 3
+    mine, routed_block = first + tile < last, blocks + (first + tile) * 3
+    begin = start + tile * ROWS
     tl.store(routed_block, ids, mine)
-    tl.store(routed_block + 1, start + tile * ROWS, mine)
-    tl.store(routed_block + 2, start + tl.minimum((tile + 1) * ROWS, totals), mine)
+    tl.store(routed_block + 1, begin, mine)
+    tl.store(routed_block + 2, tl.minimum(begin + ROWS, end), mine)
     if tile == 0:
         tl.store(used, routed + SHARED * shared)
     for j in tl.static_range(SHARED):
@@ -200,6 +203,10 @@ def _route_kernel(
     column = tl.arange(0, COLUMNS // WIDTH)[None, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
     wait_for_previous_kernel(PDL)
     read = tl.load(mine[:, None, None] + column, real[:, None, None] & (column < E), other=0.0)
+    if GATED:
+        gate = tl.sigmoid(tl.load(mine + E, real, other=0.0).to(tl.float32))
+    else:
+        gate = tl.full([TILE], 1.0, tl.float32)
     scores = tl.reshape(read, [TILE, COLUMNS]).to(tl.float32)
     if SIGMOID:
         scores = tl.sigmoid(scores)
@@ -250,9 +257,6 @@ def _route_kernel(
     if factors is not None:
         values *= tl.load(factors + chosen, routed, other=1.0)
     if SHARED:
-        gate = tl.full([TILE], 1.0, tl.float32)
-        if GATED:
-            gate = tl.sigmoid(tl.load(mine + E, real, other=0.0).to(tl.float32))
         values = tl.where(routed, values, gate[:, None])
     at = row.to(tl.int64)[:, None] * (K + SHARED) + place[None, :]
     inside = real[:, None] & (place < K + SHARED)[None, :]
