@@ -203,10 +203,9 @@ def _route_kernel(
     column = tl.arange(0, COLUMNS // WIDTH)[None, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
     wait_for_previous_kernel(PDL)
     read = tl.load(mine[:, None, None] + column, real[:, None, None] & (column < E), other=0.0)
+    gate = tl.full([TILE], 1.0, tl.float32)
     if GATED:
         gate = tl.sigmoid(tl.load(mine + E, real, other=0.0).to(tl.float32))
-    else:
-        gate = tl.full([TILE], 1.0, tl.float32)
     scores = tl.reshape(read, [TILE, COLUMNS]).to(tl.float32)
     if SIGMOID:
         scores = tl.sigmoid(scores)
