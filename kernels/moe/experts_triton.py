@@ -45,8 +45,8 @@ class Tile(NamedTuple):
 
 
 _TILES = {  # rows of a block: for weights of two bytes a value, and of one
-    16: (Tile(64, 128, 4, 4), Tile(128, 128, 8, 3)),
-    32: (Tile(64, 128, 4, 4), Tile(128, 128, 4, 3)),
+    16: (Tile(64, 128, 4, 4), Tile(64, 128, 4, 3)),
+    32: (Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
     64: (Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
     128: (Tile(256, 64, 8, 4), Tile(128, 64, 8, 4)),
 }
