@@ -24,7 +24,7 @@ from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
-_PROGRAM = 2048  # elements of a program of the norm
+_PROGRAM = 1024  # elements of a program of the norm
 _FEW = 512  # programs of a verify: with fewer, each takes less of a state
 _CHAIN = 4  # rows of a chain, new or replayed, that are few
 
@@ -55,7 +55,7 @@ def delta_verify(
     grid = cdiv(heads.value_dim, columns), heads.values, batch
     tensors = qkv, b, a, heads.a_log, heads.dt_bias, state, *pending, replay.rows, replay.counts
     strides = [x.stride(0) for x in (qkv, b, a, state, *pending)]
-    if is_chain and (rows == 1 or is_many):
+    if is_chain:
         common = {name: sizes[name] for name in ("KEYS", "VALUES", "K", "V", "BLOCK_K")}
         common |= {"HELD": held, "HELD_BLOCK": next_power_of_2(held), "COLUMNS": columns, "num_warps": 1, **pdl(qkv)}
         if rows == 1:
