@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
 from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending
 from specbatch.kernels.recurrent.state_replay import StateReplay
@@ -379,6 +379,7 @@ def _norm(
     The previous kernel must have written o only: all else is read before it has ended. It may still read what a verify
     kept, so all stores come after the wait.
     """
+    let_next_kernel_start(PDL)
     line = tl.program_id(0) * TILE + tl.arange(0, TILE)
     real = line < lines
     token, head = (line // VALUES).to(tl.int64), line % VALUES
