@@ -206,6 +206,10 @@ class Speculation:
         return 0 if self.algorithm == NO_SPECULATION else self.shape.tokens
 
     @property
+    def drafts_trees(self) -> bool:
+        return self.algorithm != NO_SPECULATION and self.shape.topk > 1
+
+    @property
     def depth(self) -> int:
         """Drafts that a verify can accept: of a chain all, of a tree one for each step."""
         return 0 if self.algorithm == NO_SPECULATION else self.shape.steps

@@ -93,7 +93,7 @@ class Linear:
     def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """silu(g) * u for [g | u] = norm(x) @ weight.T + bias: x [T, in] -> [T, out / 2]."""
         if runs_kernels(x):
-            from specbatch.kernels.gemm import fixed_order, gated_gemm_triton, skinny_gemm_triton
+            from specbatch.kernels.gemm import fixed_order, skinny_gemm_triton
 
             if is_deterministic() and fixed_order.takes(self._weight):
                 return fixed_order.fixed_order_gated(rms_norm(x, *norm), self._weight, self.bias)
@@ -101,8 +101,6 @@ class Linear:
                 return skinny_gemm_triton.skinny_gated(
                     x, self._weight, self.bias, norm_weight=norm.weight, eps=norm.eps
                 )
-            if not is_deterministic() and gated_gemm_triton.takes(x, self._weight, self.bias):
-                return gated_gemm_triton.gated_gemm(rms_norm(x, *norm), self._weight)
         return silu_and_mul(self(x, norm=norm))
 
     def after_gate(

@@ -48,8 +48,7 @@ def delta_verify(
     rows = len(qkv) // batch
     is_many = batch * heads.values * cdiv(heads.value_dim, 32) >= _FEW
     is_chain = replay.path is None and replay.ancestors is None and max(rows, held) <= _CHAIN
-    columns = 32 if is_many and not (is_chain and rows > 1) else 16
-    columns = min(columns, tile_side(heads.value_dim))
+    columns = min(32 if is_many or (is_chain and rows > 1) else 16, tile_side(heads.value_dim))
     o = qkv.new_empty(len(qkv), heads.values, heads.value_dim)
     block, sizes = tile_side(rows), sizes_of(heads, qkv)
     grid = cdiv(heads.value_dim, columns), heads.values, batch
@@ -57,11 +56,12 @@ def delta_verify(
     strides = [x.stride(0) for x in (qkv, b, a, state, *pending)]
     if is_chain:
         common = {name: sizes[name] for name in ("KEYS", "VALUES", "K", "V", "BLOCK_K")}
-        common |= {"HELD": held, "HELD_BLOCK": next_power_of_2(held), "COLUMNS": columns, "num_warps": 1, **pdl(qkv)}
+        common |= {"HELD": held, "HELD_BLOCK": next_power_of_2(held), "COLUMNS": columns, **pdl(qkv)}
         if rows == 1:
-            _one_row[grid](*tensors, o, *strides, **common)
+            _one_row[grid](*tensors, o, *strides, num_warps=1, **common)
         else:
-            _chain[grid](*tensors, o, *strides, N=rows, ROWS=_CHAIN, PRECISION=sizes["PRECISION"], **common)
+            precision, warps = sizes["PRECISION"], columns // 16
+            _chain[grid](*tensors, o, *strides, N=rows, ROWS=_CHAIN, PRECISION=precision, num_warps=warps, **common)
         return normalise(o, qkv, z, a, heads, pending, replay)
     full = columns == 32 and block == 16 and sizes["PRECISION"] == "tf32"
     _verify[grid](

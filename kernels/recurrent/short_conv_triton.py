@@ -22,7 +22,7 @@ _CHANNELS = 128  # of a program of a prompt pass
 _TOKENS = MOST_TAPS - 1  # and its rows; as many as a window may have
 _PROGRAM = 1024  # elements of a program of a verify
 _CHAIN = 8  # rows of a chain that are few
-_CHAIN_CHANNELS = 128  # of a program of a chain, one warp
+_CHAIN_CHANNELS = 512  # of a program of a chain
 
 
 def conv_prefill(
@@ -71,7 +71,7 @@ def conv_verify(
     sizes = {"N": rows, "TAPS": weight.shape[1], "SILU": activation, "enable_fp_fusion": False, **pdl(x)}
     if replay.ancestors is None and rows <= _CHAIN:
         _chain[(cdiv(x.shape[1], _CHAIN_CHANNELS), len(replay.rows))](
-            *tensors, y, *strides, _stride(replay.path), x.shape[1], CHANNELS=_CHAIN_CHANNELS, num_warps=1, **sizes
+            *tensors, y, *strides, _stride(replay.path), x.shape[1], CHANNELS=_CHAIN_CHANNELS, num_warps=4, **sizes
         )
         return y
     block = next_power_of_2(rows)
