@@ -34,8 +34,9 @@ def tile_for(rows: int, programs: int, row_bytes: int, device: torch.device) -> 
 
     Where registers would not hold more, and where processors would idle, the query rows are spread over tiles that
     read the same keys, from the L2. Where there are more programs than processors hold otherwise, registers are limited
-    so that one of an H200's holds four of 16 query rows, or three of 64; few programs are faster without the limit. Keys play no part: a graph is made for as many
-    as there may ever be. To tune: `python -m specbatch.sweeps.microbench attention-tiles`.
+    so that one of an H200's holds four of 16 query rows, or three of 64; few programs are faster without the limit.
+    Keys play no part: a graph is made for as many as there may ever be. To tune:
+    `python -m specbatch.sweeps.microbench attention-tiles`.
     """
     processors = _processors(device)
     if row_bytes > 256:

@@ -1,7 +1,8 @@
 """cuBLASLt GEMM for many rows of FP8 activations and FP8 weights with a scale per 128 x 128 values (W8A8).
 
-On an H200 it was the faster GEMM from 48 rows on (`results/h200/experiments.md`); fewer have a kernel of their own. The recipe is that of DeepSeek-V3 (section 3.3): activations are scaled
-per row and 128 columns, and sums of 128 products are scaled and added in float32.
+On an H200 it was the faster GEMM from 48 rows on (`results/h200/experiments.md`); up to 32 rows have a kernel of their
+own. The recipe is that of DeepSeek-V3 (section 3.3): activations are scaled per row and 128 columns, and sums of 128
+products are scaled and added in float32.
 """
 
 from __future__ import annotations

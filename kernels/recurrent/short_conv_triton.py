@@ -274,10 +274,10 @@ def _chain(
         if kept is not None:
             place = tl.load(kept + row * kept_stride + place, ~is_old, 0)
         source = tl.where(is_old, window + at * width, pending + place * width)
-        inputs += (tl.load(source + channel, inside, 0.0),)
+        inputs += (tl.load(source + channel, inside, 0.0),)  # type: ignore[assignment]
     taps = ()
     for back in tl.static_range(TAPS):
-        taps += (_tap(weight, back, weight_stride, tap_stride, channel, width, TAPS),)
+        taps += (_tap(weight, back, weight_stride, tap_stride, channel, width, TAPS),)  # type: ignore[assignment]
     added = _rows(bias, 0, 0, channel, inside)
     # Every thread has read what is replayed. Most store what they have loaded themselves, but with a width or strides
     # that are no multiples of 16 the compiler may divide loads and stores differently.
@@ -287,14 +287,14 @@ def _chain(
     line = sequence * N
     gates = ()
     for node in tl.static_range(N):
-        inputs += (_inputs(x, before, line + node, x_stride, before_stride, channel, inside),)
+        inputs += (_inputs(x, before, line + node, x_stride, before_stride, channel, inside),)  # type: ignore[assignment]
         if after is not None:
-            gates += (_rows(after, line + node, after_stride, channel, inside),)
+            gates += (_rows(after, line + node, after_stride, channel, inside),)  # type: ignore[assignment]
     for node in tl.static_range(N):
         sums = tl.zeros([CHANNELS], tl.float32)
         for back in tl.static_range(TAPS):
             sums += taps[back] * inputs[node + TAPS - 1 - back].to(tl.float32)
-        gate = None
+        gate = None  # type: ignore[var-annotated]
         if after is not None:
             gate = gates[node]
         values = _finished(sums, added, gate, y.dtype.element_ty, SILU)
@@ -303,5 +303,5 @@ def _chain(
         for slot in tl.static_range(TAPS - 1):
             tl.store(window + slot * width + channel, inputs[slot], inside)
         for node in tl.static_range(N):
-            u = inputs[node + TAPS - 1]
+            u = inputs[node + TAPS - 1]  # type: ignore[var-annotated]
             tl.store(pending + node * width + channel, u.to(pending.dtype.element_ty), inside)

@@ -16,7 +16,6 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from specbatch import Engine, EngineConfig, Graphs, SamplingParams, Speculation
@@ -80,8 +79,9 @@ def _rows(engine: Engine, batch: int, context: int, most: int) -> Iterator[Row]:
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             iterations = run(new_tokens)
             torch.cuda.synchronize()
-        events = (event for event in found.events() if event.device_type == DeviceType.CUDA)
-        return iterations, totals(Interval(event.name, event.time_range.start, event.time_range.end) for event in events)
+        events = (event for event in found.events() if event.device_type.name == "CUDA")
+        times = ((event.name, event.time_range) for event in events)
+        return iterations, totals(Interval(name, time.start, time.end) for name, time in times)
 
     run(LONG)
     short_steps, short = profiled(SHORT)
