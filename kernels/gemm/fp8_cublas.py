@@ -1,7 +1,7 @@
 """cuBLASLt GEMM for many rows of FP8 activations and FP8 weights with a scale per 128 x 128 values (W8A8).
 
-On an H200 it was the faster GEMM from 48 rows on (`results/h200/experiments.md`); up to 32 rows have a kernel of their
-own. The recipe is that of DeepSeek-V3 (section 3.3): activations are scaled per row and 128 columns, and sums of 128
+On an H200 it was the faster GEMM from 36 rows on, but for small weights (`results/h200/experiments.md`). Up to 32 rows
+have a kernel of their own. The recipe is that of DeepSeek-V3 (section 3.3): activations are scaled per row and 128 columns, and sums of 128
 products are scaled and added in float32.
 """
 
@@ -16,6 +16,7 @@ from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, allocated
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 
 _MIN_ROWS = 33
+_SMALL_WEIGHT, _SMALL_ROWS = 1 << 22, 512  # elements; with so many rows our kernel takes less time
 _COLUMN_MULTIPLE = 4 * SCALE_BLOCK  # rows of the weight's scales start at multiples of 16 bytes
 
 
@@ -23,6 +24,8 @@ def takes(x: FP8Activations, weight: Weight) -> bool:
     """Whether cuBLASLt supports these operands and is faster than our kernel."""
     rows, (n, k) = len(x.values), weight.values.shape
     if is_deterministic() or rows < _MIN_ROWS:  # cuBLASLt chooses an algorithm by the number of rows
+        return False
+    if n * k <= _SMALL_WEIGHT and rows <= _SMALL_ROWS:
         return False
     assert weight.scales is not None
     is_block_scaled = not weight.is_per_channel and weight.scales.dtype == torch.float32
