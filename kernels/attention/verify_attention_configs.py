@@ -8,7 +8,7 @@ import torch
 
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 
-LEAST_SPLIT = 64  # old keys of a split: the first step of the pipeline asks for so many before the wait
+LEAST_SPLIT = 64  # fewest old keys of a split: as many as the pipeline loads before the wait
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ def _processors(device: torch.device) -> int:
 def tile_for(rows: int, programs: int, row_bytes: int, device: torch.device) -> Tile:
     """For `rows` query rows of each of `programs` KV heads in all, whose keys have `row_bytes` each.
 
-    Where registers would not hold more, and where processors would idle, the query rows are spread over tiles that
-    read the same keys, from the L2. Where there are more programs than processors hold otherwise, registers are limited
-    so that one of an H200's holds four of 16 query rows, or three of 64; few programs are faster without the limit.
+    Where registers hold no more rows, or processors would idle, query rows are spread over several tiles, which read
+    the same keys from the L2. With more programs than would fit, registers are limited so that a processor of an H200
+    holds four programs of 16 query rows, or three of 64; with few programs the limit only costs time.
     Keys play no part: a graph is made for as many as there may ever be. To tune:
     `python -m specbatch.sweeps.microbench attention-tiles`.
     """
@@ -49,7 +49,8 @@ def tile_for(rows: int, programs: int, row_bytes: int, device: torch.device) -> 
 
 
 def most_splits(keys: int) -> int:
-    """Of so many old keys at most: the last split then has the new keys alone, which take as long as a split's."""
+    """For at most this many old keys. The last split then has only the new keys, which take about as long as a split of
+    old ones."""
     return cdiv(keys, LEAST_SPLIT) + 1
 
 

@@ -317,8 +317,8 @@ def verify_attention(
     many programs share the old keys of a tile; tile: its configuration; both are chosen by the sizes if None.
 
     All inputs but qkv are read before the previous kernel, as a rule the qkv GEMM, has ended: that kernel must not
-    write them. The writes of any earlier kernel are visible, because every kernel here lets the next one start only
-    after its own wait, that is, when all kernels before it have ended.
+    write them. The writes of any earlier kernel are visible, because a GEMM lets the next kernel start only after its
+    own wait, that is, when all kernels before it have ended.
     """
     n, first = queries.num_queries, queries.first_node
     batch, table_pages, page_size = len(queries.lengths), queries.page_table.shape[1], k_cache.shape[1]

@@ -1,8 +1,8 @@
 """cuBLASLt GEMM for many rows of FP8 activations and FP8 weights with a scale per 128 x 128 values (W8A8).
 
 On an H200 it was the faster GEMM from 36 rows on, but for small weights (`results/h200/experiments.md`). Up to 32 rows
-have a kernel of their own. The recipe is that of DeepSeek-V3 (section 3.3): activations are scaled per row and 128 columns, and sums of 128
-products are scaled and added in float32.
+have a kernel of their own. The recipe is that of DeepSeek-V3 (section 3.3): activations are scaled per row and 128
+columns, and sums of 128 products are scaled and added in float32.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 A token and one of its experts are a pair; pair t * width + j is token t's j-th choice. `Plan` has the pairs sorted by
 expert, those of an expert in order of their tokens, and cut into blocks. Up to 16 tokens are routed and sorted in one
-launch. More are routed in tiles of 16, which also count their pairs per expert; a second launch sums the counts over
-the tiles and puts every pair in its place. With many tiles a launch between them sums the counts. As the experts of a
-token differ, a tile is a matrix of tokens and experts, and the place of a pair is a sum down a column: no atomics, no
-sorting network.
+launch. More are routed in tiles of 16, which also count their pairs per expert; a second launch puts every pair in its
+place. Each of its programs sums the counts itself or, with many tiles, reads the sums of a launch in between. As the
+experts of a token differ, a tile is a matrix of tokens and experts, and the place of a pair is a sum down a column: no
+atomics, no sorting network.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.moe.routing import Routing
 
 TILE = 16  # tokens
-FEW_TILES = 64  # up to so many, each program sums the counts itself: that takes less time than another launch
+FEW_TILES = 64  # up to this many, each program sums the counts itself, which is faster than another launch
 
 
 class Plan(NamedTuple):
@@ -46,7 +46,7 @@ def route(logits: torch.Tensor, rule: Routing, rows: int) -> tuple[torch.Tensor,
     tokens, device = len(logits), logits.device
     assert logits.stride(1) == 1, "the logits of a token must be adjacent"
     assert rows >= TILE, f"blocks of {rows} rows are smaller than a tile"
-    assert rule.top_k < 128, f"{rule.top_k} choices are not counted in a byte"
+    assert rule.top_k < 128, f"{rule.top_k} choices do not fit in an int8"
     weights = torch.empty(tokens, rule.width, device=device)
     experts = torch.empty(tokens, rule.width, device=device, dtype=torch.int32)
     plan = Plan(
@@ -156,7 +156,8 @@ def _place(
     tl.store(order + start[None, :] + before, row[:, None] * (K + SHARED) + slot, slot >= 0)
     routed = tl.max(last, 0)
     shared = tl.cdiv(tokens, ROWS)  # blocks of each shared expert, and the most of another
-    # A block has no fewer tokens than a tile: one of each expert is enough.
+    # A block has at least as many rows as a tile has tokens, so an expert has no more blocks than there are tiles: each
+    # tile writes at most one block of each expert.
     mine, routed_block = first + tile < last, blocks + (first + tile) * 3
     begin = start + tile * ROWS
     tl.store(routed_block, ids, mine)
@@ -176,7 +177,8 @@ def _place(
 
 @triton.jit
 def _cells(tile, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """Places of a tile's [TILE, COLUMNS] in [tiles, COLUMNS, TILE], where a thread reads all tokens of an expert."""
+    """Where a tile's [TILE, COLUMNS] lies in [tiles, COLUMNS, TILE], an order in which one thread reads all tokens of an
+    expert."""
     return (tile.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]) * TILE + tl.arange(0, TILE)[:, None]
 
 
@@ -189,8 +191,8 @@ def _route_kernel(
     PLACES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     LEAST: tl.constexpr = -2147483648
-    # A float32 that was a number of 16 bits ends in 13 zeros, where there is room for an expert, the lower the greater:
-    # one maximum finds the first of the greatest.
+    # A 16-bit number widened to float32 ends in 13 zero bits. They take the expert's id, inverted so that the lower id
+    # wins a tie: one maximum finds the first of the greatest.
     LAST_ID: tl.constexpr = 0x1FFF
     PACKED: tl.constexpr = not SIGMOID and logits.dtype.element_ty.primitive_bitwidth == 16 and COLUMNS <= LAST_ID + 1
     tile = tl.program_id(0)
@@ -218,7 +220,7 @@ def _route_kernel(
     if PACKED:
         keys = (keys & ~LAST_ID) | (LAST_ID - ids)[None, :]
     keys = tl.where(allowed, keys, LEAST)
-    chosen = tl.zeros([TILE, PLACES], tl.int32) + E - K + place[None, :]  # right for the shared ones
+    chosen = tl.zeros([TILE, PLACES], tl.int32) + E - K + place[None, :]  # already right for the shared experts
     values = tl.zeros([TILE, PLACES], tl.float32)
     top = tl.zeros([TILE], tl.float32)
     total = tl.zeros([TILE], tl.float32)
@@ -309,7 +311,7 @@ def _place_kernel(
 @triton.jit
 def _sums(counts, tile, tiles, COLUMNS: tl.constexpr):
     """int32 [COLUMNS]: the sums of counts [tiles, COLUMNS], of the rows before `tile` and of all."""
-    SOME: tl.constexpr = 32  # loads under way at once
+    SOME: tl.constexpr = 32  # loads in flight at once
     ids = tl.arange(0, COLUMNS)
     both = tl.zeros([COLUMNS], tl.int32)
     for start in range(0, tiles, SOME):

@@ -8,7 +8,7 @@ the new rows, once all programs of the previous kernel have read those of the la
 walk of the state from chunk to chunk, for some columns each; and the same norm.
 
 Products of float32 models are exact (no tf32). A verify of others adds in float32, since its state lives for thousands
-of verifies; it rounds factors to tf32, or for a chain of few rows splits the state into two numbers of their type.
+of verifies; it rounds factors to tf32, but for a short chain splits the state into two BF16 numbers or three of tf32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specbatch.kernels.recurrent.state_replay import StateReplay
 
 _PROGRAM = 1024  # elements of a program of the norm
 _FEW = 512  # programs of a verify: with fewer, each takes less of a state
-_CHAIN = 4  # rows of a chain, new or replayed, that are few
+_CHAIN = 4  # chains of up to this many rows, new or replayed, count as short
 
 
 def delta_verify(
@@ -85,7 +85,7 @@ def normalise(
 ) -> torch.Tensor:
     """`gated_rms_norm_ref`, in the memory of o; keys and decays of a verify are kept.
 
-    The previous kernel may write o, and of the other tensors none.
+    The previous kernel may write o, but none of the other tensors.
     """
     sizes = sizes_of(heads, qkv)
     lines, tile = o.shape[0] * heads.values, max(1, _PROGRAM // next_power_of_2(heads.value_dim))
@@ -170,19 +170,18 @@ def _replayed(
     if folded > 0:
         k_cells = old_k + row * k_stride + head // (VALUES // KEYS) * K + k_column
         u_cells = old_u + row * u_stride + head * V + v_column
-        g_cells = old_g + row * g_stride + head
         step = tl.arange(0, HELD_BLOCK)
-        later = tl.sum(tl.load(g_cells + step * VALUES, step < folded, 0.0).to(tl.float32), 0)
-        next_k, next_u, next_g = tl.load(k_cells, in_k, 0.0), tl.load(u_cells, in_v, 0.0), tl.load(g_cells)
-        s *= tl.exp(later)
+        g_cells = old_g + row * g_stride + head + step * VALUES
+        g = tl.load(g_cells, step < folded, 0.0).to(tl.float32)
+        next_k, next_u = tl.load(k_cells, in_k, 0.0), tl.load(u_cells, in_v, 0.0)
+        s *= tl.exp(tl.sum(g, 0))
         for done in tl.range(1, folded + 1 if HELD > 1 else 2, num_stages=1):
-            later -= next_g.to(tl.float32)
+            later = tl.sum(tl.where(step >= done, g, 0.0), 0)  # a difference of sums would lose digits
             k, u = next_k.to(tl.float32), next_u.to(tl.float32) * tl.exp(later)
             if done < folded:
                 k_cells += KEYS * K
                 u_cells += VALUES * V
-                g_cells += VALUES
-                next_k, next_u, next_g = tl.load(k_cells, in_k, 0.0), tl.load(u_cells, in_v, 0.0), tl.load(g_cells)
+                next_k, next_u = tl.load(k_cells, in_k, 0.0), tl.load(u_cells, in_v, 0.0)
             s += k[:, None] * u[None, :]
         if row != 0:  # several sequences may be the padding row at once; it stays as it is
             tl.store(cells, s.to(state.dtype.element_ty), in_state)
@@ -234,8 +233,8 @@ def _chain(
 ):  # fmt: skip
     """All rows on the state before them. Tensor cores multiply their keys and queries with it and with each other.
 
-    Lines are the keys of the rows, then their queries. u (not yet times beta) and o begin as what the state alone
-    makes of a line; then each row in turn adds what its u changes in the lines after it.
+    Lines are the keys of the rows, then their queries. y starts as what the state alone contributes to a line: for a
+    key, u before the factor beta; for a query, o. Then each row in turn adds the effect of its u on later lines.
     """
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
     key = head // (VALUES // KEYS)
@@ -247,9 +246,6 @@ def _chain(
         state, old_k, old_u, old_g, row, count, head, v_column, state_stride, k_stride, u_stride, g_stride,
         KEYS, VALUES, K, V, BLOCK_K, HELD, HELD_BLOCK,
     )  # fmt: skip
-    # Two numbers of the type of the inputs hold twice its digits. Of float32, the second is zero.
-    high = s.to(qkv.dtype.element_ty)
-    low = (s - high.to(tl.float32)).to(high.dtype)
     line = tl.arange(0, 2 * ROWS)
     node, is_key = line % ROWS, line < ROWS
     live = node < N
@@ -263,15 +259,21 @@ def _chain(
     x = tl.load(heads[:, None] + k_column[None, :], live[:, None] & in_k[None, :], 0.0)
     v_cells = qkv + 2 * KEYS * K + head * V + (node * qkv_stride)[None, :] + v_column[:, None]
     v = tl.load(v_cells, (live & is_key)[None, :] & in_v[:, None], 0.0).to(tl.float32)
-    y = tl.dot(tl.trans(high), tl.trans(x), input_precision=PRECISION)
-    if PRECISION != "ieee":
-        y = tl.dot(tl.trans(low), tl.trans(x), y)
+    if x.dtype == tl.bfloat16:  # two numbers hold twice the digits of one, and bfloat16 has the range of float32
+        high = s.to(tl.bfloat16)
+        low = (s - high.to(tl.float32)).to(tl.bfloat16)
+        y = tl.dot(tl.trans(low), tl.trans(x), tl.dot(tl.trans(high), tl.trans(x)))
+    else:
+        exact: tl.constexpr = "ieee" if x.dtype == tl.float32 else "tf32x3"
+        y = tl.dot(tl.trans(s), tl.trans(x.to(tl.float32)), input_precision=exact)
     products = tl.dot(x, tl.trans(x), input_precision=PRECISION)
 
     is_same = line[:, None] == line[None, :]
     squares = tl.where(is_same, products, 0.0)
-    length = tl.rsqrt(tl.sum(squares, 0) + 1e-6) * tl.where(is_key, -1.0, K**-0.5)  # what is added to u is negative
-    last = tl.where(is_key, node - 1, node)  # row that a line sees
+    length = tl.rsqrt(tl.sum(squares, 0) + 1e-6) * tl.where(
+        is_key, -1.0, K**-0.5
+    )  # negative for keys: u subtracts what it is given
+    last = tl.where(is_key, node - 1, node)  # last row that a line sees
     sees = is_key[:, None] & (node[:, None] <= last[None, :])
     total = tl.sum(tl.where(is_key[:, None] & (node[:, None] <= node[None, :]), g[:, None], 0.0), 0)
     own = tl.sum(tl.where(is_same, total[None, :], 0.0), 1)
@@ -376,8 +378,8 @@ def _norm(
 ):  # fmt: skip
     """A line is one head of one token. After a verify it keeps that head's decay, and among the first also its key.
 
-    The previous kernel must have written o only: all else is read before it has ended. It may still read what a verify
-    kept, so all stores come after the wait.
+    The previous kernel may write only o: everything else is read before that kernel has ended. It may still be reading
+    what the last verify kept, so all stores come after the wait.
     """
     let_next_kernel_start(PDL)
     line = tl.program_id(0) * TILE + tl.arange(0, TILE)

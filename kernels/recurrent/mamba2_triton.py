@@ -85,7 +85,7 @@ def finish_rows(
 ) -> torch.Tensor:
     """Gate and normalise y in its place. `keep`: a verify's xbc, dt, pending and rows, and how many of a sequence.
 
-    The previous kernel may write y and a state, and of the other tensors none.
+    The previous kernel may write y and a state, but none of the other tensors.
     """
     given: tuple[torch.Tensor | int | None, ...] = keep or (None, None, None, None, 1)
     strides = (0, 0, 0, 0)
@@ -311,8 +311,8 @@ def _finish(
 ):  # fmt: skip
     """One group of one row: gate, normalise, keep x, B and dt.
 
-    The previous kernel must have written y only: all else is read before it has ended. It may still read what a verify
-    kept, so all stores come after the wait.
+    The previous kernel may write only y: everything else is read before that kernel has ended. It may still be reading
+    what the last verify kept, so all stores come after the wait.
     """
     let_next_kernel_start(PDL)
     token = (tl.program_id(0) // GROUPS).to(tl.int64)

@@ -21,7 +21,7 @@ from specbatch.kernels.recurrent.state_replay import StateReplay
 _CHANNELS = 128  # of a program of a prompt pass
 _TOKENS = MOST_TAPS - 1  # and its rows; as many as a window may have
 _PROGRAM = 1024  # elements of a program of a verify
-_CHAIN = 8  # rows of a chain that are few
+_CHAIN = 8  # chains of up to this many rows count as short
 _CHAIN_CHANNELS = 512  # of a program of a chain
 
 
@@ -62,9 +62,10 @@ def conv_verify(
 ) -> torch.Tensor:
     """`conv_verify_ref`, for window and pending of one type.
 
-    The previous kernel must write none of weight, bias, window, pending and the tensors of `replay`: a chain reads them
-    before it has ended. The writes of any earlier kernel are visible.
+    The previous kernel, as a rule a GEMM, must write none of weight, bias, window, pending and the tensors of `replay`:
+    the kernel for short chains reads them before the previous one has ended.
     """
+    assert window.dtype == pending.dtype, f"the window is {window.dtype}, pending inputs are {pending.dtype}"
     y, rows = x.new_empty(x.shape), len(x) // len(replay.rows)
     tensors = x, before, after, weight, bias, window, pending, replay.rows, replay.counts, replay.path
     strides = [x.stride(0), _stride(before), _stride(after), *weight.stride(), window.stride(0), pending.stride(0)]
@@ -280,7 +281,7 @@ def _chain(
         taps += (_tap(weight, back, weight_stride, tap_stride, channel, width, TAPS),)  # type: ignore[assignment]
     added = _rows(bias, 0, 0, channel, inside)
     # Every thread has read what is replayed. Most store what they have loaded themselves, but with a width or strides
-    # that are no multiples of 16 the compiler may divide loads and stores differently.
+    # that are no multiples of 16 the compiler may distribute them among threads differently.
     tl.debug_barrier()
     wait_for_previous_kernel(PDL)
 

@@ -47,8 +47,8 @@ class RecurrentStates:
         trees: bool = True,
     ) -> None:
         """rows: N, rows of a verify; types: dtypes by `StateShape.kind`; cached_states: slots for the states of
-        prefixes, numbered from 1; trees: whether a verify may be that of a tree. Where all are of chains, kernels need
-        not look up which rows were accepted."""
+        prefixes, numbered from 1; trees: whether a verify may be that of a tree. If all are chains, kernels need not
+        look up which rows were accepted."""
         found = {
             item.name: torch.zeros(
                 layers, device_rows, *(rows,) * item.pending, *item.shape, dtype=types[item.kind], device=device

@@ -64,9 +64,9 @@ def taps_of(config: dict[str, Any], key: str, default: int | None = None) -> int
     return count_of(config, key, default, least=2, most=MOST_TAPS)
 
 
-def taps_apart(weight: torch.Tensor) -> torch.Tensor:
-    """The weight [C, 1, K] of a convolution as [C, K], each tap's channels side by side in memory: kernels load several
-    at once."""
+def tap_major(weight: torch.Tensor) -> torch.Tensor:
+    """The weight [C, 1, K] of a convolution as [C, K], with the channels of each tap adjacent in memory, so that kernels
+    load several at once."""
     return weight[:, 0].t().contiguous().t()
 
 

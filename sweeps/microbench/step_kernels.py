@@ -51,7 +51,7 @@ def tables(
     accept_length: Annotated[float | None, typer.Option(help="Simulated, in tokens per verify.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 1,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
-    most: Annotated[int, typer.Option(min=1, help="Kernels to show, the longest first.")] = 30,
+    most: Annotated[int, typer.Option(min=1, help="Kernels to show, those that add most first.")] = 30,
 ) -> Iterator[Table]:
     drafts: dict[str, Any] = {"draft": draft, "draft_tokens": draft_tokens, "simulate_accept_length": accept_length}
     if algorithm == "none" and any(value is not None for value in drafts.values()):

@@ -74,11 +74,11 @@ def ssd_finish(*, keeps: bool) -> dict[str, Any]:
     return compiled(mamba2_triton._finish, kinds, fixed, 4)
 
 
-def conv(kernel: Any, warps: int = 4, **sizes: int) -> dict[str, Any]:
+def conv(kernel: Any, **sizes: int) -> dict[str, Any]:
     kinds = dict.fromkeys(("x", "weight", "window", "pending", "y"), "*bf16")
     kinds |= dict.fromkeys(("tiles", "table", "rows", "count", "kept", "ancestors"), "*i64")
     fixed = {"before": None, "after": None, "bias": None, "weight_stride": 1, "TAPS": 4, "SILU": True, "CHANNELS": 128}
-    return compiled(kernel, kinds, fixed | sizes, warps)
+    return compiled(kernel, kinds, fixed | sizes, 4)
 
 
 def every() -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -100,7 +100,7 @@ def every() -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield "convolution", "prompt", conv(short_conv_triton._prefill, PAST=4, TOKENS=16)
     for rows in (1, 8):
         yield "convolution", f"tree of {rows}", conv(short_conv_triton._verify, N=rows, ROWS=rows, PAST=4)
-        yield "convolution", f"chain of {rows}", conv(short_conv_triton._chain, warps=1, N=rows)
+        yield "convolution", f"chain of {rows}", conv(short_conv_triton._chain, CHANNELS=512, N=rows)
 
 
 if __name__ == "__main__":
