@@ -206,6 +206,10 @@ class Speculation:
         return 0 if self.algorithm == NO_SPECULATION else self.shape.tokens
 
     @property
+    def drafts_trees(self) -> bool:
+        return self.algorithm != NO_SPECULATION and self.shape.topk > 1
+
+    @property
     def depth(self) -> int:
         """Drafts that a verify can accept: of a chain all, of a tree one for each step."""
         return 0 if self.algorithm == NO_SPECULATION else self.shape.steps
@@ -258,7 +262,7 @@ class Speculation:
             return
         if self.algorithm == NO_SPECULATION:
             raise refuse("corpus", self.corpus, "algorithm 'none' drafts nothing; use 'ngram', or leave it out")
-        if self.shape.topk > 1:
+        if self.drafts_trees:
             raise refuse("draft_topk", self.draft_topk, "with a corpus chains are drafted; use 1")
 
     def _check_simulation(self) -> None:
@@ -281,7 +285,7 @@ class Speculation:
         if not self.entry.samples_drafts:
             samplers = ", ".join(repr(name) for name, entry in ALGORITHMS.items() if entry.samples_drafts)
             works = f"algorithm {self.algorithm!r} samples no drafts; use 'token', or one of {samplers}"
-        elif self.shape.topk > 1:
+        elif self.drafts_trees:
             works = "the drafts of a tree are not sampled; use 'token', or draft_topk=1"
         elif self.simulated is not None:
             works = "acceptance is simulated; use 'token', or leave the simulation out"
@@ -300,7 +304,7 @@ class Speculation:
             works = "algorithm 'none' drafts nothing; leave it out"
         elif self.is_auto:
             works = "draft_tokens='auto' chooses one length for all requests; use a number, or leave the budget out"
-        elif self.shape.topk > 1:
+        elif self.drafts_trees:
             works = "the drafts of a tree are verified together; use draft_topk=1, or leave the budget out"
         elif self.verification != "token":
             works = f"verification={self.verification!r} decides on whole chains; use 'token', or leave the budget out"

@@ -23,6 +23,7 @@ from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
 from specbatch.kernels.common.workspace import reserve
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+_LEAST_SPLIT = 256  # keys that are worth a program of their own
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ def latent_verify(
     rows, batch = count * heads.count, len(queries.lengths)
     tile = tile or tile_for(rows, projected.element_size())
     tiles = cdiv(rows, tile.block_m)
-    splits = splits or splits_for(batch * tiles, tile.block_m, capacity, projected.device)
+    splits = splits or splits_for(batch * tiles, tile.block_m, cdiv(capacity, _LEAST_SPLIT), projected.device)
     grid = tiles, splits, batch
     return _attend(q, heads, k_cache, v_cache, grid, tile, queries.page_table, count, capacity, queries=queries)
 

@@ -10,6 +10,8 @@ import torch
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.common.upload import upload, upload_to
 
+_MOST_SIZES = 4  # of tiles in one pass
+
 
 class RaggedBatch:
     """Concatenated query rows of several sequences ("spans"; `cu_seqlens` of FlashAttention are `offsets`).
@@ -88,15 +90,22 @@ class StaticRaggedBatch(RaggedBatch):
         self.page_table, self.page_size, self.fresh = page_table, page_size, fresh
         self.ends = [tokens if fresh else page_table.shape[1] * page_size]  # the longest there may be
         self._tokens = tokens
-        self.table = torch.zeros(4, most + 1, dtype=torch.int64, device=page_table.device)
         self._empty = most  # a span that always is
+        # The table, then tiles of each size: one copy fills all of them.
+        self._used = 4 * (most + 1)
+        room = self._used + _MOST_SIZES * 2 * (tokens + most)
+        self._memory = torch.zeros(room, dtype=torch.int64, device=page_table.device)
+        self.table = self._memory[: self._used].view(4, most + 1)
         self._tiles = {}
 
     def tiles(self, tokens: int) -> torch.Tensor:
         """As `RaggedBatch.tiles`; those that a pass does not fill are of the empty span."""
         if tokens not in self._tiles:
             count = self.full_tiles(tokens) + self._empty
-            self._tiles[tokens] = torch.tensor([[self._empty, 0]] * count, device=self.page_table.device)
+            part = self._memory[self._used : self._used + 2 * count].view(count, 2)
+            part.copy_(torch.tensor([self._empty, 0], device=part.device))
+            self._used += 2 * count
+            self._tiles[tokens] = part
         return self._tiles[tokens]
 
     def full_tiles(self, tokens: int) -> int:
@@ -105,11 +114,12 @@ class StaticRaggedBatch(RaggedBatch):
 
     def load(self, spans: RaggedBatch) -> None:
         """The spans of the next pass."""
-        upload_to(self.table, spans.host_table(self._empty))
+        parts = [spans.host_table(self._empty)]
         for tokens, tiles in self._tiles.items():
-            host, filled = np.full(tuple(tiles.shape), (self._empty, 0)), spans.host_tiles(tokens)
-            host[: len(filled)] = filled
-            upload_to(tiles, host)
+            part, filled = np.full(tuple(tiles.shape), (self._empty, 0)), spans.host_tiles(tokens)
+            part[: len(filled)] = filled
+            parts.append(part)
+        upload_to(self._memory[: self._used], np.concatenate(parts, axis=None))
 
 
 def _running(counts: list[int]) -> list[int]:

@@ -8,6 +8,8 @@ import torch
 
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 
+LEAST_SPLIT = 64  # fewest old keys of a split: as many as the pipeline loads before the wait
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -30,22 +32,29 @@ def _processors(device: torch.device) -> int:
 def tile_for(rows: int, programs: int, row_bytes: int, device: torch.device) -> Tile:
     """For `rows` query rows of each of `programs` KV heads in all, whose keys have `row_bytes` each.
 
-    Where registers would not hold more, and where processors would idle, the query rows are spread over tiles that
-    read the same keys, from the L2. Where there are more programs than processors hold otherwise, registers are limited
-    so that one of an H200's holds four of 16 query rows, or three of 64. Keys play no part: a graph is made for as many
-    as there may ever be. To tune: `python -m specbatch.sweeps.microbench attention-tiles`.
+    Where registers hold no more rows, or processors would idle, query rows are spread over several tiles, which read
+    the same keys from the L2. With more programs than would fit, registers are limited so that a processor of an H200
+    holds four programs of 16 query rows, or three of 64; with few programs the limit only costs time.
+    Keys play no part: a graph is made for as many as there may ever be. To tune:
+    `python -m specbatch.sweeps.microbench attention-tiles`.
     """
     processors = _processors(device)
     if row_bytes > 256:
         return Tile(16, 32 if row_bytes <= 512 else 16, 4, 3, 255)
-    if rows <= 16:
-        return Tile(16, 64, 8, 3, 128) if processors < programs <= 2 * processors else Tile(16, 32, 4, 3, 128)
     if programs * cdiv(rows, 16) <= processors:
         return Tile(16, 32, 4, 3, 255)
+    if rows <= 16:
+        return Tile(16, 64, 8, 3, 128) if programs <= 2 * processors else Tile(16, 32, 4, 3, 128)
     return Tile(min(64, next_power_of_2(rows)), 32, 4, 3, 168 if programs > 2 * processors else 255)
 
 
-def splits_for(programs: int, block_m: int, keys: int, device: torch.device) -> int:
-    """As many as processors hold when one split takes `programs`; of `keys` keys at most, none has less than 256."""
+def most_splits(keys: int) -> int:
+    """For at most this many old keys. The last split then has only the new keys, which take about as long as a split of
+    old ones."""
+    return cdiv(keys, LEAST_SPLIT) + 1
+
+
+def splits_for(programs: int, block_m: int, most: int, device: torch.device) -> int:
+    """As many as processors hold when one split takes `programs`, and no more than `most`."""
     resident = (2 if block_m == 16 else 1) * _processors(device)
-    return max(1, min(resident // programs, -(-keys // 256)))
+    return max(1, min(resident // programs, most))

@@ -19,7 +19,7 @@ import triton.language as tl
 from specbatch.kernels.attention.paged_attention import last_ancestors
 from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
-from specbatch.kernels.attention.verify_attention_configs import Tile, splits_for, tile_for
+from specbatch.kernels.attention.verify_attention_configs import LEAST_SPLIT, Tile, most_splits, splits_for, tile_for
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_in_loop
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
@@ -28,7 +28,7 @@ from specbatch.kernels.common.workspace import reserve
 _NEW = tl.constexpr(16)  # new keys a step; the smallest tile of `tl.dot`
 _GRAIN = tl.constexpr(16)  # the keys of a split are a multiple of this
 _LOG2E = tl.constexpr(1.4426950408889634)
-_LEAST = tl.constexpr(64)  # and at least this: merging fewer would take longer than reading them
+_LEAST = tl.constexpr(LEAST_SPLIT)  # and at least this
 
 
 @triton.jit
@@ -317,8 +317,8 @@ def verify_attention(
     many programs share the old keys of a tile; tile: its configuration; both are chosen by the sizes if None.
 
     All inputs but qkv are read before the previous kernel, as a rule the qkv GEMM, has ended: that kernel must not
-    write them. The writes of any earlier kernel are visible, because every kernel here lets the next one start only
-    after its own wait, that is, when all kernels before it have ended.
+    write them. The writes of any earlier kernel are visible, because a GEMM lets the next kernel start only after its
+    own wait, that is, when all kernels before it have ended.
     """
     n, first = queries.num_queries, queries.first_node
     batch, table_pages, page_size = len(queries.lengths), queries.page_table.shape[1], k_cache.shape[1]
@@ -328,7 +328,7 @@ def verify_attention(
     tile = tile or tile_for(n * group, batch * heads.kv, padded * qkv.element_size(), qkv.device)
     tiles = cdiv(n * group, tile.block_m) * heads.kv
     if splits is None:
-        splits = splits_for(batch * tiles, tile.block_m, capacity, qkv.device)
+        splits = splits_for(batch * tiles, tile.block_m, most_splits(capacity), qkv.device)
     few = min(tile.block_m, next_power_of_2(n * group))  # rows of a tile that are not padding
     held = max(1, few * padded // (32 * tile.warps))  # registers of a thread for a partial sum
     parts = max(1, min(16, (tile.registers + 1) // 2 // held))  # as many as half of its registers hold

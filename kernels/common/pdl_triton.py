@@ -15,7 +15,7 @@ def pdl(x: torch.Tensor) -> dict[str, bool]:
 @triton.jit
 def wait_for_previous_kernel(PDL: tl.constexpr):
     """Wait until all earlier kernels have ended and their writes are visible, then let the next kernel start. Every
-    kernel calls it before it reads what the previous kernel wrote, and before its own first store."""
+    kernel calls it before it reads what the previous kernel wrote, and before it stores what that kernel may read."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -37,7 +37,8 @@ def let_next_kernel_start(PDL: tl.constexpr):
     """Let the next kernel start before this one has waited. For small kernels, before `wait_for_previous_kernel`: the
     next GEMM then fetches its first weights while the kernel before the small one still runs.
 
-    What the next kernel reads before its own wait must not be written by either of the two.
+    What the next kernel reads before its own wait must be written neither by this kernel nor by the one before it, nor,
+    if that one starts the next early, too, by the one before that.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

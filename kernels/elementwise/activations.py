@@ -1,4 +1,5 @@
-"""Activations of MLPs: SwiGLU (SiLU of the gate times up), GELU in its place, clamped SwiGLU, and squared ReLU."""
+"""Activations of MLPs: SwiGLU (SiLU of the gate times up), GELU in its place, clamped SwiGLU, squared ReLU; and the
+sigmoid gate of attention outputs."""
 
 from __future__ import annotations
 
@@ -43,6 +44,12 @@ def gelu_and_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
     return (x * sigmoid((x + x * x * x * 0.044715) * (2 * math.sqrt(2 / math.pi)))).to(gate.dtype) * up
 
 
+def mul_sigmoid_ref(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(gate), both [T, H] and contiguous."""
+    return x * sigmoid(gate)
+
+
 silu_and_mul = op(silu_and_mul_ref, "specbatch.kernels.elementwise.elementwise_triton:silu_and_mul")
 gelu_and_mul = op(gelu_and_mul_ref, "specbatch.kernels.elementwise.elementwise_triton:gelu_and_mul")
 relu_squared = op(relu_squared_ref, "specbatch.kernels.elementwise.elementwise_triton:relu_squared")
+mul_sigmoid = op(mul_sigmoid_ref, "specbatch.kernels.elementwise.elementwise_triton:mul_sigmoid")

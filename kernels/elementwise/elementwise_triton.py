@@ -59,6 +59,15 @@ def relu_squared(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def mul_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """`mul_sigmoid_ref`, computed in float32 and cast once."""
+    assert x.is_contiguous(), "x must be contiguous"
+    assert gate.is_contiguous(), "the gate must be contiguous"
+    y = torch.empty_like(x)
+    _mul_sigmoid[(cdiv(x.numel(), PROGRAM),)](x, gate, y, x.numel(), BLOCK=PROGRAM, num_warps=4, **pdl(x))
+    return y
+
+
 def quantize_fp8(x: torch.Tensor, before_gemm: bool = False) -> FP8Activations:
     """`quantize_fp8_ref` of x [T, K]."""
     width, tile = x.shape[1], PROGRAM // SCALE_BLOCK
@@ -166,6 +175,15 @@ def _relu_squared(x, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
     value = tl.where(value < 0, 0.0, value)  # a maximum would hide NaN
     tl.store(x + at, value * value, mask=at < count)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _mul_sigmoid(x, gate, y, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_kernel_start(PDL)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_previous_kernel(PDL)
+    value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(y + at, value * tl.sigmoid(tl.load(gate + at, mask=at < count, other=0.0).to(tl.float32)), mask=at < count)
 
 
 @triton.jit

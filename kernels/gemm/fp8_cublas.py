@@ -1,8 +1,8 @@
 """cuBLASLt GEMM for many rows of FP8 activations and FP8 weights with a scale per 128 x 128 values (W8A8).
 
-On an H200 it was the faster GEMM where tiles of 64 x 128 results fill the device, and ours where they do not, and with
-up to 64 rows (`results/h200/experiments.md`). The recipe is that of DeepSeek-V3 (section 3.3): activations are scaled
-per row and 128 columns, and sums of 128 products are scaled and added in float32.
+On an H200 it was the faster GEMM from 36 rows on, but for small weights (`results/h200/experiments.md`). Up to 32 rows
+have a kernel of their own. The recipe is that of DeepSeek-V3 (section 3.3): activations are scaled per row and 128
+columns, and sums of 128 products are scaled and added in float32.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 
 from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, allocated_rows
-from specbatch.kernels.gemm.split_k_triton import fills_device
 from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
 
-_MIN_ROWS = 65
+_MIN_ROWS = 33
+_SMALL_WEIGHT, _SMALL_ROWS = 1 << 22, 512  # elements; with so many rows our kernel takes less time
 _COLUMN_MULTIPLE = 4 * SCALE_BLOCK  # rows of the weight's scales start at multiples of 16 bytes
 
 
@@ -25,13 +25,15 @@ def takes(x: FP8Activations, weight: Weight) -> bool:
     rows, (n, k) = len(x.values), weight.values.shape
     if is_deterministic() or rows < _MIN_ROWS:  # cuBLASLt chooses an algorithm by the number of rows
         return False
+    if n * k <= _SMALL_WEIGHT and rows <= _SMALL_ROWS:
+        return False
     assert weight.scales is not None
     is_block_scaled = not weight.is_per_channel and weight.scales.dtype == torch.float32
     is_aligned = n % SCALE_BLOCK == 0 and k % _COLUMN_MULTIPLE == 0 and weight.scales.is_contiguous()
     is_whole = (
         x.scales.stride(1) == allocated_rows(rows) and x.scales.storage_offset() == 0
     )  # no rows of other activations
-    return is_block_scaled and is_aligned and is_whole and fills_device(rows, n) and _is_supported(weight.values.device)
+    return is_block_scaled and is_aligned and is_whole and _is_supported(weight.values.device)
 
 
 @cache

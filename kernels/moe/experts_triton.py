@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.elementwise.activations import GATE_LIMIT, GATE_SLOPE
 from specbatch.kernels.elementwise.elementwise_triton import gelu_slope
@@ -45,8 +45,8 @@ class Tile(NamedTuple):
 
 
 _TILES = {  # rows of a block: for weights of two bytes a value, and of one
-    16: (Tile(64, 128, 4, 4), Tile(128, 128, 8, 3)),
-    32: (Tile(64, 128, 4, 4), Tile(128, 128, 4, 3)),
+    16: (Tile(64, 128, 4, 4), Tile(64, 128, 4, 3)),
+    32: (Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
     64: (Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
     128: (Tile(256, 64, 8, 4), Tile(128, 64, 8, 4)),
 }
@@ -306,6 +306,7 @@ def _weighted_sum_kernel(
     outputs, weights, residual, y, H, residual_stride,
     WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    let_next_kernel_start(PDL)
     blocks = tl.cdiv(H, BLOCK)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)

@@ -2,9 +2,10 @@
 
 A token and one of its experts are a pair; pair t * width + j is token t's j-th choice. `Plan` has the pairs sorted by
 expert, those of an expert in order of their tokens, and cut into blocks. Up to 16 tokens are routed and sorted in one
-launch. More are routed in tiles of 16, which also count their pairs per expert; a second launch sums the counts over
-the tiles, a third puts every pair in its place. As the experts of a token differ, a tile is a matrix of tokens and
-experts, and the place of a pair is a sum down a column: no atomics, no sorting network.
+launch. More are routed in tiles of 16, which also count their pairs per expert; a second launch puts every pair in its
+place. Each of its programs sums the counts itself or, with many tiles, reads the sums of a launch in between. As the
+experts of a token differ, a tile is a matrix of tokens and experts, and the place of a pair is a sum down a column: no
+atomics, no sorting network.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.moe.routing import Routing
 
 TILE = 16  # tokens
+FEW_TILES = 64  # up to this many, each program sums the counts itself, which is faster than another launch
 
 
 class Plan(NamedTuple):
@@ -44,6 +46,7 @@ def route(logits: torch.Tensor, rule: Routing, rows: int) -> tuple[torch.Tensor,
     tokens, device = len(logits), logits.device
     assert logits.stride(1) == 1, "the logits of a token must be adjacent"
     assert rows >= TILE, f"blocks of {rows} rows are smaller than a tile"
+    assert rule.top_k < 128, f"{rule.top_k} choices do not fit in an int8"
     weights = torch.empty(tokens, rule.width, device=device)
     experts = torch.empty(tokens, rule.width, device=device, dtype=torch.int32)
     plan = Plan(
@@ -51,22 +54,28 @@ def route(logits: torch.Tensor, rule: Routing, rows: int) -> tuple[torch.Tensor,
         torch.empty(most_blocks(tokens, rule, rows), 3, device=device, dtype=torch.int32),
         torch.empty(1, device=device, dtype=torch.int32),
     )
-    # The order in which the weights of a token are added depends on the shape of its tile.
+    # The order in which a softmax over all experts is summed depends on the shape of the tile.
     tile = TILE if is_deterministic() else min(TILE, next_power_of_2(tokens))
     tiles = cdiv(tokens, tile)
     columns = next_power_of_2(rule.experts)
     counts = torch.empty(tiles + 1 if tiles > 1 else 0, columns, device=device, dtype=torch.int32)
+    slots = torch.empty(tiles if tiles > 1 else 0, columns, tile, device=device, dtype=torch.int8)
     settings = pdl(logits)
     sizes = {"E": rule.experts, "K": rule.top_k, "SHARED": rule.shared, "ROWS": rows, "COLUMNS": columns}
     _route_kernel[(tiles,)](
-        logits, rule.bias, rule.factors, weights, experts, counts, *plan, tokens, logits.stride(0), rule.scale,
-        SIGMOID=rule.score == "sigmoid", BIASED=rule.bias is not None, NORMALISE=rule.normalise, GATED=rule.gated,
-        GROUPS=rule.groups, TOP_GROUPS=rule.top_groups, BEST=rule.group_best, ALONE=tiles == 1, TILE=tile,
-        PLACES=next_power_of_2(rule.width), num_warps=min(8, tile), **sizes, **settings,
+        logits, rule.bias, rule.factors, weights, experts, slots, counts, *plan, tokens, rule.scale,
+        STRIDE=logits.stride(0), SIGMOID=rule.score == "sigmoid", BIASED=rule.bias is not None,
+        NORMALISE=rule.normalise, GATED=rule.gated, GROUPS=rule.groups, TOP_GROUPS=rule.top_groups,
+        BEST=rule.group_best, ALONE=tiles == 1, TILE=tile, PLACES=next_power_of_2(rule.width),
+        WIDTH=min(columns, 32 * 16 // logits.element_size()), num_warps=min(8, tile), **sizes, **settings,
     )  # fmt: skip
-    if tiles > 1:
+    if tiles > FEW_TILES:
         _running_kernel[(cdiv(columns, 16),)](counts, tiles, COLUMNS=columns, BLOCK=128, num_warps=4, **settings)
-        _place_kernel[(tiles,)](experts, counts, *plan, tokens, TILE=tile, num_warps=8, **sizes, **settings)
+    if tiles > 1:
+        summed = tiles > FEW_TILES
+        _place_kernel[(tiles,)](
+            slots, counts, *plan, tokens, TILE=tile, SUMMED=summed, num_warps=8, **sizes, **settings
+        )
     return weights, experts, plan
 
 
@@ -79,9 +88,16 @@ def _ordered(x):
 
 
 @triton.jit
+def _unordered(key):
+    """The float32 that `_ordered` makes this int32 of."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _first_greatest(keys, ids, END: tl.constexpr):
-    """The lowest of `ids` with the greatest key of each row."""
-    return tl.min(tl.where(keys == tl.max(keys, 1)[:, None], ids[None, :], END), 1)
+    """The greatest key of each row, and the lowest of `ids` with it."""
+    key = tl.max(keys, 1)
+    return key, tl.min(tl.where(keys == key[:, None], ids[None, :], END), 1)
 
 
 @triton.jit
@@ -108,7 +124,7 @@ def _in_best_groups(
     keys = tl.where((names < GROUPS)[None, :], _ordered(sums), LEAST)
     taken = tl.zeros(scores.shape, tl.int1)
     for _ in tl.static_range(TOP):
-        best = _first_greatest(keys, names, ENDS)
+        _, best = _first_greatest(keys, names, ENDS)
         keys = tl.where(names[None, :] == best[:, None], LEAST, keys)
         taken = taken | (ids[None, :] // SIZE == best[:, None])
     return taken
@@ -118,7 +134,7 @@ def _in_best_groups(
 def _place(
     slot, totals, base, tile, order, blocks, used, tokens,
     E: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """Write a tile's part of the order, and of the blocks.
 
@@ -129,45 +145,70 @@ def _place(
     ids = tl.arange(0, COLUMNS)
     hit = (slot >= 0).to(tl.int32)
     before = tl.cumsum(hit, 0) - hit + base[None, :]
-    start = tl.cumsum(totals, 0) - totals
+    # Pairs and blocks of each expert, summed at once; a tile alone has fewer pairs than 2 ** 15.
+    HALF: tl.constexpr = 16 if ALONE else 32
+    LOW: tl.constexpr = (1 << HALF) - 1
+    sizes = (totals.to(tl.int32 if ALONE else tl.int64) << HALF) + tl.cdiv(totals, ROWS)
+    ends = tl.cumsum(sizes, 0)
+    starts = ends - sizes
+    start, first = (starts >> HALF).to(tl.int32), (starts & LOW).to(tl.int32)
+    end, last = (ends >> HALF).to(tl.int32), (ends & LOW).to(tl.int32)
     tl.store(order + start[None, :] + before, row[:, None] * (K + SHARED) + slot, slot >= 0)
-    count = tl.cdiv(totals, ROWS)
-    first = tl.cumsum(count, 0) - count
-    routed = tl.sum(count, 0)
-    shared = tl.cdiv(tokens, ROWS)  # blocks of each shared expert
+    routed = tl.max(last, 0)
+    shared = tl.cdiv(tokens, ROWS)  # blocks of each shared expert, and the most of another
+    # A block has at least as many rows as a tile has tokens, so an expert has no more blocks than there are tiles: each
+    # tile writes at most one block of each expert.
+    mine, routed_block = first + tile < last, blocks + (first + tile) * 3
+    begin = start + tile * ROWS
+    tl.store(routed_block, ids, mine)
+    tl.store(routed_block + 1, begin, mine)
+    tl.store(routed_block + 2, tl.minimum(begin + ROWS, end), mine)
     if tile == 0:
-        for i in range(tl.max(count, 0)):
-            mine, block = i < count, blocks + (first + i) * 3
-            tl.store(block, ids, mine)
-            tl.store(block + 1, start + i * ROWS, mine)
-            tl.store(block + 2, start + tl.minimum((i + 1) * ROWS, totals), mine)
         tl.store(used, routed + SHARED * shared)
     for j in tl.static_range(SHARED):
         pairs = (K + j) * tokens  # in `order` before those of this shared expert
         tl.store(order + pairs + row, row * (K + SHARED) + K + j, row < tokens)
-        if tile < shared:  # a block has no fewer tokens than a tile: one each is enough
+        if tile < shared:
             block = blocks + (routed + j * shared + tile) * 3
             tl.store(block, E + j)
             tl.store(block + 1, pairs + tile * ROWS)
             tl.store(block + 2, pairs + tl.minimum((tile + 1) * ROWS, tokens))
 
 
+@triton.jit
+def _cells(tile, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """Where a tile's [TILE, COLUMNS] lies in [tiles, COLUMNS, TILE], an order in which one thread reads all tokens of an
+    expert."""
+    return (tile.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]) * TILE + tl.arange(0, TILE)[:, None]
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _route_kernel(
-    logits, bias, factors, weights, experts, counts, order, blocks, used, tokens, stride, scale,
+    logits, bias, factors, weights, experts, slots, counts, order, blocks, used, tokens, scale, STRIDE: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALISE: tl.constexpr, GATED: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr, ALONE: tl.constexpr, TILE: tl.constexpr,
-    PLACES: tl.constexpr, PDL: tl.constexpr,
+    PLACES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     LEAST: tl.constexpr = -2147483648
+    # A 16-bit number widened to float32 ends in 13 zero bits. They take the expert's id, inverted so that the lower id
+    # wins a tie: one maximum finds the first of the greatest.
+    LAST_ID: tl.constexpr = 0x1FFF
+    PACKED: tl.constexpr = not SIGMOID and logits.dtype.element_ty.primitive_bitwidth == 16 and COLUMNS <= LAST_ID + 1
     tile = tl.program_id(0)
     row = tile * TILE + tl.arange(0, TILE)
     ids, place = tl.arange(0, COLUMNS), tl.arange(0, PLACES)
     real, exists = row < tokens, (ids < E)[None, :]
+    mine = logits + row.to(tl.int64) * STRIDE
+    # The threads of a warp read WIDTH logits at once, 16 bytes each. A warp then has all of a token, whose maxima need
+    # no shared memory.
+    column = tl.arange(0, COLUMNS // WIDTH)[None, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
     wait_for_previous_kernel(PDL)
-    mine = logits + row.to(tl.int64) * stride
-    scores = tl.load(mine[:, None] + ids[None, :], real[:, None] & exists, other=0.0).to(tl.float32)
+    read = tl.load(mine[:, None, None] + column, real[:, None, None] & (column < E), other=0.0)
+    gate = tl.full([TILE], 1.0, tl.float32)
+    if GATED:
+        gate = tl.sigmoid(tl.load(mine + E, real, other=0.0).to(tl.float32))
+    scores = tl.reshape(read, [TILE, COLUMNS]).to(tl.float32)
     if SIGMOID:
         scores = tl.sigmoid(scores)
         if BIASED:
@@ -175,35 +216,48 @@ def _route_kernel(
     allowed = exists
     if GROUPS > 1:
         allowed = exists & _in_best_groups(scores, ids, E, GROUPS, TOP_GROUPS, BEST, TILE)
-    keys = tl.where(allowed, _ordered(scores), LEAST)
-    slot = tl.full([TILE, COLUMNS], -1, tl.int32)
-    chosen = tl.zeros([TILE, PLACES], tl.int32) + E - K + place[None, :]  # right for the shared ones
+    keys = _ordered(scores)
+    if PACKED:
+        keys = (keys & ~LAST_ID) | (LAST_ID - ids)[None, :]
+    keys = tl.where(allowed, keys, LEAST)
+    chosen = tl.zeros([TILE, PLACES], tl.int32) + E - K + place[None, :]  # already right for the shared experts
     values = tl.zeros([TILE, PLACES], tl.float32)
+    top = tl.zeros([TILE], tl.float32)
+    total = tl.zeros([TILE], tl.float32)
     for j in tl.static_range(K):
-        best = _first_greatest(keys, ids, COLUMNS)
-        is_best = ids[None, :] == best[:, None]
-        keys = tl.where(is_best, LEAST, keys)
-        slot = tl.where(is_best & real[:, None], j, slot)
+        if PACKED:
+            key = tl.max(keys, 1)
+            best = LAST_ID - (key & LAST_ID)
+            is_best = keys == key[:, None]
+        else:
+            key, best = _first_greatest(keys, ids, COLUMNS)
+            is_best = ids[None, :] == best[:, None]
+        keys = tl.where(is_best, LEAST + 1 + j, keys)  # less than that of any number
+        if BIASED:
+            value = tl.sigmoid(tl.load(mine + best, real, other=0.0).to(tl.float32))
+        else:
+            if PACKED:
+                key = tl.where(key < 0, key | LAST_ID, key & ~LAST_ID)
+            value = _unordered(key)
+        if not SIGMOID:
+            if j == 0:
+                top = value
+            value = tl.exp(value - top)
+        total += value
         chosen = tl.where(place[None, :] == j, best[:, None], chosen)
-        value = tl.load(mine + best, real, other=0.0).to(tl.float32)
         values = tl.where(place[None, :] == j, value[:, None], values)
+    slot = tl.where((keys <= LEAST + K) & real[:, None], (keys & 0x7FFFFFFF) - 1, -1)
     routed = (place < K)[None, :]
     if SIGMOID:
-        values = tl.where(routed, tl.sigmoid(values), 0.0)
-        total = tl.sum(values, 1) + 1e-20
-    else:
-        top = tl.max(tl.where(routed, values, -float("inf")), 1)
-        values = tl.where(routed, tl.exp(values - top[:, None]), 0.0)
-        total = tl.sum(values if NORMALISE else tl.where(exists, tl.exp(scores - top[:, None]), 0.0), 1)
+        total += 1e-20
+    elif not NORMALISE:
+        total = tl.sum(tl.where(exists, tl.exp(scores - top[:, None]), 0.0), 1)
     if NORMALISE or not SIGMOID:
         values = values / total[:, None]
     values *= scale
     if factors is not None:
         values *= tl.load(factors + chosen, routed, other=1.0)
     if SHARED:
-        gate = tl.full([TILE], 1.0, tl.float32)
-        if GATED:
-            gate = tl.sigmoid(tl.load(mine + E, real, other=0.0).to(tl.float32))
         values = tl.where(routed, values, gate[:, None])
     at = row.to(tl.int64)[:, None] * (K + SHARED) + place[None, :]
     inside = real[:, None] & (place < K + SHARED)[None, :]
@@ -212,9 +266,10 @@ def _route_kernel(
     hits = tl.sum((slot >= 0).to(tl.int32), 0)
     if ALONE:
         nothing = tl.zeros([COLUMNS], tl.int32)
-        _place(slot, hits, nothing, tile, order, blocks, used, tokens, E, K, SHARED, ROWS, COLUMNS, TILE)
+        _place(slot, hits, nothing, tile, order, blocks, used, tokens, E, K, SHARED, ROWS, COLUMNS, TILE, ALONE)
     else:
         tl.store(counts + tile * COLUMNS + ids, hits)
+        tl.store(slots + _cells(tile, COLUMNS, TILE), slot.to(tl.int8))
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -236,18 +291,32 @@ def _running_kernel(counts, tiles, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, P
 
 @triton.jit(do_not_specialize=["tokens"])
 def _place_kernel(
-    experts, counts, order, blocks, used, tokens,
+    slots, counts, order, blocks, used, tokens,
     E: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TILE: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, SUMMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Put the pairs of a tile in their places. SUMMED: `_running_kernel` has summed the counts up."""
     tile = tl.program_id(0)
-    row = tile * TILE + tl.arange(0, TILE)
     ids = tl.arange(0, COLUMNS)
     wait_for_previous_kernel(PDL)
-    slot = tl.full([TILE, COLUMNS], -1, tl.int32)
-    for j in tl.static_range(K):
-        expert = tl.load(experts + row * (K + SHARED) + j, row < tokens, other=-1)
-        slot = tl.where(ids[None, :] == expert[:, None], j, slot)
-    base = tl.load(counts + tile * COLUMNS + ids)
-    totals = tl.load(counts + tl.num_programs(0) * COLUMNS + ids)
-    _place(slot, totals, base, tile, order, blocks, used, tokens, E, K, SHARED, ROWS, COLUMNS, TILE)
+    slot = tl.load(slots + _cells(tile, COLUMNS, TILE)).to(tl.int32)
+    if SUMMED:
+        base = tl.load(counts + tile * COLUMNS + ids)
+        totals = tl.load(counts + tl.num_programs(0) * COLUMNS + ids)
+    else:
+        base, totals = _sums(counts, tile, tl.num_programs(0), COLUMNS)
+    _place(slot, totals, base, tile, order, blocks, used, tokens, E, K, SHARED, ROWS, COLUMNS, TILE, False)
+
+
+@triton.jit
+def _sums(counts, tile, tiles, COLUMNS: tl.constexpr):
+    """int32 [COLUMNS]: the sums of counts [tiles, COLUMNS], of the rows before `tile` and of all."""
+    SOME: tl.constexpr = 32  # loads in flight at once
+    ids = tl.arange(0, COLUMNS)
+    both = tl.zeros([COLUMNS], tl.int32)
+    for start in range(0, tiles, SOME):
+        for i in tl.static_range(SOME):
+            row = tl.zeros([COLUMNS], tl.int32) + start + i
+            # 64 tiles have at most 1,024 pairs of an expert: two sums in one.
+            both += tl.load(counts + row * COLUMNS + ids, row < tiles, other=0) * tl.where(row < tile, 65537, 1)
+    return both >> 16, both & 0xFFFF

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
 from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory
 from specbatch.kernels.recurrent.state_replay import StateReplay
@@ -83,7 +83,10 @@ def finish_rows(
     heads: SsdHeads,
     keep: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int] | None = None,
 ) -> torch.Tensor:
-    """Gate and normalise y in its place. `keep`: a verify's xbc, dt, pending and rows, and how many of a sequence."""
+    """Gate and normalise y in its place. `keep`: a verify's xbc, dt, pending and rows, and how many of a sequence.
+
+    The previous kernel may write y and a state, but none of the other tensors.
+    """
     given: tuple[torch.Tensor | int | None, ...] = keep or (None, None, None, None, 1)
     strides = (0, 0, 0, 0)
     if keep is not None:
@@ -306,26 +309,32 @@ def _finish(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One group of one row: gate, normalise, keep x, B and dt."""
+    """One group of one row: gate, normalise, keep x, B and dt.
+
+    The previous kernel may write only y: everything else is read before that kernel has ended. It may still be reading
+    what the last verify kept, so all stores come after the wait.
+    """
+    let_next_kernel_start(PDL)
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
+    each: tl.constexpr = HEADS // GROUPS
     weight = tl.load(norm + group * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
-    wait_for_previous_kernel(PDL)
     gate = tl.load(z + token * z_stride + group * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
-    place = y + token * (GROUPS * WIDTH) + group * WIDTH + at
-    u = tl.load(place, mask=inside, other=0.0).to(tl.float32) * gate / (1 + tl.exp(-gate))
-    scale = tl.rsqrt(tl.sum(u * u, 0) / WIDTH + eps)
-    tl.store(place, (u * scale * weight).to(y.dtype.element_ty), mask=inside)
+    divisor = 1 + tl.exp(-gate)
     if pending is not None:
         line = pending + tl.load(rows + token // n) * slot_stride + token % n * pending_stride
         source = xbc + token * xbc_stride
-        tl.store(line + group * WIDTH + at, tl.load(source + group * WIDTH + at, mask=inside), mask=inside)
-        source += GROUPS * WIDTH + group * STATE + at
-        line += GROUPS * WIDTH
-        tl.store(line + group * STATE + at, tl.load(source, mask=at < STATE), mask=at < STATE)
-        each: tl.constexpr = HEADS // GROUPS
-        line += GROUPS * STATE + group * each
-        value = tl.load(dt + token * dt_stride + group * each + at, mask=at < each)
-        tl.store(line + at, value, mask=at < each)
+        x = tl.load(source + group * WIDTH + at, mask=inside)
+        b = tl.load(source + GROUPS * WIDTH + group * STATE + at, mask=at < STATE)
+        step = tl.load(dt + token * dt_stride + group * each + at, mask=at < each)
+    wait_for_previous_kernel(PDL)
+    place = y + token * (GROUPS * WIDTH) + group * WIDTH + at
+    u = tl.load(place, mask=inside, other=0.0).to(tl.float32) * gate / divisor
+    scale = tl.rsqrt(tl.sum(u * u, 0) / WIDTH + eps)
+    tl.store(place, (u * scale * weight).to(y.dtype.element_ty), mask=inside)
+    if pending is not None:
+        tl.store(line + group * WIDTH + at, x, mask=inside)
+        tl.store(line + GROUPS * WIDTH + group * STATE + at, b, mask=at < STATE)
+        tl.store(line + GROUPS * (WIDTH + STATE) + group * each + at, step, mask=at < each)

@@ -1,8 +1,9 @@
 """Triton kernels of the causal short convolution, for prefill and verify, one launch each.
 
-A program has all taps of its channels, so that no other program reads the window that it writes. Both kernels add the
-taps in the same order, newest first, and fuse no multiplication with an addition: the bits of a token do not depend on
-which of them computes it.
+A program has all taps of its channels, so that no other program reads the window that it writes. A verify of a chain of
+few rows reads each input once; other kernels read an input once for each tap. All of them add the taps in the same
+order, newest first, and fuse no multiplication with an addition: the bits of a token do not depend on which of them
+computes it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from specbatch.kernels.recurrent.state_replay import StateReplay
 _CHANNELS = 128  # of a program of a prompt pass
 _TOKENS = MOST_TAPS - 1  # and its rows; as many as a window may have
 _PROGRAM = 1024  # elements of a program of a verify
+_CHAIN = 8  # chains of up to this many rows count as short
+_CHAIN_CHANNELS = 512  # of a program of a chain
 
 
 def conv_prefill(
@@ -37,7 +40,8 @@ def conv_prefill(
     y, tiles = x.new_empty(x.shape), spans.tiles(_TOKENS)
     _prefill[(len(tiles), cdiv(x.shape[1], _CHANNELS))](
         x, before, after, weight, bias, window, tiles, spans.table, y,
-        x.stride(0), _stride(before), _stride(after), window.stride(0), spans.table.stride(0), x.shape[1],
+        x.stride(0), _stride(before), _stride(after), *weight.stride(), window.stride(0), spans.table.stride(0),
+        x.shape[1],
         TAPS=weight.shape[1], PAST=next_power_of_2(weight.shape[1] - 1), SILU=activation, TOKENS=_TOKENS,
         CHANNELS=_CHANNELS, num_warps=4, enable_fp_fusion=False, **pdl(x),
     )  # fmt: skip
@@ -56,15 +60,26 @@ def conv_verify(
     before: torch.Tensor | None = None,
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`conv_verify_ref`. The previous kernel must not write the tensors of `replay`."""
+    """`conv_verify_ref`, for window and pending of one type.
+
+    The previous kernel, as a rule a GEMM, must write none of weight, bias, window, pending and the tensors of `replay`:
+    the kernel for short chains reads them before the previous one has ended.
+    """
+    assert window.dtype == pending.dtype, f"the window is {window.dtype}, pending inputs are {pending.dtype}"
     y, rows = x.new_empty(x.shape), len(x) // len(replay.rows)
+    tensors = x, before, after, weight, bias, window, pending, replay.rows, replay.counts, replay.path
+    strides = [x.stride(0), _stride(before), _stride(after), *weight.stride(), window.stride(0), pending.stride(0)]
+    sizes = {"N": rows, "TAPS": weight.shape[1], "SILU": activation, "enable_fp_fusion": False, **pdl(x)}
+    if replay.ancestors is None and rows <= _CHAIN:
+        _chain[(cdiv(x.shape[1], _CHAIN_CHANNELS), len(replay.rows))](
+            *tensors, y, *strides, _stride(replay.path), x.shape[1], CHANNELS=_CHAIN_CHANNELS, num_warps=4, **sizes
+        )
+        return y
     block = next_power_of_2(rows)
     channels = min(256, max(32, _PROGRAM // block))
     _verify[(cdiv(x.shape[1], channels), len(replay.rows))](
-        x, before, after, weight, bias, window, pending, replay.rows, replay.counts, replay.path, replay.ancestors, y,
-        x.stride(0), _stride(before), _stride(after), window.stride(0), pending.stride(0), _stride(replay.path),
-        x.shape[1], N=rows, ROWS=block, TAPS=weight.shape[1], PAST=next_power_of_2(weight.shape[1] - 1),
-        SILU=activation, CHANNELS=channels, num_warps=4, enable_fp_fusion=False, **pdl(x),
+        *tensors, replay.ancestors, y, *strides, _stride(replay.path), x.shape[1],
+        ROWS=block, PAST=next_power_of_2(weight.shape[1] - 1), CHANNELS=channels, num_warps=4, **sizes,
     )  # fmt: skip
     return y
 
@@ -74,13 +89,43 @@ def _stride(x: torch.Tensor | None) -> int:
 
 
 @triton.jit
+def _gated(values, gate):
+    """gate * values in the type of values; values alone where there is no gate."""
+    if gate is not None:
+        values = (values.to(tl.float32) * gate.to(tl.float32)).to(values.dtype)
+    return values
+
+
+@triton.jit
+def _rows(x, line, x_stride, channel, mask):
+    """Rows `line` ([N, 1] or one) of x; None where there is no x."""
+    values = None
+    if x is not None:
+        values = tl.load(x + line * x_stride + channel, mask, 0.0)
+    return values
+
+
+@triton.jit
 def _inputs(x, before, line, x_stride, before_stride, channel, mask):
-    """Rows `line` [N] of what is convolved: x, or before * x in its type."""
-    u = tl.load(x + line[:, None] * x_stride + channel, mask, 0.0)
-    if before is not None:
-        gate = tl.load(before + line[:, None] * before_stride + channel, mask, 0.0)
-        u = (u.to(tl.float32) * gate.to(tl.float32)).to(u.dtype)
-    return u
+    """Rows `line` of what is convolved: x, or before * x in its type."""
+    return _gated(_rows(x, line, x_stride, channel, mask), _rows(before, line, before_stride, channel, mask))
+
+
+@triton.jit
+def _tap(weight, back, weight_stride, tap_stride, channel, width, TAPS: tl.constexpr):
+    """What the input `back` before a token is multiplied with, float32 for each channel."""
+    w = tl.load(weight + channel * weight_stride + (TAPS - 1 - back) * tap_stride, channel < width, 0.0)
+    return w.to(tl.float32)
+
+
+@triton.jit
+def _finished(sums, bias, gate, dtype: tl.constexpr, SILU: tl.constexpr):
+    """y of what the taps add up to; bias and gate of as many dimensions, or None."""
+    if bias is not None:
+        sums += bias.to(tl.float32)
+    if SILU:
+        sums = sums / (1 + tl.exp(-sums))
+    return _gated(sums.to(dtype), gate)
 
 
 @triton.jit
@@ -88,7 +133,7 @@ def _around(
     x, before, window, offset, at, oldest, x_stride, before_stride, channel, width, mask, TAPS: tl.constexpr
 ):  # fmt: skip
     """Inputs `at` [N] of a span, float32: those before it are the window's, from `oldest` on."""
-    u = _inputs(x, before, offset + at, x_stride, before_stride, channel, mask & (at >= 0)[:, None])
+    u = _inputs(x, before, (offset + at)[:, None], x_stride, before_stride, channel, mask & (at >= 0)[:, None])
     past = mask & ((at < 0) & (at >= oldest))[:, None]
     old = tl.load(window + (at[:, None] + TAPS - 1) * width + channel, past, 0.0)
     return u.to(tl.float32) + old.to(tl.float32)  # one of them is 0
@@ -96,22 +141,16 @@ def _around(
 
 @triton.jit
 def _store(y, sums, after, line, after_stride, bias, channel, width, mask, SILU: tl.constexpr):
-    """What the taps add up to, finished: rows `line` of y [T, width]."""
-    if bias is not None:
-        sums += tl.load(bias + channel, channel < width, 0.0).to(tl.float32)
-    if SILU:
-        sums = sums / (1 + tl.exp(-sums))
-    sums = sums.to(y.dtype.element_ty)
-    if after is not None:
-        gate = tl.load(after + line[:, None] * after_stride + channel, mask, 0.0)
-        sums = (sums.to(tl.float32) * gate.to(tl.float32)).to(sums.dtype)
-    tl.store(y + line[:, None] * width + channel, sums, mask)
+    """What the taps add up to, finished: rows `line` [N, 1] of y [T, width]."""
+    added = _rows(bias, 0, 0, channel[None, :], (channel < width)[None, :])
+    gate = _rows(after, line, after_stride, channel, mask)
+    tl.store(y + line * width + channel, _finished(sums, added, gate, y.dtype.element_ty, SILU), mask)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _prefill(
     x, before, after, weight, bias, window, tiles, table, y,
-    x_stride, before_stride, after_stride, window_stride, table_stride, width,
+    x_stride, before_stride, after_stride, weight_stride, tap_stride, window_stride, table_stride, width,
     TAPS: tl.constexpr, PAST: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -136,9 +175,9 @@ def _prefill(
         u = _around(
             x, before, window, offset, place - back, oldest, x_stride, before_stride, channel, width, mask, TAPS
         )
-        w = tl.load(weight + channel * TAPS + TAPS - 1 - back, channel < width, 0.0).to(tl.float32)
+        w = _tap(weight, back, weight_stride, tap_stride, channel, width, TAPS)
         sums += w[None, :] * u
-    _store(y, sums, after, offset + place, after_stride, bias, channel, width, mask, SILU)
+    _store(y, sums, after, (offset + place)[:, None], after_stride, bias, channel, width, mask, SILU)
 
     if first == 0:
         slot = tl.arange(0, PAST)
@@ -167,7 +206,7 @@ def _history(window, pending, kept, folded, slot, channel, width, mask, TAPS: tl
 @triton.jit
 def _verify(
     x, before, after, weight, bias, window, pending, rows, count, kept, ancestors, y,
-    x_stride, before_stride, after_stride, window_stride, pending_stride, kept_stride, width,
+    x_stride, before_stride, after_stride, weight_stride, tap_stride, window_stride, pending_stride, kept_stride, width,
     N: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr, PAST: tl.constexpr, SILU: tl.constexpr,
     CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -192,7 +231,7 @@ def _verify(
     past = (slot < TAPS - 1)[:, None] & inside
     wait_for_previous_kernel(PDL)
     new_window = _history(window, pending, kept, folded, slot, channel, width, past, TAPS)
-    line = sequence * N + node
+    line = (sequence * N + node)[:, None]
     sums = tl.zeros([ROWS, CHANNELS], tl.float32)
     for back in tl.static_range(TAPS):
         at = node - back
@@ -200,10 +239,10 @@ def _verify(
             at = tl.max(tl.where(seen, node[None, :], -1), 1)  # the nearest ancestor left
             seen = seen & (node[None, :] != at[:, None])
         is_row = back <= depth
-        u = _inputs(x, before, sequence * N + at, x_stride, before_stride, channel, mask & is_row[:, None])
+        u = _inputs(x, before, (sequence * N + at)[:, None], x_stride, before_stride, channel, mask & is_row[:, None])
         slots = TAPS - 1 - (back - depth)
         old = _history(window, pending, kept, folded, slots, channel, width, mask & (back > depth)[:, None], TAPS)
-        w = tl.load(weight + channel * TAPS + TAPS - 1 - back, channel < width, 0.0).to(tl.float32)
+        w = _tap(weight, back, weight_stride, tap_stride, channel, width, TAPS)
         sums += w[None, :] * (u.to(tl.float32) + old)
     _store(y, sums, after, line, after_stride, bias, channel, width, mask, SILU)
 
@@ -212,3 +251,58 @@ def _verify(
     if row != 0:  # several sequences may be the padding row at once; it stays as it is
         tl.store(window + slot[:, None] * width + channel, new_window.to(window.dtype.element_ty), past)
         tl.store(pending + node[:, None] * width + channel, u.to(pending.dtype.element_ty), mask)
+
+
+@triton.jit
+def _chain(
+    x, before, after, weight, bias, window, pending, rows, count, kept, y,
+    x_stride, before_stride, after_stride, weight_stride, tap_stride, window_stride, pending_stride, kept_stride, width,
+    N: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All rows of a chain, for some channels. Their inputs, with those of the window, are read once into registers."""
+    sequence = tl.program_id(1).to(tl.int64)
+    row = tl.load(rows + sequence)
+    folded = tl.load(count + row)
+    window += row * window_stride
+    pending += row * pending_stride
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channel < width
+    inputs = ()
+    for slot in tl.static_range(TAPS - 1):
+        at = folded + slot
+        is_old = at < TAPS - 1
+        place = at - (TAPS - 1)
+        if kept is not None:
+            place = tl.load(kept + row * kept_stride + place, ~is_old, 0)
+        source = tl.where(is_old, window + at * width, pending + place * width)
+        inputs += (tl.load(source + channel, inside, 0.0),)  # type: ignore[assignment]
+    taps = ()
+    for back in tl.static_range(TAPS):
+        taps += (_tap(weight, back, weight_stride, tap_stride, channel, width, TAPS),)  # type: ignore[assignment]
+    added = _rows(bias, 0, 0, channel, inside)
+    # Every thread has read what is replayed. Most store what they have loaded themselves, but with a width or strides
+    # that are no multiples of 16 the compiler may distribute them among threads differently.
+    tl.debug_barrier()
+    wait_for_previous_kernel(PDL)
+
+    line = sequence * N
+    gates = ()
+    for node in tl.static_range(N):
+        inputs += (_inputs(x, before, line + node, x_stride, before_stride, channel, inside),)  # type: ignore[assignment]
+        if after is not None:
+            gates += (_rows(after, line + node, after_stride, channel, inside),)  # type: ignore[assignment]
+    for node in tl.static_range(N):
+        sums = tl.zeros([CHANNELS], tl.float32)
+        for back in tl.static_range(TAPS):
+            sums += taps[back] * inputs[node + TAPS - 1 - back].to(tl.float32)
+        gate = None  # type: ignore[var-annotated]
+        if after is not None:
+            gate = gates[node]
+        values = _finished(sums, added, gate, y.dtype.element_ty, SILU)
+        tl.store(y + (line + node) * width + channel, values, inside)
+    if row != 0:  # several sequences may be the padding row at once; it stays as it is
+        for slot in tl.static_range(TAPS - 1):
+            tl.store(window + slot * width + channel, inputs[slot], inside)
+        for node in tl.static_range(N):
+            u = inputs[node + TAPS - 1]  # type: ignore[var-annotated]
+            tl.store(pending + node * width + channel, u.to(pending.dtype.element_ty), inside)

@@ -100,17 +100,20 @@ class DeviceBatch:
         for row, item in zip(rows[:, _ENDS], admissions, strict=True):
             row[:] = item.end_tokens[0] if item.end_tokens else 0
             row[: len(item.end_tokens)] = item.end_tokens
-        parts: list[list[int] | np.ndarray] = [[item.slot for item in admissions], rows.reshape(-1)]
-        parts += [part for item in admissions for part in (item.tokens, item.pages)]
-        # Converted before they are joined: an empty list would make all of them float64.
-        whole = np.concatenate([np.asarray(part, np.int64) for part in parts])
-        slots, values, *contents = upload(whole, self.device).split([len(part) for part in parts])
-        self._rows.index_copy_(0, slots, values.view(rows.shape))
-        self.lengths.index_fill_(0, slots, 0)
-        self.page_table.index_fill_(0, slots, 0)  # the last owner's pages, which may hold NaN
-        for item, tokens, pages in zip(admissions, contents[::2], contents[1::2], strict=True):
-            self.tokens[item.slot, : len(tokens)] = tokens
-            self.page_table[item.slot, : len(pages)] = pages
+        # Pages of the last owner may hold NaN, so that all of a slot's are replaced.
+        pages = np.zeros((len(admissions), self.page_table.shape[1]), np.int64)
+        for row, item in zip(pages, admissions, strict=True):
+            row[: len(item.pages)] = item.pages
+        parts = [np.zeros(1, np.int64), rows.reshape(-1), pages.reshape(-1)]  # the first is the length of each
+        parts += [np.asarray(item.tokens, np.int64) for item in admissions]
+        length, new_rows, new_pages, *tokens = upload(np.concatenate(parts), self.device).split([*map(len, parts)])
+        slots = [item.slot for item in admissions]
+        to = [self.lengths[slot : slot + 1] for slot in slots]
+        to += [part[slot] for part in (self._rows, self.page_table) for slot in slots]
+        to += [self.tokens[slot, : len(new)] for slot, new in zip(slots, tokens, strict=True)]
+        torch._foreach_copy_(
+            to, [*[length] * len(slots), *new_rows.view(rows.shape), *new_pages.view(pages.shape), *tokens]
+        )
         for item in admissions:
             if item.bias or item.banned or item.slot in self._restricted:
                 self._restrict(item)

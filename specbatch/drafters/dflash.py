@@ -161,7 +161,7 @@ class Block(NamedTuple):
 def block_plan(target: Checkpoint, config: EngineConfig, log: Log, parts: Block) -> DraftPlan:
     """The plan of a draft that fills a block. Raises SpecbatchError if it does not fit the target."""
     asked = config.speculation
-    is_tree = asked.shape.topk > 1
+    is_tree = asked.drafts_trees
     if asked.draft_steps is not None and not (asked.is_auto or is_tree):
         raise refuse("draft_steps", asked.draft_steps, "a block is drafted in one pass; leave it out")
     draft = _open(target, config, log, parts)

@@ -296,7 +296,7 @@ def _check_recurrent(asked: Speculation, layers: int) -> None:
     works = f"the draft has {layers} recurrent layer{'s' if layers > 1 else ''}"
     if asked.is_auto:
         raise refuse("draft_tokens", "auto", f"{works}, whose states would miss steps without drafts; use a number")
-    if asked.shape.topk > 1:
+    if asked.drafts_trees:
         raise refuse("draft_topk", asked.shape.topk, f"{works}, which draft chains only; use 1")
 
 

@@ -87,7 +87,7 @@ def _drafted(asked: Speculation, layers: int, name: str) -> Speculation:
     if layers == 1 or (steps <= layers and asked.shape.topk == 1):
         return asked
     has = f"the MTP head of {name} has {layers} layers, one for each draft of a chain"
-    if asked.shape.topk > 1:
+    if asked.drafts_trees:
         raise refuse("draft_topk", asked.shape.topk, f"{has}; use 1")
     if asked.draft_steps is not None:
         raise refuse("draft_steps", asked.draft_steps, f"{has}; use at most {layers}")

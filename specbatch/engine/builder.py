@@ -169,6 +169,7 @@ def _load(
         chunk=config.prefill_chunk,
         page_table=batch.page_table,
         num_queries=num_queries,
+        trees=config.speculation.drafts_trees,
         state_dtype=config.state_dtype,
         cached_states=plan.cached_states,
         progress=progress,

@@ -43,9 +43,12 @@ class RecurrentStates:
         types: dict[str, torch.dtype],
         device: torch.device,
         cached_states: int = 0,
+        *,
+        trees: bool = True,
     ) -> None:
         """rows: N, rows of a verify; types: dtypes by `StateShape.kind`; cached_states: slots for the states of
-        prefixes, numbered from 1."""
+        prefixes, numbered from 1; trees: whether a verify may be that of a tree. If all are chains, kernels need not
+        look up which rows were accepted."""
         found = {
             item.name: torch.zeros(
                 layers, device_rows, *(rows,) * item.pending, *item.shape, dtype=types[item.kind], device=device
@@ -61,8 +64,7 @@ class RecurrentStates:
             for tensor in [found[item.name]]
         ]
         self._count = torch.zeros(device_rows, dtype=torch.int64, device=device)
-        self._kept = torch.zeros(device_rows, rows, dtype=torch.int64, device=device)
-        self._kept[:] = torch.arange(rows, device=device)
+        self._kept = torch.arange(rows, device=device).repeat(device_rows, 1) if trees else None
 
     def replay(self, rows: torch.Tensor, ancestors: torch.Tensor | None) -> StateReplay:
         """What a verify on device rows [B] replays before its own tokens."""
@@ -89,6 +91,7 @@ class RecurrentStates:
         the nodes path int64 [B, N] of a tree. A padding row commits nothing."""
         self._count[rows] = torch.where(rows > 0, accepted + 1, 0)
         if path is not None:
+            assert self._kept is not None, "these states are of chains only"
             self._kept[rows, : path.shape[1]] = path
 
 

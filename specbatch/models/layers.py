@@ -18,7 +18,7 @@ from specbatch.core.attention_metadata import AttentionContext, RecurrentOp
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.collectives.communicator import Communicator
-from specbatch.kernels.common.rowwise import sigmoid
+from specbatch.kernels.elementwise.activations import mul_sigmoid
 from specbatch.kernels.gemm.fp8_linear import linear
 from specbatch.kernels.gemm.int4 import LARGEST_INT4_SCALE, pack_int4, unpack_int4, with_short_scales
 from specbatch.kernels.gemm.linear import Linear, Norm
@@ -102,7 +102,7 @@ class Attention:
 
     def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         if self.gate is not None:
-            mixed = mixed * sigmoid(self.gate(x, norm=self.norm))
+            mixed = mul_sigmoid(mixed, self.gate(x, norm=self.norm))
         return self.out(mixed, residual=x)
 
 

@@ -14,7 +14,7 @@ from specbatch.models.deepseek_moe import DeepseekMixture, deepseek_mixture_of, 
 from specbatch.models.layers import Layer, Mixer, Mlp, Reader, SwiGlu, Tables
 from specbatch.models.llama import attention, final_norm  # noqa: F401 (`decoder` calls it)
 from specbatch.models.moe import MoeMlp, Shapes
-from specbatch.models.recurrent import ShortConv, taps_of, window_shapes
+from specbatch.models.recurrent import ShortConv, tap_major, taps_of, window_shapes
 
 _THETA = 1e6  # if a config has no theta
 
@@ -139,7 +139,7 @@ def _conv(read: Reader, stem: str, config: Lfm2Config) -> ShortConv:
         norm=read.norm(f"{stem}.operator_norm"),
         inputs=read.linear({f"{inner}.in_proj": 3 * channels}, hidden, bias),
         out=read.linear({f"{inner}.out_proj": hidden}, channels, bias),
-        conv=read(f"{inner}.conv.weight", channels, 1, config.taps)[:, 0].contiguous(),
+        conv=tap_major(read(f"{inner}.conv.weight", channels, 1, config.taps)),
         bias=read(f"{inner}.conv.bias", channels) if bias else None,
     )
 

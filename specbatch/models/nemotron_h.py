@@ -22,7 +22,7 @@ from specbatch.models.config import Ends, ModelConfig, shared_out
 from specbatch.models.layers import Layer, Mixer, Mlp, Reader, Tables
 from specbatch.models.llama import attention, final_norm  # noqa: F401 (`decoder` calls it)
 from specbatch.models.moe import MOST_EXPERTS, MoeMlp, with_shared
-from specbatch.models.recurrent import Mamba2, taps_of, window_shapes
+from specbatch.models.recurrent import Mamba2, tap_major, taps_of, window_shapes
 from specbatch.models.rope import Rope
 
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
@@ -205,7 +205,7 @@ def _mamba(read: Reader, stem: str, config: NemotronHConfig) -> Mamba2:
         norm=read.norm(f"{stem}.norm"),
         inputs=read.linear({f"{inner}.in_proj": sizes.inner + sizes.channels + sizes.count}, hidden),
         out=read.linear({f"{inner}.out_proj": hidden}, sizes.inner),
-        conv=read(f"{inner}.conv1d.weight", sizes.channels, 1, sizes.taps)[:, 0].contiguous(),
+        conv=tap_major(read(f"{inner}.conv1d.weight", sizes.channels, 1, sizes.taps)),
         bias=read(f"{inner}.conv1d.bias", sizes.channels) if sizes.bias else None,
         heads=SsdHeads(
             sizes.count,

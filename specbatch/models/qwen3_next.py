@@ -24,7 +24,7 @@ from specbatch.models.config import Ends, ModelConfig, attending, shared_out, wi
 from specbatch.models.layers import Attention, Layer, Mixer, Mlp, Reader, SwiGlu, Tables
 from specbatch.models.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers
 from specbatch.models.partial_rope import paired, turning, without_factor
-from specbatch.models.recurrent import GatedDelta, taps_of, window_shapes
+from specbatch.models.recurrent import GatedDelta, tap_major, taps_of, window_shapes
 
 _PARTIAL = 0.25  # share of rotated channels, if a config has none
 _INTERVAL = 4
@@ -216,7 +216,7 @@ def _delta(read: Reader, stem: str, config: Qwen3NextConfig) -> GatedDelta:
         norm=centred(read, f"{stem}.input_layernorm"),
         inputs=_delta_inputs(read, inner, sizes),
         out=read.linear({f"{inner}.out_proj": config.hidden_size}, sizes.values * sizes.value_dim),
-        conv=read(f"{inner}.conv1d.weight", sizes.channels, 1, sizes.taps)[:, 0].contiguous(),
+        conv=tap_major(read(f"{inner}.conv1d.weight", sizes.channels, 1, sizes.taps)),
         heads=DeltaHeads(
             sizes.keys,
             sizes.values,

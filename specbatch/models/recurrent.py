@@ -64,6 +64,12 @@ def taps_of(config: dict[str, Any], key: str, default: int | None = None) -> int
     return count_of(config, key, default, least=2, most=MOST_TAPS)
 
 
+def tap_major(weight: torch.Tensor) -> torch.Tensor:
+    """The weight [C, 1, K] of a convolution as [C, K], with the channels of each tap adjacent in memory, so that kernels
+    load several at once."""
+    return weight[:, 0].t().contiguous().t()
+
+
 def window_shapes(channels: int, taps: int) -> tuple[StateShape, StateShape]:
     """State of a convolution with `taps` over `channels`."""
     return StateShape("window", (taps - 1, channels)), StateShape("inputs", (channels,), pending=True)

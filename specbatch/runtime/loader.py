@@ -133,6 +133,7 @@ class Loader:
     chunk: int
     page_table: torch.Tensor  # of the engine's batch
     num_queries: int  # of a verify, per request
+    trees: bool  # whether drafts may be trees
     state_dtype: str  # of recurrent layers' matrix states
     cached_states: int  # places for states of prefixes
     progress: Stages
@@ -184,8 +185,9 @@ class Loader:
         types = state_types(self.dtype, self.state_dtype)
         shapes, slots = model.config.state_shapes, self.page_table.shape[0]
         return RecurrentStates(
-            shapes, model.recurrent_layers, slots, self.num_queries, types, self.device, self.cached_states
-        )
+            shapes, model.recurrent_layers, slots, self.num_queries, types, self.device, self.cached_states,
+            trees=self.trees,
+        )  # fmt: skip
 
     def _forward(self, model: Decoder, role: str, needs_all_hidden: bool) -> tuple[Forward, KVCache]:
         cache = self.cache(model.config, model.kv_layers, role, self._states(model))

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from specbatch.kernels.attention.verify_attention_configs import Tile, splits_for, tile_for
+from specbatch.kernels.attention.verify_attention_configs import Tile, most_splits, splits_for, tile_for
 from specbatch.sweeps.microbench.attention import POINTS, Work, verify_step
 from specbatch.sweeps.microbench.runner import Call, Row, Table
 from specbatch.sweeps.microbench.tile_search import compile_all, fastest
@@ -59,7 +59,7 @@ def _programs(work: Work, tile: Tile) -> int:
 def _rule(work: Work) -> Choice:
     device = torch.device("cuda")
     tile = tile_for(work.packed, work.batch * work.kv, 2 * work.dim, device)
-    return tile, splits_for(_programs(work, tile), tile.block_m, work.capacity, device)
+    return tile, splits_for(_programs(work, tile), tile.block_m, most_splits(work.capacity), device)
 
 
 def _grid(work: Work) -> list[Choice]:

@@ -16,7 +16,6 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from specbatch import Engine, EngineConfig, Graphs, SamplingParams, Speculation
@@ -52,7 +51,7 @@ def tables(
     accept_length: Annotated[float | None, typer.Option(help="Simulated, in tokens per verify.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 1,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
-    most: Annotated[int, typer.Option(min=1, help="Kernels to show, the longest first.")] = 30,
+    most: Annotated[int, typer.Option(min=1, help="Kernels to show, those that add most first.")] = 30,
 ) -> Iterator[Table]:
     drafts: dict[str, Any] = {"draft": draft, "draft_tokens": draft_tokens, "simulate_accept_length": accept_length}
     if algorithm == "none" and any(value is not None for value in drafts.values()):
@@ -80,8 +79,9 @@ def _rows(engine: Engine, batch: int, context: int, most: int) -> Iterator[Row]:
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             iterations = run(new_tokens)
             torch.cuda.synchronize()
-        events = (event for event in found.events() if event.device_type == DeviceType.CUDA)
-        return iterations, totals(Interval(event.name, event.time_range.start, event.time_range.end) for event in events)
+        events = (event for event in found.events() if event.device_type.name == "CUDA")
+        times = ((event.name, event.time_range) for event in events)
+        return iterations, totals(Interval(name, time.start, time.end) for name, time in times)
 
     run(LONG)
     short_steps, short = profiled(SHORT)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from targets import HYBRIDS, LONGEST, STRENGTHS, TARGETS, Targets
 
 from specbatch import SpecbatchError
@@ -100,6 +101,14 @@ def test_a_draft_of_some_recurrent_layers_keeps_the_tokens(targets: Targets, nam
 def test_recurrent_drafts_are_chains_of_a_number(targets: Targets, more: dict[str, Any], setting: str) -> None:
     with pytest.raises(SpecbatchError, match=f"{setting}.*: the draft has 3 recurrent layers"):
         targets.engine("qwen3-moe", "model", more={"draft": "lfm2", "draft_tokens": None} | more)
+
+
+@pytest.mark.parametrize(("algorithm", "is_tree"), [("none", False), ("ngram", False), ("ngram-tree", True)])
+def test_only_trees_have_a_path(targets: Targets, algorithm: str, is_tree: bool) -> None:
+    """Kernels of chains of few rows take no path."""
+    [cache] = targets.engine("qwen3.5", algorithm)._worker._caches
+    assert cache.states is not None
+    assert (cache.states.replay(torch.arange(2), None).path is not None) == is_tree
 
 
 def test_eagle3_layers_are_numbered_as_published(targets: Targets) -> None:

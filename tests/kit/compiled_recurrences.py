@@ -77,8 +77,8 @@ def ssd_finish(*, keeps: bool) -> dict[str, Any]:
 def conv(kernel: Any, **sizes: int) -> dict[str, Any]:
     kinds = dict.fromkeys(("x", "weight", "window", "pending", "y"), "*bf16")
     kinds |= dict.fromkeys(("tiles", "table", "rows", "count", "kept", "ancestors"), "*i64")
-    fixed = {"before": None, "after": None, "bias": None, "TAPS": 4, "PAST": 4, "SILU": True, "CHANNELS": 128} | sizes
-    return compiled(kernel, kinds, fixed, 4)
+    fixed = {"before": None, "after": None, "bias": None, "weight_stride": 1, "TAPS": 4, "SILU": True, "CHANNELS": 128}
+    return compiled(kernel, kinds, fixed | sizes, 4)
 
 
 def every() -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -97,9 +97,10 @@ def every() -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield "norm of the gated delta rule", "verify" if keeps else "prompt", delta_finish(keeps=keeps)
         yield "norm of Mamba2", "verify" if keeps else "prompt", ssd_finish(keeps=keeps)
     yield "gates of the gated delta rule", "all", delta_gates()
-    yield "convolution", "prompt", conv(short_conv_triton._prefill, TOKENS=16)
+    yield "convolution", "prompt", conv(short_conv_triton._prefill, PAST=4, TOKENS=16)
     for rows in (1, 8):
-        yield "convolution", f"tree of {rows}", conv(short_conv_triton._verify, N=rows, ROWS=rows)
+        yield "convolution", f"tree of {rows}", conv(short_conv_triton._verify, N=rows, ROWS=rows, PAST=4)
+        yield "convolution", f"chain of {rows}", conv(short_conv_triton._chain, CHANNELS=512, N=rows)
 
 
 if __name__ == "__main__":

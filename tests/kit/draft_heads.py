@@ -318,6 +318,7 @@ def loader_of(here: Any) -> Loader:
         chunk=64,
         page_table=here.batch.page_table,
         num_queries=8,
+        trees=True,
         state_dtype="fp32",
         cached_states=0,
         progress=Stages(lambda done, total: None),

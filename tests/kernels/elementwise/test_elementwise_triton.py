@@ -12,7 +12,13 @@ from dtypes import DTYPES
 from specbatch.kernels.attention.paged_attention import write_kv_ref
 from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope_ref
 from specbatch.kernels.attention.qkv_triton import split_qkv_rope
-from specbatch.kernels.elementwise.elementwise_triton import gelu_and_mul, relu_squared, rms_norm, silu_and_mul
+from specbatch.kernels.elementwise.elementwise_triton import (
+    gelu_and_mul,
+    mul_sigmoid,
+    relu_squared,
+    rms_norm,
+    silu_and_mul,
+)
 from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.elementwise.rope import rope_table
 
@@ -51,6 +57,15 @@ def test_relu_squared(device: torch.device, dtype: torch.dtype, rows: int, width
     assert y.data_ptr() == x.data_ptr()
     assert y[0, 7].isnan()
     torch.testing.assert_close(y, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 40), (3, 4096), (5, 2049)])
+def test_mul_sigmoid(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> None:
+    x, gate = (torch.randn(rows, width, device=device).to(dtype) * 4 for _ in range(2))
+    before = x.clone()
+    close(mul_sigmoid(x, gate), (x.double() * gate.double().sigmoid()).to(dtype))
+    assert torch.equal(x, before)
 
 
 def make_heads(device: torch.device, dtype: torch.dtype, count: int, kv: int, dim: int, norm: bool) -> QKVLayout:

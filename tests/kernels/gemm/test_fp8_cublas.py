@@ -41,6 +41,7 @@ def scaled_mm(
 
 @pytest.fixture(autouse=True)
 def supported(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_cublas, "_SMALL_WEIGHT", 512 * 512 - 1)
     if device.type == "cuda":
         if not fp8_cublas._is_supported(device):
             pytest.skip("cuBLASLt has FP8 with block scales on Hopper alone, since CUDA 12.9")
@@ -64,7 +65,7 @@ def activations(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize(("rows", "n", "k"), [(65, 5632, 512), (66, 5632, 1024), (128, 6144, 512), (131, 5632, 512)])
+@pytest.mark.parametrize(("rows", "n", "k"), [(33, 640, 512), (66, 512, 1024), (128, 640, 512), (131, 512, 512)])
 def test_many_rows_match_reference(
     rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,25 +104,25 @@ def test_many_rows_match_reference(
 
 
 def test_takes_many_rows_of_aligned_blocks_only(device: torch.device) -> None:
-    def takes(rows: int, n: int = 5632, k: int = 512, scales: torch.Tensor | None = None) -> bool:
+    def takes(rows: int, n: int = 640, k: int = 512, scales: torch.Tensor | None = None) -> bool:
         blocks = torch.empty(-(-n // 128), -(-k // 128), device=device) if scales is None else scales
         values = torch.empty(n, k, device=device, dtype=torch.float8_e4m3fn)
         return fp8_cublas.takes(empty_fp8(rows, k, torch.bfloat16, device), Weight(values, blocks))
 
-    assert takes(65)
+    assert takes(33)
     assert takes(1000)
-    assert not takes(64), "few"
-    assert not takes(128, n=4096), "64 tiles leave half of the device idle"
-    assert takes(192, n=4096)
-    assert not takes(128, n=5632 + 64), "a block of scales is cut"
+    assert not takes(32), "few"
+    assert not takes(512, n=384), "small"
+    assert takes(513, n=384)
+    assert not takes(128, n=640 + 64), "a block of scales is cut"
     assert not takes(128, k=640), "rows of scales are not aligned"
-    assert not takes(128, scales=torch.empty(5632, 1, device=device)), "a scale per output"
-    assert not takes(128, scales=torch.empty(44, 4, device=device, dtype=torch.bfloat16)), "scales of another type"
+    assert not takes(128, scales=torch.empty(640, 1, device=device)), "a scale per output"
+    assert not takes(128, scales=torch.empty(5, 4, device=device, dtype=torch.bfloat16)), "scales of another type"
     with use_deterministic():
         assert not takes(1000)
     rows = empty_fp8(300, 512, torch.bfloat16, device)
     part = FP8Activations(rows.values[:150], rows.scales[:150], rows.dtype)
-    weight = random_weight(5632, 512, device)
+    weight = random_weight(640, 512, device)
     assert fp8_cublas.takes(rows, weight)
     assert not fp8_cublas.takes(part, weight), "rows of other activations"
     rows = empty_fp8(67, 512, torch.bfloat16, device)
@@ -131,7 +132,7 @@ def test_takes_many_rows_of_aligned_blocks_only(device: torch.device) -> None:
 
 def test_layers_keep_block_scales_in_float32(device: torch.device, force_kernels: Callable[[bool], None]) -> None:
     force_kernels(True)
-    stored = random_weight(5632, 512, device)
+    stored = random_weight(640, 512, device)
     assert stored.scales is not None
     short = Weight(stored.values, stored.scales.bfloat16())
     x = activations(68, 512, torch.bfloat16, device)

@@ -39,7 +39,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poison(*args: Any, **settings: Any) -> torch.Tensor:
         tensor = empty(*args, **settings)
-        return tensor.fill_(torch.nan if tensor.is_floating_point() else 1 << 28)
+        return tensor.fill_(torch.nan if tensor.is_floating_point() else min(1 << 28, torch.iinfo(tensor.dtype).max))
 
     monkeypatch.setattr(torch, "empty", poison)
 

@@ -10,6 +10,7 @@ import torch
 from crossed import crossed
 
 from specbatch.errors import SpecbatchError
+from specbatch.kernels.moe import routing_triton
 from specbatch.kernels.moe.routing import Routing, route_ref
 from specbatch.kernels.moe.routing_triton import most_blocks, route
 
@@ -130,6 +131,28 @@ def check(logits: torch.Tensor, rule: Routing, rows: int) -> None:
     assert torch.equal(again[1], experts)
     assert torch.equal(again[2].order, plan.order)
     assert torch.equal(again[2].blocks[:used], plan.blocks[:used])
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_logits_of_every_type(score: str, dtype: torch.dtype, tokens: int, device: torch.device) -> None:
+    """Of 300 experts, more than a warp reads at once, with infinite, equal and denormal logits."""
+    rule = Routing(300, 6, score, scale=0.5, shared=1, gated=True)  # type: ignore[arg-type]
+    logits = torch.randn(tokens, rule.logits, device=device).to(dtype) * 3
+    logits[0] = -logits[0].abs()
+    logits[1] = (torch.arange(rule.logits, device=device) % 7 - 3) * torch.finfo(dtype).smallest_normal / 4
+    logits[2, :290] = -torch.inf
+    check(logits, rule, 16)
+
+
+@pytest.mark.parametrize("tokens", [45, 530])
+def test_counts_are_summed_in_either_kernel(tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = Routing(12, 3, shared=1)
+    logits = torch.randn(tokens, rule.logits, device=device)
+    check(logits, rule, 32)
+    monkeypatch.setattr(routing_triton, "FEW_TILES", 1)
+    check(logits, rule, 32)
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(40, 16), (40, 32), (5, 64)])

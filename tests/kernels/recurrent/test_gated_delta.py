@@ -184,13 +184,25 @@ def test_prompts_and_verifies(
 
 
 @pytest.mark.parametrize("twin", TWINS)
-@pytest.mark.parametrize(("few", "held", "stored"), first_quick(1, [(512, 1, torch.bfloat16), (0, 4, torch.float32)]))
+@pytest.mark.parametrize(
+    ("few", "held", "dtype", "stored"),
+    first_quick(
+        2,
+        [
+            (512, 1, torch.float32, torch.bfloat16),
+            (0, 3, torch.float16, torch.float32),
+            (0, 4, torch.float32, torch.float32),
+            (0, 4, torch.bfloat16, torch.float32),
+        ],
+    ),
+)
 def test_short_chains(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, twin: str, few: int, held: int, stored: torch.dtype
-) -> None:
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, twin: str, few: int, held: int, dtype: torch.dtype,
+    stored: torch.dtype,
+) -> None:  # fmt: skip
     """Of as many rows as are held at most, and of fewer; by many programs, and by few."""
     monkeypatch.setattr(gated_delta_triton, "_FEW", few)
-    case = Case(device, torch.float32, twin, (2, 4, 24, 40), held=held, stored=stored)
+    case = Case(device, dtype, twin, (2, 4, 24, 40), held=held, stored=stored)
     case.prompt([(3, 0, 5), (5, 0, 2)])
     for rows in dict.fromkeys((held, 1, max(1, held - 1))):
         case.verifies(rows, False, 2)

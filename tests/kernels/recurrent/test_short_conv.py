@@ -95,15 +95,16 @@ class Case:
             path = [torch.zeros(self.channels, dtype=torch.float64)] * self.taps + self.seen[row]
             torch.testing.assert_close(self.window[row].double().cpu(), torch.stack(path[1 - self.taps :]))
 
-    def verifies(self, nodes: int, tree: bool, rounds: int) -> None:
-        """All sequences and a padding row, a random part of what is drafted kept each time."""
+    def verifies(self, nodes: int, tree: bool, rounds: int, path: bool = False) -> None:
+        """All sequences and a padding row, a random part of what is drafted kept each time. path: it is named for
+        chains, too."""
         rows = [*self.seen, 0]
         before = self.window.clone()
         for _ in range(rounds):
             parents = [random_parents(self.random, nodes, tree) for _ in rows]
             replay = StateReplay(
                 torch.tensor(rows, device=self.device), self.count.to(self.device),
-                self.kept.to(self.device) if tree else None,
+                self.kept.to(self.device) if tree or path else None,
                 torch.tensor([ancestor_masks(item) for item in parents], device=self.device) if tree else None,
             )  # fmt: skip
             x, gates, u = self.inputs(len(rows) * nodes)
@@ -150,6 +151,8 @@ def test_prompts_and_verifies(device, dtype, twin, channels, taps, bias, activat
     case.prompt([(3, 1)])
     case.verifies(5, False, 2)
     case.verifies(7, True, 2)
+    case.verifies(2, False, 2, path=True)
+    case.verifies(9, False, 1)
 
 
 @pytest.mark.parametrize("twin", TWINS)
@@ -177,6 +180,29 @@ def test_wide_trees(device: torch.device, twin: str) -> None:
     case = Case(device, torch.float32, twin, 20, 4, False, True, False, held=64)
     case.prompt([(4, 1), (2, 9)])
     case.verifies(64, True, 2)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_chain_has_the_bits_of_a_tree(device: torch.device, rows: int) -> None:
+    """The kernel of few rows and that of trees, for both orders of the weight in memory."""
+    torch.manual_seed(rows)
+    channels, taps, dtype = 140, 4, torch.bfloat16 if device.type == "cuda" else torch.float16
+    x, before, after = torch.randn(3, 3 * rows, channels).to(device, dtype)
+    weight, bias = torch.randn(channels, taps).to(device, dtype), torch.randn(channels).to(device, dtype)
+    window, pending = (torch.randn(ROWS, count, channels).to(device, dtype) for count in (taps - 1, 8))
+    on, counts = torch.tensor([2, 0, 5], device=device), torch.tensor([9, 9, 0, 9, 9, rows, 9], device=device)
+    counts[0] = 0
+    words = torch.tensor([ancestor_masks(list(range(rows - 1)))] * 3, device=device)
+    found = []
+    for ancestors in (words, None):
+        for taps_of in (weight, weight.t().contiguous().t()):
+            states = window.clone(), pending.clone()
+            replay = StateReplay(on, counts, None, ancestors)
+            gates = {"before": before, "after": after}
+            y = short_conv_triton.conv_verify(x, taps_of, bias, *states, replay, activation=True, **gates)
+            found.append((y, *states))
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
 
 
 def test_ragged_batch_at_fixed_addresses(device: torch.device) -> None:

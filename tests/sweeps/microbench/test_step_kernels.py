@@ -29,9 +29,7 @@ def test_a_kernel_adds_what_ends_after_all_earlier_ones() -> None:
 
 
 def test_what_both_runs_launched_does_not_count() -> None:
-    assert per_step(LONG, SHORT, 10) == {
-        "gemm": (6.4, 64.0, 56.0), "norm": (1.0, 2.0, 1.0), "draft": (1.0, 0.5, 0.5)
-    }
+    assert per_step(LONG, SHORT, 10) == {"gemm": (6.4, 64.0, 56.0), "norm": (1.0, 2.0, 1.0), "draft": (1.0, 0.5, 0.5)}
 
 
 def test_longest_kernels_come_first_and_others_are_added() -> None:
