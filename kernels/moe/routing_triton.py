@@ -177,8 +177,8 @@ def _place(
 
 @triton.jit
 def _cells(tile, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """Where a tile's [TILE, COLUMNS] lies in [tiles, COLUMNS, TILE], an order in which one thread reads all tokens of an
-    expert."""
+    """Where a tile's [TILE, COLUMNS] lies in [tiles, COLUMNS, TILE], an order in which one thread reads all tokens of
+    an expert."""
     return (tile.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]) * TILE + tl.arange(0, TILE)[:, None]
 
 

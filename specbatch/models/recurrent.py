@@ -65,8 +65,8 @@ def taps_of(config: dict[str, Any], key: str, default: int | None = None) -> int
 
 
 def tap_major(weight: torch.Tensor) -> torch.Tensor:
-    """The weight [C, 1, K] of a convolution as [C, K], with the channels of each tap adjacent in memory, so that kernels
-    load several at once."""
+    """The weight [C, 1, K] of a convolution as [C, K], with the channels of each tap adjacent in memory, so that
+    kernels load several at once."""
     return weight[:, 0].t().contiguous().t()
 
 
