@@ -113,7 +113,7 @@ def shared_slices(
 def token_bytes(experts: int, width: int, inner: int, hidden: int, dtype: torch.dtype) -> int:
     """The most that a token on its way through `width` of `experts` takes in kernels, in bytes."""
     pairs = width * ((inner + hidden) * dtype.itemsize + 12)  # both GEMMs; weight, expert and place in the order
-    return 2 * hidden * dtype.itemsize + 6 * experts + pairs  # norm and sum; float32 logits and counts
+    return 2 * hidden * dtype.itemsize + 7 * experts + pairs  # norm and sum; float32 logits, counts, choices
 
 
 class Experts:

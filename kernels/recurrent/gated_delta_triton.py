@@ -8,7 +8,7 @@ the new rows, once all programs of the previous kernel have read those of the la
 walk of the state from chunk to chunk, for some columns each; and the same norm.
 
 Products of float32 models are exact (no tf32). A verify of others adds in float32, since its state lives for thousands
-of verifies; it rounds factors to tf32, but for a short chain splits the state into two BF16 numbers or three of tf32.
+of verifies; it rounds factors to tf32, but for a short chain the state is split into two BF16 or tf32 numbers.
 """
 
 from __future__ import annotations

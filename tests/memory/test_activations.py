@@ -114,6 +114,6 @@ def test_activation_bytes_of_qwen3_5_moe() -> None:
     config = ModelConfig.from_dict(SHAPES["qwen3.5-35b-a3b"])
     projected, mixed = 8192 + 4096 + 2 * 32, 4096
     pairs = 9 * (512 + 2048)
-    mixture = 2 * (2 * 2048 + pairs) + 6 * 256 + 12 * 9
+    mixture = 2 * (2 * 2048 + pairs) + 7 * 256 + 12 * 9
     assert mixture > 2 * 8192 + 32 * (2 * 64 * 2 + 4)  # convolved columns, chunks
     assert token_bytes(config, torch.bfloat16) == 2 * (2048 + projected + mixed) + mixture + 48
