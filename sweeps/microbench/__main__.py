@@ -34,6 +34,7 @@ from specbatch.sweeps.microbench import (
     job_memory,
     moe,
     prefill,
+    prefill_kernels,
     recurrent,
     state_sizes,
     step_kernels,
@@ -85,7 +86,7 @@ def _machine() -> str:
 
 for kernels in (accept, attention, attention_tiles, deterministic, gemm, gemm_tiles, moe, prefill, recurrent):
     _add(kernels, needs_cuda=True, inference=True)
-for alone in (all_reduce, equal_rows, step_kernels):
+for alone in (all_reduce, equal_rows, prefill_kernels, step_kernels):
     _add(alone, needs_cuda=True)
 _add(cpu_gemm, needs_cuda=False, inference=True)
 for engines in (acceptance, cpu_decode, http_client, job_memory):

@@ -24,6 +24,7 @@ KERNELS = (
     "gemm-tiles",
     "moe",
     "prefill",
+    "prefill-kernels",
     "recurrent",
     "step-kernels",
 )

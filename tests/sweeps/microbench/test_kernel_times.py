@@ -1,11 +1,16 @@
-"""Kernels of a decode step: differences of two runs, and the rows that are shown."""
+"""Times of kernels: differences of two runs, the rows that are shown, and the passes of a prefill."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import typer
 
-from specbatch.sweeps.microbench.step_kernels import Interval, Kernel, by_time, per_step, tables, totals
+from specbatch import Graphs
+from specbatch.sweeps.microbench import prefill_kernels
+from specbatch.sweeps.microbench.kernel_times import Interval, Kernel, by_time, per_step, totals
+from specbatch.sweeps.microbench.step_kernels import tables
 
 LONG = {
     "gemm": Kernel(74, 740.0, 640.0),
@@ -46,3 +51,20 @@ def test_longest_kernels_come_first_and_others_are_added() -> None:
 def test_settings_of_drafts_need_an_algorithm() -> None:
     with pytest.raises(typer.BadParameter, match="need --algorithm"):
         next(tables(accept_length=2.4))
+
+
+def test_passes_of_a_prefill_have_the_tokens_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[float] = []
+
+    def profiled(run: Callable[[], float]) -> tuple[float, dict[str, Kernel]]:
+        passes.append(run())
+        return passes[-1], {"gemm": Kernel(3 * passes[-1], 90.0 * passes[-1], 60.0 * passes[-1])}
+
+    monkeypatch.setattr(prefill_kernels, "profiled", profiled)
+    monkeypatch.setattr(prefill_kernels, "Graphs", lambda **_: Graphs())
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    [rows] = [table.measured() for table in prefill_kernels.tables("toy", tokens=12, batch=3, most=5)]
+    gemm, total, whole = rows
+    assert passes == [prefill_kernels.SHORT, prefill_kernels.LONG]
+    assert (gemm["launches"], gemm["us"], gemm["added us"]) == ("3.0", "90.0", "60.0")
+    assert (total["kernel"], whole["kernel"], float(whole["us"]) > 0) == ("all", "pass", True)
