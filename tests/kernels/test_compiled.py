@@ -1,5 +1,5 @@
 """Kernels compile for the GPUs that they are made for: deterministic ones, of gpt-oss, of few rows, of quantized
-weights, of collectives, of verify budgets."""
+weights, of collectives, of verify budgets, of short chains of recurrent layers."""
 
 from __future__ import annotations
 
@@ -104,3 +104,15 @@ def test_variants_of_recurrences_add_in_one_order() -> None:
         assert kernel["sums"] == sums.setdefault(name, kernel["sums"]), f"{name}: {kernel['variant']} adds differently"
         assert kernel["sums"] or name == "convolution", f"{name}: no sum was found"
         assert not kernel["fusible"], f"{name}: {kernel['variant']} may be fused"
+
+
+@pytest.mark.slow
+def test_kernels_of_short_chains_compile_for_hopper() -> None:
+    """They read states, and what the last verify kept, before they wait for the previous kernel."""
+    found = compiled("compiled_chains.py")
+    assert len(found) == 6
+    for kernel in found:
+        name = kernel["name"]
+        assert not kernel["stack"], f"{name} spills registers"
+        assert kernel["early"] >= 29, f"{name}: {kernel['early']} loads before the wait"
+        assert (kernel["instructions"] == ["mma"]) == name.startswith("chain of the gated"), f"{name}: tensor cores"
