@@ -207,6 +207,7 @@ class Speculation:
 
     @property
     def drafts_trees(self) -> bool:
+        """Whether drafts are trees; else they are chains, or there are none."""
         return self.algorithm != NO_SPECULATION and self.shape.topk > 1
 
     @property

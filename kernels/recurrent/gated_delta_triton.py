@@ -270,9 +270,8 @@ def _chain(
 
     is_same = line[:, None] == line[None, :]
     squares = tl.where(is_same, products, 0.0)
-    length = tl.rsqrt(tl.sum(squares, 0) + 1e-6) * tl.where(
-        is_key, -1.0, K**-0.5
-    )  # negative for keys: u subtracts what it is given
+    # Negative for keys: u subtracts what it is given.
+    length = tl.rsqrt(tl.sum(squares, 0) + 1e-6) * tl.where(is_key, -1.0, K**-0.5)
     last = tl.where(is_key, node - 1, node)  # last row that a line sees
     sees = is_key[:, None] & (node[:, None] <= last[None, :])
     total = tl.sum(tl.where(is_key[:, None] & (node[:, None] <= node[None, :]), g[:, None], 0.0), 0)

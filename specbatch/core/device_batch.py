@@ -106,14 +106,15 @@ class DeviceBatch:
             row[: len(item.pages)] = item.pages
         parts = [np.zeros(1, np.int64), rows.reshape(-1), pages.reshape(-1)]  # the first is the length of each
         parts += [np.asarray(item.tokens, np.int64) for item in admissions]
-        length, new_rows, new_pages, *tokens = upload(np.concatenate(parts), self.device).split([*map(len, parts)])
-        slots = [item.slot for item in admissions]
-        to = [self.lengths[slot : slot + 1] for slot in slots]
-        to += [part[slot] for part in (self._rows, self.page_table) for slot in slots]
-        to += [self.tokens[slot, : len(new)] for slot, new in zip(slots, tokens, strict=True)]
-        torch._foreach_copy_(
-            to, [*[length] * len(slots), *new_rows.view(rows.shape), *new_pages.view(pages.shape), *tokens]
-        )
+        length, flat_rows, flat_pages, *tokens = upload(np.concatenate(parts), self.device).split([*map(len, parts)])
+        old: list[torch.Tensor] = []
+        new: list[torch.Tensor] = []
+        uploaded = zip(flat_rows.view(rows.shape), flat_pages.view(pages.shape), tokens, strict=True)
+        for item, of_request in zip(admissions, uploaded, strict=True):
+            slot, count = item.slot, len(item.tokens)
+            old += self.lengths[slot : slot + 1], self._rows[slot], self.page_table[slot], self.tokens[slot, :count]
+            new += length, *of_request
+        torch._foreach_copy_(old, new)
         for item in admissions:
             if item.bias or item.banned or item.slot in self._restricted:
                 self._restrict(item)

@@ -273,13 +273,13 @@ def _plan(
     def build(model: Decoder, loader: Loader) -> DraftModelChain:
         found, rows = model_of(model, loader), len(loader.page_table)
         way = loader.draft(found)
-        if shape.topk > 1:
+        if asked.drafts_trees:
             return DraftModelTree(found, *way, shape, vocabulary, rows)
         if recurrent:
             return RecurrentDraftChain(found, *way, vocabulary, most, rows)
         return DraftModelChain(found, *way, vocabulary, 2 if asked.corpus is None else most)
 
-    is_tree = shape.topk > 1
+    is_tree = asked.drafts_trees
     return DraftPlan(
         build,
         draft,

@@ -351,5 +351,5 @@ def feature_chain(
         prefill = HeadPrefillGraphs(head, cache, loader.recorder, loader.chunk)
     loader.forwards["draft"] = prefill
     shape, slots = config.speculation.shape, config.max_running
-    kind = kind or (FeatureTree if shape.topk > 1 else FeatureChain)
+    kind = kind or (FeatureTree if config.speculation.drafts_trees else FeatureChain)
     return kind(head, cache, prefill, shape, slots, vocabulary, diagnosis)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,21 +12,23 @@ from compiled import compiled
 from specbatch.kernels.recurrent import gated_delta_triton, short_conv_triton
 
 _DELTA = {"KEYS": 16, "VALUES": 32, "K": 128, "V": 128, "BLOCK_K": 128, "PDL": True}  # Qwen3.5-35B-A3B
-_STRIDES = ("qkv_stride", "b_stride", "a_stride", "state_stride", "k_stride", "u_stride", "g_stride", "z_stride")
+
+
+def _sizes() -> defaultdict[str, str]:
+    """Types of arguments: sizes and strides, unless others are added."""
+    return defaultdict(lambda: "i32")
 
 
 def delta(kernel: Any, dtype: str, warps: int, **fixed: Any) -> dict[str, Any]:
-    kinds = dict.fromkeys(("qkv", "b", "a", "o", "z", "weight"), f"*{dtype}") | dict.fromkeys(_STRIDES, "i32")
+    kinds = _sizes() | dict.fromkeys(("qkv", "b", "a", "o", "z", "weight"), f"*{dtype}")
     kinds |= dict.fromkeys(("a_log", "dt_bias", "state", "old_k", "old_u", "old_g", "kept_k", "kept_g"), "*fp32")
-    kinds |= dict.fromkeys(("rows", "count"), "*i64") | {"lines": "i32", "n": "i32", "eps": "fp32"}
+    kinds |= dict.fromkeys(("rows", "count"), "*i64") | {"eps": "fp32"}
     return compiled(kernel, kinds, _DELTA | fixed, num_warps=warps)
 
 
 def convolution(rows: int) -> dict[str, Any]:
-    kinds = dict.fromkeys(("x", "weight", "window", "pending", "y"), "*bf16")
-    kinds |= dict.fromkeys(("rows", "count"), "*i64") | {"width": "i32"}
-    kinds |= dict.fromkeys(("x_stride", "before_stride", "after_stride", "tap_stride", "window_stride"), "i32")
-    kinds |= dict.fromkeys(("pending_stride", "kept_stride"), "i32")
+    kinds = _sizes() | dict.fromkeys(("x", "weight", "window", "pending", "y"), "*bf16")
+    kinds |= dict.fromkeys(("rows", "count"), "*i64")
     fixed = dict.fromkeys(("before", "after", "bias", "kept")) | {"weight_stride": 1, "TAPS": 4, "SILU": True}
     fixed |= {"CHANNELS": short_conv_triton._CHAIN_CHANNELS, "N": rows, "PDL": True}
     return compiled(short_conv_triton._chain, kinds, fixed, num_warps=4, enable_fp_fusion=False)
