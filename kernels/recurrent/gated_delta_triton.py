@@ -26,7 +26,7 @@ from specbatch.kernels.recurrent.state_replay import StateReplay
 
 _PROGRAM = 1024  # elements of a program of the norm
 _FEW = 512  # programs of a verify: with fewer, each takes less of a state
-_CHAIN = 4  # chains of up to this many rows, new or replayed, count as short
+_CHAIN = 8  # chains of up to this many rows, new or replayed, count as short
 
 
 def delta_verify(
@@ -60,8 +60,8 @@ def delta_verify(
         if rows == 1:
             _one_row[grid](*tensors, o, *strides, num_warps=1, **common)
         else:
-            precision, warps = sizes["PRECISION"], columns // 16
-            _chain[grid](*tensors, o, *strides, N=rows, ROWS=_CHAIN, PRECISION=precision, num_warps=warps, **common)
+            most, precision, warps = max(4, next_power_of_2(rows)), sizes["PRECISION"], columns // 16
+            _chain[grid](*tensors, o, *strides, N=rows, ROWS=most, PRECISION=precision, num_warps=warps, **common)
         return normalise(o, qkv, z, a, heads, pending, replay)
     full = columns == 32 and block == 16 and sizes["PRECISION"] == "tf32"
     _verify[grid](
@@ -139,14 +139,17 @@ def invert(a, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     From the inverses of diagonal blocks P and Q to that of [[P, 0], [L, Q]], whose corner is -Q^-1 L P^-1: as stable as
     substitution, and GEMMs instead of n steps.
     """
+    # No entry of the inverse exceeds 1, as keys have length one and beta is at most 1: float16 has the digits of tf32
+    # here, and tensor cores transpose it on the way, which they do not for types of 32 bits.
+    kind: tl.constexpr = tl.float32 if PRECISION == "ieee" else tl.float16
     row, column = tl.arange(0, a.shape[0])[:, None], tl.arange(0, a.shape[0])[None, :]
     x = tl.where(row == column, 1.0, 0.0)
     if LEVELS > 0:
         x -= tl.where((row == column + 1) & (column % 2 == 0), a, 0.0)
     for level in tl.range(1, LEVELS, num_stages=1):  # not unrolled: exact dot products are long code
         corner = tl.where((row >> level == (column >> level) + 1) & ((column >> level) % 2 == 0), a, 0.0)
-        part = tl.dot(x, corner, input_precision=PRECISION)
-        x -= tl.dot(part, x, input_precision=PRECISION)
+        part = tl.dot(x.to(kind), corner.to(kind), input_precision=PRECISION)
+        x -= tl.dot(part.to(kind), x.to(kind), input_precision=PRECISION)
     return x
 
 
