@@ -197,15 +197,13 @@ def _grouped_kernel(
     first, end = tl.load(blocks + block * 3 + 1), tl.load(blocks + block * 3 + 2)
     if block >= tl.load(used):
         return
-    if HALVES:
-        # The last block of an expert is half empty on average.
-        if end - first <= BM // 2:
-            _block(
-                x, x_scales, weight, scales, bias, order, y, N, K, x_stride, scale_stride, expert, first, end, tile,
-                QUANTIZED, SHARE, GATED, CLAMPED, GELU, SQUARED, SCALED, PER_CHANNEL, FP8, MXFP4, INT4, CHUNK, UNIT,
-                BF16, SCALE_BLOCK, ONCE, EARLY, EVEN_K, BM // 2, BN, BK, WARPS, PDL,
-            )  # fmt: skip
-            return
+    if HALVES and end - first <= BM // 2:  # the last block of an expert is half empty on average
+        _block(
+            x, x_scales, weight, scales, bias, order, y, N, K, x_stride, scale_stride, expert, first, end, tile,
+            QUANTIZED, SHARE, GATED, CLAMPED, GELU, SQUARED, SCALED, PER_CHANNEL, FP8, MXFP4, INT4, CHUNK, UNIT, BF16,
+            SCALE_BLOCK, ONCE, EARLY, EVEN_K, BM // 2, BN, BK, WARPS, PDL,
+        )  # fmt: skip
+        return
     _block(
         x, x_scales, weight, scales, bias, order, y, N, K, x_stride, scale_stride, expert, first, end, tile,
         QUANTIZED, SHARE, GATED, CLAMPED, GELU, SQUARED, SCALED, PER_CHANNEL, FP8, MXFP4, INT4, CHUNK, UNIT, BF16,

@@ -42,7 +42,9 @@ def delta_prefill(
     _chunks[(len(tiles), heads.values)](
         qkv, b, a, heads.a_log, heads.dt_bias, tiles, spans.table, unit_qk, inverse, scores, sums,
         qkv.stride(0), b.stride(0), a.stride(0), spans.table.stride(0),
-        CHUNK=chunk, LEVELS=(chunk - 1).bit_length(), num_warps=4, **sizes,
+        CHUNK=chunk, LEVELS=(chunk - 1).bit_length(), num_warps=4,
+        maxnreg=None if exact else 168,  # three programs on a processor
+        **sizes,
     )  # fmt: skip
     columns = min(32, tile_side(heads.value_dim))
     grid = cdiv(heads.value_dim, columns), heads.values, spans.table.shape[1] - 1
