@@ -96,7 +96,11 @@ def _chunks(
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
     tl.store(scores + cells, score.to(scores.dtype.element_ty), live[:, None])
     lower = beta[:, None] * tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
-    solved = invert(tl.where(step[:, None] > step[None, :], lower, 0.0), LEVELS, PRECISION) * beta[None, :]
+    lower = tl.where(step[:, None] > step[None, :], lower, 0.0)
+    # No entry of the inverse exceeds 1, as keys have length one and beta is at most 1: float16 has the digits of tf32
+    # here, and tensor cores transpose it on the way, which they do not for types of 32 bits.
+    narrow: tl.constexpr = tl.float32 if PRECISION == "ieee" else tl.float16
+    solved = invert(lower, narrow, LEVELS, PRECISION) * beta[None, :]
     tl.store(inverse + cells, solved.to(inverse.dtype.element_ty), live[:, None])
     tl.store(sums + token * VALUES + head, total, live)
 

@@ -38,7 +38,7 @@ def conv_prefill(
 ) -> torch.Tensor:
     """`conv_prefill_ref`."""
     y, tiles = x.new_empty(x.shape) if out is None else out, spans.tiles(_TOKENS)
-    _prefill[(len(tiles), cdiv(x.shape[1], _CHANNELS))](
+    _conv_prefill[(len(tiles), cdiv(x.shape[1], _CHANNELS))](
         x, before, after, weight, bias, window, tiles, spans.table, y,
         x.stride(0), _stride(before), _stride(after), *weight.stride(), window.stride(0), spans.table.stride(0),
         x.shape[1],
@@ -71,13 +71,13 @@ def conv_verify(
     strides = [x.stride(0), _stride(before), _stride(after), *weight.stride(), window.stride(0), pending.stride(0)]
     sizes = {"N": rows, "TAPS": weight.shape[1], "SILU": activation, "enable_fp_fusion": False, **pdl(x)}
     if replay.ancestors is None and rows <= _CHAIN:
-        _chain[(cdiv(x.shape[1], _CHANNELS), len(replay.rows))](
+        _conv_chain[(cdiv(x.shape[1], _CHANNELS), len(replay.rows))](
             *tensors, y, *strides, _stride(replay.path), x.shape[1], CHANNELS=_CHANNELS, num_warps=4, **sizes
         )
         return y
     block = next_power_of_2(rows)
     channels = min(256, max(32, _PROGRAM // block))
-    _verify[(cdiv(x.shape[1], channels), len(replay.rows))](
+    _conv_verify[(cdiv(x.shape[1], channels), len(replay.rows))](
         *tensors, replay.ancestors, y, *strides, _stride(replay.path), x.shape[1],
         ROWS=block, PAST=next_power_of_2(weight.shape[1] - 1), CHANNELS=channels, num_warps=4, **sizes,
     )  # fmt: skip
@@ -151,7 +151,7 @@ def _store(y, sums, after, line, after_stride, bias, channel, width, mask, SILU:
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def _prefill(
+def _conv_prefill(
     x, before, after, weight, bias, window, tiles, table, y,
     x_stride, before_stride, after_stride, weight_stride, tap_stride, window_stride, table_stride, width,
     TAPS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
@@ -222,7 +222,7 @@ def _history(window, pending, kept, folded, slot, channel, width, mask, TAPS: tl
 
 
 @triton.jit
-def _verify(
+def _conv_verify(
     x, before, after, weight, bias, window, pending, rows, count, kept, ancestors, y,
     x_stride, before_stride, after_stride, weight_stride, tap_stride, window_stride, pending_stride, kept_stride, width,
     N: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr, PAST: tl.constexpr, SILU: tl.constexpr,
@@ -272,7 +272,7 @@ def _verify(
 
 
 @triton.jit
-def _chain(
+def _conv_chain(
     x, before, after, weight, bias, window, pending, rows, count, kept, y,
     x_stride, before_stride, after_stride, weight_stride, tap_stride, window_stride, pending_stride, kept_stride, width,
     N: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
