@@ -17,7 +17,7 @@ from specbatch.kernels.common.sizes import cdiv, tile_side
 from specbatch.kernels.recurrent.gated_delta import CHUNK, EXACT_CHUNK, DeltaHeads
 from specbatch.kernels.recurrent.gated_delta_triton import decay_of, invert, normalise, sizes_of, unit
 
-_PROCESSORS = 132  # of an H100 or H200: at most so many programs run alone on theirs
+_PROCESSORS = 132  # of an H100 or H200
 
 
 def delta_prefill(
@@ -48,7 +48,7 @@ def delta_prefill(
     )  # fmt: skip
     columns = min(32, tile_side(heads.value_dim))
     grid = cdiv(heads.value_dim, columns), heads.values, spans.table.shape[1] - 1
-    # Chunks on their way, and the one at work. Two programs share a processor's memory, if there are as many.
+    # With a third chunk in its memory, a processor has no room for a second program.
     stages = 3 if math.prod(grid) <= _PROCESSORS else 2
     _walk[grid](
         unit_qk, qkv, inverse, scores, sums, spans.table, state, o,
