@@ -39,13 +39,12 @@ def ssd_prefill(
     y = xbc.new_empty(len(xbc), heads.columns[0]) if out is None else out
     exact = xbc.dtype == torch.float32
     rows = min(64, tile_side(heads.dim))
-    parts = cdiv(heads.dim, rows)
-    _prefill[(parts * heads.count, spans.table.shape[1] - 1)](
+    tiles = cdiv(heads.dim, rows)
+    _prefill[(tiles * heads.count, spans.table.shape[1] - 1)](
         xbc, dt, y, memory.state, heads.a_log, heads.d, heads.dt_bias, spans.table,
         xbc.stride(0), dt.stride(0), memory.state.stride(0), spans.table.stride(0),
         HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state,
-        PARTS=parts, ROWS=rows, REST=tile_side(heads.dim - (parts - 1) * rows), BLOCK_S=tile_side(heads.state),
-        CHUNK=32 if exact else CHUNK,
+        ROWS=rows, BLOCK_S=tile_side(heads.state), CHUNK=32 if exact else CHUNK,
         num_warps=4, num_stages=1 if exact else 2, **pdl(xbc),
     )  # fmt: skip
     return finish_rows(y, z, heads)
@@ -130,11 +129,15 @@ def step_of(raw, bias):
 def _prefill(
     xbc, dt, y, state, a_log, d, dt_bias, table, xbc_stride, dt_stride, state_stride, table_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, REST: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One of the PARTS of a head's state walks over the chunks of a span."""
-    head, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    """ROWS rows of a head's state walk over the chunks of a span."""
+    TILES: tl.constexpr = (DIM + ROWS - 1) // ROWS
+    head = tl.program_id(0) // TILES
+    group = head // (HEADS // GROUPS)
+    row = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_S)
+    inside = column < STATE
     decay = -tl.exp(tl.load(a_log + head))
     skip = tl.load(d + head)
     bias = tl.load(dt_bias + head)
@@ -144,35 +147,12 @@ def _prefill(
     count = (tl.load(table + table_stride + span) - start).to(tl.int32)
     if count == 0:
         return
-    state += tl.load(table + 2 * table_stride + span) * state_stride
+    slot = tl.load(table + 2 * table_stride + span)
     first = tl.load(table + 3 * table_stride + span)
-    if REST < ROWS and part == PARTS - 1:
-        _walk(
-            xbc, dt, y, state, xbc_stride, dt_stride, decay, skip, bias, start, count, first, head, part * ROWS,
-            HEADS, DIM, GROUPS, STATE, REST, BLOCK_S, CHUNK,
-        )  # fmt: skip
-        return
-    _walk(
-        xbc, dt, y, state, xbc_stride, dt_stride, decay, skip, bias, start, count, first, head, part * ROWS,
-        HEADS, DIM, GROUPS, STATE, ROWS, BLOCK_S, CHUNK,
-    )  # fmt: skip
-
-
-@triton.jit
-def _walk(
-    xbc, dt, y, state, xbc_stride, dt_stride, decay, skip, bias, start, count, first, head, from_row,
-    HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_S: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """ROWS rows of a head's state, which continues from position `start`, over `count` tokens from `first` on."""
-    group = head // (HEADS // GROUPS)
-    row = from_row + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK_S)
-    inside = column < STATE
 
     # A new sequence never reads the old state of its slot.
     mask = (row < DIM)[:, None] & inside[None, :]
-    place = state + (head * DIM + row)[:, None] * STATE + column[None, :]
+    place = state + slot * state_stride + (head * DIM + row)[:, None] * STATE + column[None, :]
     known = (row < tl.where(start > 0, DIM, 0))[:, None] & inside[None, :]
     h = tl.load(place, mask=known, other=0.0).to(tl.float32)
     token = tl.arange(0, CHUNK)
