@@ -218,6 +218,15 @@ def test_chunks(device: torch.device, chunk: int) -> None:
     case.prompt([(4, 70, 100)])
 
 
+@pytest.mark.parametrize("processors", [0, 132])
+def test_chunks_on_their_way(device: torch.device, monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
+    """Fewer where two programs share a processor."""
+    monkeypatch.setattr(gated_delta_prefill_triton, "_PROCESSORS", processors)
+    case = Case(device, torch.float16, "kernel", (1, 2, 128, 64))
+    case.prompt([(4, 0, 200), (2, 0, 70)])
+    case.prompt([(2, 70, 140), (4, 200, 201)])
+
+
 @pytest.mark.parametrize("twin", ["reference", "kernel"])
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
 def test_half_precision_states(device: torch.device, twin: str, stored: torch.dtype) -> None:
