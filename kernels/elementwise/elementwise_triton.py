@@ -54,8 +54,8 @@ def _gated(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)^2 of a contiguous x, in place; computed in float32 and cast once."""
-    _relu_squared[(cdiv(x.numel(), PROGRAM),)](x, x.numel(), BLOCK=PROGRAM, num_warps=4, **pdl(x))
+    """relu(x)^2 of a contiguous x [T, I], in place; computed in float32 and cast once."""
+    _relu_squared[(cdiv(x.numel(), PROGRAM),)](x, *x.shape, BLOCK=PROGRAM, num_warps=4, **pdl(x))
     return x
 
 
@@ -64,7 +64,7 @@ def mul_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     assert x.is_contiguous(), "x must be contiguous"
     assert gate.is_contiguous(), "the gate must be contiguous"
     y = torch.empty_like(x)
-    _mul_sigmoid[(cdiv(x.numel(), PROGRAM),)](x, gate, y, x.numel(), BLOCK=PROGRAM, num_warps=4, **pdl(x))
+    _mul_sigmoid[(cdiv(x.numel(), PROGRAM),)](x, gate, y, *x.shape, BLOCK=PROGRAM, num_warps=4, **pdl(x))
     return y
 
 
@@ -96,7 +96,7 @@ def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> FP8Activa
 
 def silu_and_mul_fp8(gate_up: torch.Tensor) -> FP8Activations:
     """`silu_and_mul_fp8_ref`: the bits of `silu_and_mul` and `quantize_fp8`."""
-    width, tile = gate_up.shape[1] // 2, PROGRAM // 2 // SCALE_BLOCK  # of which each element is two of gate_up
+    width, tile = gate_up.shape[1] // 2, PROGRAM // SCALE_BLOCK
     assert gate_up.is_contiguous(), "gate_up must be contiguous"
     y = empty_fp8(len(gate_up), width, gate_up.dtype, gate_up.device)
     _silu_and_mul_fp8[(cdiv(y.scales.numel(), tile),)](
@@ -168,8 +168,9 @@ def _gated_kernel(gate_up, y, width, GELU: tl.constexpr, BLOCK: tl.constexpr, PD
     tl.store(y + row * width + column, gate / (1 + tl.exp(-slope)) * up, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _relu_squared(x, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _relu_squared(x, rows, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    count = rows.to(tl.int64) * width  # a multiple of 16 if the width is: accesses stay whole
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous_kernel(PDL)
     value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
@@ -177,9 +178,10 @@ def _relu_squared(x, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(x + at, value * value, mask=at < count)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _mul_sigmoid(x, gate, y, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _mul_sigmoid(x, gate, y, rows, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     let_next_kernel_start(PDL)
+    count = rows.to(tl.int64) * width  # as in _relu_squared
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous_kernel(PDL)
     value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)

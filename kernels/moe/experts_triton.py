@@ -148,7 +148,7 @@ def grouped(
         CLAMPED=activation == "clamped_swiglu", GELU=activation == "geglu", SQUARED=activation == "relu2", **layout,
         SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows, EARLY=activation is None and rows == 16 and scales is None,
         EVEN_K=k % (CHUNK if layout["MXFP4"] else tile.k) == 0,
-        BM=rows, BN=tile.n, BK=tile.k, WARPS=min(tile.warps, tile.n // 16), **pdl(x),
+        BM=rows, HALVES=rows == 128, BN=tile.n, BK=tile.k, WARPS=min(tile.warps, tile.n // 16), **pdl(x),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
@@ -184,8 +184,9 @@ def _grouped_kernel(
     SCALE_BLOCK: tl.constexpr,
     ONCE: tl.constexpr,  # no expert has a second block
     EARLY: tl.constexpr,  # fetch weights before what the kernel before wrote; it did not write the plan
-    EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr,
-    PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, BM: tl.constexpr,
+    HALVES: tl.constexpr,  # a block of at most BM / 2 rows computes no more
+    BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     OUTER = N * 2 if GATED else N  # rows of an expert's weight
     tiles = tl.cdiv(OUTER, BN)
@@ -196,6 +197,32 @@ def _grouped_kernel(
     first, end = tl.load(blocks + block * 3 + 1), tl.load(blocks + block * 3 + 2)
     if block >= tl.load(used):
         return
+    if HALVES and end - first <= BM // 2:  # the last block of an expert is half empty on average
+        _block(
+            x, x_scales, weight, scales, bias, order, y, N, K, x_stride, scale_stride, expert, first, end, tile,
+            QUANTIZED, SHARE, GATED, CLAMPED, GELU, SQUARED, SCALED, PER_CHANNEL, FP8, MXFP4, INT4, CHUNK, UNIT, BF16,
+            SCALE_BLOCK, ONCE, EARLY, EVEN_K, BM // 2, BN, BK, WARPS, PDL,
+        )  # fmt: skip
+        return
+    _block(
+        x, x_scales, weight, scales, bias, order, y, N, K, x_stride, scale_stride, expert, first, end, tile,
+        QUANTIZED, SHARE, GATED, CLAMPED, GELU, SQUARED, SCALED, PER_CHANNEL, FP8, MXFP4, INT4, CHUNK, UNIT, BF16,
+        SCALE_BLOCK, ONCE, EARLY, EVEN_K, BM, BN, BK, WARPS, PDL,
+    )  # fmt: skip
+
+
+@triton.jit
+def _block(
+    x, x_scales, weight, scales, bias, order, y, N, K, x_stride, scale_stride, expert, first, end, tile,
+    QUANTIZED: tl.constexpr,
+    SHARE: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr, SQUARED: tl.constexpr,
+    SCALED: tl.constexpr, PER_CHANNEL: tl.constexpr, FP8: tl.constexpr, MXFP4: tl.constexpr, INT4: tl.constexpr,
+    CHUNK: tl.constexpr, UNIT: tl.constexpr, BF16: tl.constexpr, SCALE_BLOCK: tl.constexpr, ONCE: tl.constexpr,
+    EARLY: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    WARPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Columns of one tile for rows `first` to `end`, at most BM, of one expert."""
+    OUTER = N * 2 if GATED else N
     place = first + tl.arange(0, BM)
     exists = place < end
     pair = tl.load(order + place, exists, other=0).to(tl.int64)

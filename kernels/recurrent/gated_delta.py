@@ -50,6 +50,11 @@ class DeltaHeads:
     norm: torch.Tensor
     eps: float
 
+    def outputs(self, qkv: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """Memory of the heads of the rows of qkv [T, ...], [T, values, value_dim]: that of `out`, or new."""
+        shape = len(qkv), self.values, self.value_dim
+        return qkv.new_empty(shape) if out is None else out.view(shape)
+
 
 class Pending(NamedTuple):
     """What a verify of up to M rows leaves of them, in any types of float (float32 keeps a state exact).
@@ -76,9 +81,10 @@ def delta_prefill_ref(
     heads: DeltaHeads,
     state: torch.Tensor,
     spans: RaggedBatch,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """qkv [T, 2 keys * key_dim + values * value_dim] of `spans`, convolved; z [T, values * value_dim]; b, a [T, values]
-    -> [T, values * value_dim], what the output projection reads.
+    -> [T, values * value_dim], what the output projection reads; in `out` if given, which is contiguous.
 
     state [R, values, key_dim, value_dim] of all device rows: read where a span continues from one, then set to the
     state after the last token of the span.
@@ -93,7 +99,8 @@ def delta_prefill_ref(
             o[:, chunk], u = _together(q[:, chunk], k[:, chunk], v[:, chunk], g[:, chunk], beta[:, chunk], s, sees)
             s = _state_after(s, k[:, chunk], u, g[:, chunk])
         state[row] = s
-    return gated_rms_norm_ref(o.transpose(0, 1).to(qkv.dtype), z, heads)
+    y = gated_rms_norm_ref(o.transpose(0, 1).to(qkv.dtype), z, heads)
+    return y if out is None else out.copy_(y)
 
 
 def delta_verify_ref(

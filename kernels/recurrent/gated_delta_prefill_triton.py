@@ -1,10 +1,12 @@
 """Triton kernels of the gated delta rule over prompts; see `gated_delta_triton`.
 
 Operands of `tl.dot` have the type of the inputs, sums are float32, and so is the state from chunk to chunk; only the
-inverse of a chunk's matrix takes tf32. With float16 inputs no number of a state may exceed 65504.
+inverse of a chunk's matrix takes float16. With float16 inputs no number of a state may exceed 65504.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -15,7 +17,7 @@ from specbatch.kernels.common.sizes import cdiv, tile_side
 from specbatch.kernels.recurrent.gated_delta import CHUNK, EXACT_CHUNK, DeltaHeads
 from specbatch.kernels.recurrent.gated_delta_triton import decay_of, invert, normalise, sizes_of, unit
 
-_STAGES = 2  # of the walk: the inputs of the next chunk are on their way
+_PROCESSORS = 132  # of an H100 or H200
 
 
 def delta_prefill(
@@ -26,35 +28,45 @@ def delta_prefill(
     heads: DeltaHeads,
     state: torch.Tensor,
     spans: RaggedBatch,
+    out: torch.Tensor | None = None,
     chunk: int | None = None,
 ) -> torch.Tensor:
     """`delta_prefill_ref`; `chunk` rows are computed together, by default as many as the type has room for."""
     total, exact = len(qkv), qkv.dtype == torch.float32
     chunk = chunk or (EXACT_CHUNK if exact else CHUNK)
+    unit_qk = qkv.new_empty(total, 2, heads.keys, heads.key_dim)
     inverse, scores = (qkv.new_empty(total, heads.values, chunk) for _ in range(2))
     sums = torch.empty(total, heads.values, dtype=torch.float32, device=qkv.device)
-    o = qkv.new_empty(total, heads.values, heads.value_dim)
+    o = heads.outputs(qkv, out)
     tiles, sizes = spans.tiles(chunk), sizes_of(heads, qkv)
     _chunks[(len(tiles), heads.values)](
-        qkv, b, a, heads.a_log, heads.dt_bias, tiles, spans.table, inverse, scores, sums,
+        qkv, b, a, heads.a_log, heads.dt_bias, tiles, spans.table, unit_qk, inverse, scores, sums,
         qkv.stride(0), b.stride(0), a.stride(0), spans.table.stride(0),
-        CHUNK=chunk, LEVELS=(chunk - 1).bit_length(), num_warps=4, **sizes,
+        CHUNK=chunk, LEVELS=(chunk - 1).bit_length(), num_warps=4,
+        maxnreg=None if exact else 168,  # three programs on a processor
+        **sizes,
     )  # fmt: skip
     columns = min(32, tile_side(heads.value_dim))
-    _walk[(cdiv(heads.value_dim, columns), heads.values, spans.table.shape[1] - 1)](
-        qkv, inverse, scores, sums, spans.table, state, o, qkv.stride(0), spans.table.stride(0), state.stride(0),
-        CHUNK=chunk, COLUMNS=columns, num_warps=4, num_stages=_STAGES, **sizes,
+    grid = cdiv(heads.value_dim, columns), heads.values, spans.table.shape[1] - 1
+    # With a third chunk in its memory, a processor has no room for a second program.
+    stages = 3 if math.prod(grid) <= _PROCESSORS else 2
+    _walk[grid](
+        unit_qk, qkv, inverse, scores, sums, spans.table, state, o,
+        qkv.stride(0), spans.table.stride(0), state.stride(0),
+        CHUNK=chunk, COLUMNS=columns, num_warps=4, num_stages=stages, **sizes,
     )  # fmt: skip
     return normalise(o, qkv, z, a, heads)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _chunks(
-    qkv, b, a, a_log, dt_bias, tiles, table, inverse, scores, sums, qkv_stride, b_stride, a_stride, table_stride,
+    qkv, b, a, a_log, dt_bias, tiles, table, unit_qk, inverse, scores, sums,
+    qkv_stride, b_stride, a_stride, table_stride,
     KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Of the rows of one chunk and head: (I + A)^-1 with its columns times beta, q k^T D, and G."""
+    """Of the rows of one chunk and head: (I + A)^-1 with its columns times beta, q k^T D, and G; the first of the value
+    heads of a key head also leaves its q and k, normalised."""
     head = tl.program_id(1)
     key = head // (VALUES // KEYS)
     span = tl.load(tiles + 2 * tl.program_id(0))
@@ -70,6 +82,10 @@ def _chunks(
     heads = qkv + token[:, None] * qkv_stride + key * K + column[None, :]
     q = (unit(heads, mask) * (K**-0.5)).to(qkv.dtype.element_ty)
     k = unit(heads + KEYS * K, mask).to(qkv.dtype.element_ty)
+    if head % (VALUES // KEYS) == 0:
+        units = unit_qk + (token[:, None] * 2 * KEYS + key) * K + column[None, :]
+        tl.store(units, q, mask)
+        tl.store(units + KEYS * K, k, mask)
     beta = tl.sigmoid(tl.load(b + token * b_stride + head, live, 0.0).to(tl.float32))
     total = tl.cumsum(
         decay_of(a + token * a_stride + head, a_log + head + step * 0, dt_bias + head + step * 0, live), 0
@@ -80,14 +96,18 @@ def _chunks(
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
     tl.store(scores + cells, score.to(scores.dtype.element_ty), live[:, None])
     lower = beta[:, None] * tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
-    solved = invert(tl.where(step[:, None] > step[None, :], lower, 0.0), LEVELS, PRECISION) * beta[None, :]
+    lower = tl.where(step[:, None] > step[None, :], lower, 0.0)
+    # No entry of the inverse exceeds 1, as keys have length one and beta is at most 1: float16 has the digits of tf32
+    # here, and tensor cores transpose it on the way, which they do not for types of 32 bits.
+    narrow: tl.constexpr = tl.float32 if PRECISION == "ieee" else tl.float16
+    solved = invert(lower, narrow, LEVELS, PRECISION) * beta[None, :]
     tl.store(inverse + cells, solved.to(inverse.dtype.element_ty), live[:, None])
     tl.store(sums + token * VALUES + head, total, live)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _walk(
-    qkv, inverse, scores, sums, table, state, o, qkv_stride, table_stride, state_stride,
+    unit_qk, qkv, inverse, scores, sums, table, state, o, qkv_stride, table_stride, state_stride,
     KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -114,10 +134,10 @@ def _walk(
         live = first + step < count
         token = offset + first + step
         mask = live[:, None] & in_v
-        heads = qkv + token[:, None] * qkv_stride
-        q = (unit(heads + key * K + k_column[None, :], live[:, None] & in_k) * (K**-0.5)).to(kind)
-        k = unit(heads + (KEYS + key) * K + k_column[None, :], live[:, None] & in_k)
-        v = tl.load(heads + 2 * KEYS * K + head * V + v_column[None, :], mask, 0.0).to(tl.float32)
+        units = unit_qk + (token[:, None] * 2 * KEYS + key) * K + k_column[None, :]
+        q = tl.load(units, live[:, None] & in_k, 0.0)
+        k = tl.load(units + KEYS * K, live[:, None] & in_k, 0.0)
+        v = tl.load(qkv + token[:, None] * qkv_stride + 2 * KEYS * K + head * V + v_column[None, :], mask, 0.0)
         matrix = (token[:, None] * VALUES + head) * CHUNK + step[None, :]
         solved = tl.load(inverse + matrix, live[:, None], 0.0)
         score = tl.load(scores + matrix, live[:, None], 0.0)
@@ -125,10 +145,11 @@ def _walk(
         whole = tl.load(sums + (offset + tl.minimum(first + CHUNK, count) - 1) * VALUES + head)
         fade = tl.exp(total)[:, None]
         narrow = s.to(kind)
-        rest = v - fade * tl.dot(k.to(kind), narrow, input_precision=PRECISION)
-        u = tl.dot(solved, rest.to(kind), input_precision=PRECISION).to(kind)
-        out = tl.dot(score, u, fade * tl.dot(q, narrow, input_precision=PRECISION), input_precision=PRECISION)
+        rest = v.to(tl.float32) - fade * tl.dot(k, narrow, input_precision=PRECISION)
+        u = tl.dot(solved, rest.to(kind), input_precision=PRECISION)
+        out = fade * tl.dot(q, narrow, input_precision=PRECISION)
+        out = tl.dot(score, u.to(kind), out, input_precision=PRECISION)
         tl.store(o + (token[:, None] * VALUES + head) * V + v_column[None, :], out.to(o.dtype.element_ty), mask)
-        k *= tl.exp(tl.where(live, whole - total, 0.0))[:, None]
-        s = tl.dot(tl.trans(k.to(kind)), u, s * tl.exp(whole), input_precision=PRECISION)
+        u *= tl.exp(tl.where(live, whole - total, 0.0))[:, None]
+        s = tl.dot(tl.trans(k), u.to(kind), s * tl.exp(whole), input_precision=PRECISION)
     tl.store(cells, s.to(state.dtype.element_ty), in_state)

@@ -26,7 +26,7 @@ from specbatch.kernels.recurrent.state_replay import StateReplay
 
 _PROGRAM = 1024  # elements of a program of the norm
 _FEW = 512  # programs of a verify: with fewer, each takes less of a state
-_CHAIN = 4  # chains of up to this many rows, new or replayed, count as short
+_CHAIN = 8  # chains of up to this many rows, new or replayed, count as short
 
 
 def delta_verify(
@@ -60,8 +60,13 @@ def delta_verify(
         if rows == 1:
             _one_row[grid](*tensors, o, *strides, num_warps=1, **common)
         else:
-            precision, warps = sizes["PRECISION"], columns // 16
-            _chain[grid](*tensors, o, *strides, N=rows, ROWS=_CHAIN, PRECISION=precision, num_warps=warps, **common)
+            most, precision = max(4, next_power_of_2(rows)), sizes["PRECISION"]
+            # More programs on a processor are worth some spilled registers.
+            registers = 128 if most > 4 and precision == "tf32" else None
+            _chain[grid](
+                *tensors, o, *strides, N=rows, ROWS=most, PRECISION=precision, num_warps=columns // 16,
+                maxnreg=registers, **common,
+            )  # fmt: skip
         return normalise(o, qkv, z, a, heads, pending, replay)
     full = columns == 32 and block == 16 and sizes["PRECISION"] == "tf32"
     _verify[grid](
@@ -133,11 +138,11 @@ def _log1p(x):
 
 
 @triton.jit
-def invert(a, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+def invert(a, kind: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """(I + a)^-1 for a [n, n] with entries below the diagonal only, of its first 2^LEVELS rows.
 
     From the inverses of diagonal blocks P and Q to that of [[P, 0], [L, Q]], whose corner is -Q^-1 L P^-1: as stable as
-    substitution, and GEMMs instead of n steps.
+    substitution, and GEMMs instead of n steps. kind: of the operands of tl.dot.
     """
     row, column = tl.arange(0, a.shape[0])[:, None], tl.arange(0, a.shape[0])[None, :]
     x = tl.where(row == column, 1.0, 0.0)
@@ -145,8 +150,8 @@ def invert(a, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
         x -= tl.where((row == column + 1) & (column % 2 == 0), a, 0.0)
     for level in tl.range(1, LEVELS, num_stages=1):  # not unrolled: exact dot products are long code
         corner = tl.where((row >> level == (column >> level) + 1) & ((column >> level) % 2 == 0), a, 0.0)
-        part = tl.dot(x, corner, input_precision=PRECISION)
-        x -= tl.dot(part, x, input_precision=PRECISION)
+        part = tl.dot(x.to(kind), corner.to(kind), input_precision=PRECISION)
+        x -= tl.dot(part.to(kind), x.to(kind), input_precision=PRECISION)
     return x
 
 
@@ -344,7 +349,7 @@ def _verify(
     decay = tl.exp(tl.where(sees, total[:, None] - total[None, :], float("-inf")))
     fade = tl.exp(total)[:, None]
     lower = beta[:, None] * tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
-    inverse = invert(tl.where(node[:, None] > node[None, :], lower, 0.0), LEVELS, PRECISION)
+    inverse = invert(tl.where(node[:, None] > node[None, :], lower, 0.0), tl.float32, LEVELS, PRECISION)
     rest = beta[:, None] * (v - fade * tl.dot(k, s, input_precision=PRECISION))
     u = tl.dot(inverse, rest, input_precision=PRECISION)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay

@@ -116,9 +116,16 @@ def _outputs(
 
 
 def ssd_prefill_ref(
-    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, spans: RaggedBatch
+    xbc: torch.Tensor,
+    dt: torch.Tensor,
+    z: torch.Tensor,
+    heads: SsdHeads,
+    memory: SsdMemory,
+    spans: RaggedBatch,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """xbc [T, columns], dt [T, count] and z [T, count * dim] of ragged spans -> [T, count * dim].
+    """xbc [T, columns], dt [T, count] and z [T, count * dim] of ragged spans -> [T, count * dim], in `out`
+    if given, which is contiguous.
 
     A span that starts at 0 begins without a state, any other with that of its slot. The slot then holds the state after
     the last token.
@@ -138,7 +145,8 @@ def ssd_prefill_ref(
             y[part] = _outputs(state, tokens, there, sees, decay, d)[0].flatten(1)
             state = _advance(state, tokens, decay)
         memory.state[row] = state[0].flatten(0, 1)
-    return gated_group_norm_ref(y, z, *heads.norm, heads.groups)
+    y = gated_group_norm_ref(y, z, *heads.norm, heads.groups)
+    return y if out is None else out.copy_(y)
 
 
 def ssd_verify_ref(

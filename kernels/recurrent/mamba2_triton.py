@@ -27,10 +27,16 @@ _CHAIN_ROWS = 8  # of a state, in a program of such a verify
 
 
 def ssd_prefill(
-    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, spans: RaggedBatch
+    xbc: torch.Tensor,
+    dt: torch.Tensor,
+    z: torch.Tensor,
+    heads: SsdHeads,
+    memory: SsdMemory,
+    spans: RaggedBatch,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`ssd_prefill_ref`."""
-    y = torch.empty(len(xbc), heads.columns[0], dtype=xbc.dtype, device=xbc.device)
+    y = xbc.new_empty(len(xbc), heads.columns[0]) if out is None else out
     exact = xbc.dtype == torch.float32
     rows = min(64, tile_side(heads.dim))
     tiles = cdiv(heads.dim, rows)
@@ -97,7 +103,7 @@ def finish_rows(
     _finish[(len(y) * heads.groups,)](
         y, z, heads.norm.weight, *given, z.stride(0), *strides, heads.norm.eps,
         HEADS=heads.count, GROUPS=heads.groups, STATE=heads.state, WIDTH=width, BLOCK=block,
-        num_warps=min(8, max(1, block // 256)), enable_fp_fusion=False, **pdl(y),
+        num_warps=max(1, block // 1024), enable_fp_fusion=False, **pdl(y),
     )  # fmt: skip
     return y
 
@@ -173,13 +179,14 @@ def _prefill(
         a = tl.cumsum(step * decay, 0)
         total = tl.sum(step * decay, 0)
         gap = tl.where(token[:, None] >= token[None, :], a[:, None] - a[None, :], float("-inf"))
-        weight = tl.dot(c, tl.trans(b), input_precision="ieee") * tl.exp(gap) * step[None, :]
+        weight = tl.dot(c, tl.trans(b), input_precision="ieee") * tl.exp(gap)
         out = tl.dot(c, tl.trans(h.to(c.dtype)), input_precision="ieee") * tl.exp(a)[:, None]
-        out = tl.dot(weight.to(x.dtype), x, out, input_precision="ieee") + skip * x.to(tl.float32)
+        scaled = x.to(tl.float32) * step[:, None]
+        out = tl.dot(weight.to(x.dtype), scaled.to(x.dtype), out, input_precision="ieee") + skip * x.to(tl.float32)
         of_y = token[:, None] * (HEADS * DIM) + row[None, :]
         tl.store(y + of_y, out.to(y.dtype.element_ty), mask=real[:, None] & of_head)
 
-        share = (x.to(tl.float32) * (step * tl.exp(total - a))[:, None]).to(x.dtype)
+        share = (scaled * tl.exp(total - a)[:, None]).to(x.dtype)
         h = tl.dot(tl.trans(share), b, h * tl.exp(total), input_precision="ieee")
         y += CHUNK * HEADS * DIM
         x, raw = next_x, next_raw

@@ -35,6 +35,7 @@ def delta_prefill(
     heads: DeltaHeads,
     state: torch.Tensor,
     spans: RaggedBatch,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `delta_prefill_ref`."""
     q, k, v, g, beta = split_inputs(qkv, b, a, heads)
@@ -44,7 +45,8 @@ def delta_prefill(
         for at in range(begin, end):
             s, o[at], _ = _delta_row(s, q[at], k[at], v[at], g[at], beta[at], state.dtype)
         state[row] = s
-    return gated_rms_norm_ref(o.to(qkv.dtype), z, heads)
+    y = gated_rms_norm_ref(o.to(qkv.dtype), z, heads)
+    return y if out is None else out.copy_(y)
 
 
 def delta_verify(
@@ -101,7 +103,13 @@ def _delta_update(s: torch.Tensor, k: torch.Tensor, u: torch.Tensor, dtype: torc
 
 
 def ssd_prefill(
-    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, spans: RaggedBatch
+    xbc: torch.Tensor,
+    dt: torch.Tensor,
+    z: torch.Tensor,
+    heads: SsdHeads,
+    memory: SsdMemory,
+    spans: RaggedBatch,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `ssd_prefill_ref`."""
     x, b, c = xbc.split(heads.columns, 1)
@@ -114,7 +122,8 @@ def ssd_prefill(
             state, (output,) = rows.advance(state, at)
             y[at] = output.flatten().to(y.dtype)
         memory.state[slot] = state[0].flatten(0, 1)
-    return gated_group_norm_ref(y, z, *heads.norm, heads.groups)
+    y = gated_group_norm_ref(y, z, *heads.norm, heads.groups)
+    return y if out is None else out.copy_(y)
 
 
 def ssd_verify(

@@ -41,9 +41,10 @@ def delta_prefill(
     heads: DeltaHeads,
     state: torch.Tensor,
     spans: RaggedBatch,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`delta_prefill_ref`."""
-    gates, o = _delta_gates(qkv, b, a, heads), qkv.new_empty(len(qkv), heads.values, heads.value_dim)
+    gates, o = _delta_gates(qkv, b, a, heads), heads.outputs(qkv, out)
     _launch_delta(qkv, gates, heads, state, o, spans.table.shape[1] - 1, spans=spans)
     return _delta_finish(o, qkv, z, gates, heads)
 
@@ -70,10 +71,16 @@ def delta_verify(
 
 
 def ssd_prefill(
-    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, spans: RaggedBatch
+    xbc: torch.Tensor,
+    dt: torch.Tensor,
+    z: torch.Tensor,
+    heads: SsdHeads,
+    memory: SsdMemory,
+    spans: RaggedBatch,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`ssd_prefill_ref`."""
-    y = torch.empty(len(xbc), heads.columns[0], dtype=xbc.dtype, device=xbc.device)
+    y = xbc.new_empty(len(xbc), heads.columns[0]) if out is None else out
     _launch_ssd(xbc, dt, y, heads, memory, spans.table.shape[1] - 1, spans=spans)
     return finish_rows(y, z, heads)
 

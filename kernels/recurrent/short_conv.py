@@ -33,8 +33,9 @@ def conv_prefill_ref(
     activation: bool,
     before: torch.Tensor | None = None,
     after: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [T, C] of `spans`, weight [C, K], bias [C] -> [T, C].
+    """x [T, C] of `spans`, weight [C, K], bias [C] -> [T, C], in `out` if given, which is contiguous.
 
     window [R, K - 1, C] of all device rows: read where a span continues from one, then set to that after its last
     token."""
@@ -46,7 +47,8 @@ def conv_prefill_ref(
         at_taps = (inputs[tap : tap + end - begin] for tap in range(taps))
         y[begin:end] = _convolve(at_taps, weight, bias, activation)
         window[row] = inputs[end - begin :]
-    return y if after is None else after * y
+    y = y if after is None else after * y
+    return y if out is None else out.copy_(y)
 
 
 def conv_verify_ref(

@@ -18,11 +18,10 @@ from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.recurrent.short_conv import MOST_TAPS
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
-_CHANNELS = 128  # of a program of a prompt pass
-_TOKENS = MOST_TAPS - 1  # and its rows; as many as a window may have
+_TOKENS = MOST_TAPS - 1  # of a program of a prompt pass; as many as a window may have
 _PROGRAM = 1024  # elements of a program of a verify
 _CHAIN = 8  # chains of up to this many rows count as short
-_CHAIN_CHANNELS = 512  # of a program of a chain
+_CHANNELS = 512  # of a program of a prompt pass or a chain
 
 
 def conv_prefill(
@@ -35,15 +34,16 @@ def conv_prefill(
     activation: bool,
     before: torch.Tensor | None = None,
     after: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`conv_prefill_ref`."""
-    y, tiles = x.new_empty(x.shape), spans.tiles(_TOKENS)
-    _prefill[(len(tiles), cdiv(x.shape[1], _CHANNELS))](
+    y, tiles = x.new_empty(x.shape) if out is None else out, spans.tiles(_TOKENS)
+    _conv_prefill[(len(tiles), cdiv(x.shape[1], _CHANNELS))](
         x, before, after, weight, bias, window, tiles, spans.table, y,
         x.stride(0), _stride(before), _stride(after), *weight.stride(), window.stride(0), spans.table.stride(0),
         x.shape[1],
-        TAPS=weight.shape[1], PAST=next_power_of_2(weight.shape[1] - 1), SILU=activation, TOKENS=_TOKENS,
-        CHANNELS=_CHANNELS, num_warps=4, enable_fp_fusion=False, **pdl(x),
+        TAPS=weight.shape[1], SILU=activation, TOKENS=_TOKENS, CHANNELS=_CHANNELS, num_warps=4,
+        enable_fp_fusion=False, **pdl(x),
     )  # fmt: skip
     return y
 
@@ -71,13 +71,13 @@ def conv_verify(
     strides = [x.stride(0), _stride(before), _stride(after), *weight.stride(), window.stride(0), pending.stride(0)]
     sizes = {"N": rows, "TAPS": weight.shape[1], "SILU": activation, "enable_fp_fusion": False, **pdl(x)}
     if replay.ancestors is None and rows <= _CHAIN:
-        _chain[(cdiv(x.shape[1], _CHAIN_CHANNELS), len(replay.rows))](
-            *tensors, y, *strides, _stride(replay.path), x.shape[1], CHANNELS=_CHAIN_CHANNELS, num_warps=4, **sizes
+        _conv_chain[(cdiv(x.shape[1], _CHANNELS), len(replay.rows))](
+            *tensors, y, *strides, _stride(replay.path), x.shape[1], CHANNELS=_CHANNELS, num_warps=4, **sizes
         )
         return y
     block = next_power_of_2(rows)
     channels = min(256, max(32, _PROGRAM // block))
-    _verify[(cdiv(x.shape[1], channels), len(replay.rows))](
+    _conv_verify[(cdiv(x.shape[1], channels), len(replay.rows))](
         *tensors, replay.ancestors, y, *strides, _stride(replay.path), x.shape[1],
         ROWS=block, PAST=next_power_of_2(weight.shape[1] - 1), CHANNELS=channels, num_warps=4, **sizes,
     )  # fmt: skip
@@ -129,14 +129,17 @@ def _finished(sums, bias, gate, dtype: tl.constexpr, SILU: tl.constexpr):
 
 
 @triton.jit
-def _around(
-    x, before, window, offset, at, oldest, x_stride, before_stride, channel, width, mask, TAPS: tl.constexpr
+def _input(
+    x, before, window, first, offset, at, oldest, x_stride, before_stride, channel, width, TAPS: tl.constexpr
 ):  # fmt: skip
-    """Inputs `at` [N] of a span, float32: those before it are the window's, from `oldest` on."""
-    u = _inputs(x, before, (offset + at)[:, None], x_stride, before_stride, channel, mask & (at >= 0)[:, None])
-    past = mask & ((at < 0) & (at >= oldest))[:, None]
-    old = tl.load(window + (at[:, None] + TAPS - 1) * width + channel, past, 0.0)
-    return u.to(tl.float32) + old.to(tl.float32)  # one of them is 0
+    """Input `at` of a span, float32: those before it, which only its first tile needs, are the window's, from `oldest`
+    on."""
+    known = channel < tl.where(at >= 0, width, 0)
+    u = _inputs(x, before, offset + at, x_stride, before_stride, channel, known).to(tl.float32)
+    if first == 0:
+        past = channel < tl.where((at < 0) & (at >= oldest), width, 0)
+        u += tl.load(window + (at + TAPS - 1) * width + channel, past, 0.0).to(tl.float32)  # one of them is 0
+    return u
 
 
 @triton.jit
@@ -148,13 +151,19 @@ def _store(y, sums, after, line, after_stride, bias, channel, width, mask, SILU:
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def _prefill(
+def _conv_prefill(
     x, before, after, weight, bias, window, tiles, table, y,
     x_stride, before_stride, after_stride, weight_stride, tap_stride, window_stride, table_stride, width,
-    TAPS: tl.constexpr, PAST: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
-    PDL: tl.constexpr,
+    TAPS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Only the first tile of a span sees the window, so it also leaves the new one."""
+    """Some rows of a span, for some channels. Only the first tile of a span sees the window, so it also leaves the new
+    one."""
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channel < width
+    taps = ()
+    for back in tl.static_range(TAPS):
+        taps += (_tap(weight, back, weight_stride, tap_stride, channel, width, TAPS),)  # type: ignore[assignment]
+    added = _rows(bias, 0, 0, channel, inside)
     wait_for_previous_kernel(PDL)
     span = tl.load(tiles + 2 * tl.program_id(0))
     first = tl.load(tiles + 2 * tl.program_id(0) + 1)
@@ -165,29 +174,38 @@ def _prefill(
     window += tl.load(table + 2 * table_stride + span) * window_stride
     offset = tl.load(table + 3 * table_stride + span)
     oldest = -tl.minimum(start, TAPS - 1)  # inputs before the span count from -1 down
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = (channel < width)[None, :]
 
-    place = first + tl.arange(0, TOKENS)
-    mask = (place < count)[:, None] & inside
-    sums = tl.zeros([TOKENS, CHANNELS], tl.float32)
-    for back in tl.static_range(TAPS):  # as a verify does, which meets a node's ancestors in this order
-        u = _around(
-            x, before, window, offset, place - back, oldest, x_stride, before_stride, channel, width, mask, TAPS
-        )
-        w = _tap(weight, back, weight_stride, tap_stride, channel, width, TAPS)
-        sums += w[None, :] * u
-    _store(y, sums, after, (offset + place)[:, None], after_stride, bias, channel, width, mask, SILU)
+    inputs = ()
+    for slot in tl.static_range(TAPS - 1):
+        at = first - (TAPS - 1) + slot
+        u = _input(x, before, window, first, offset, at, oldest, x_stride, before_stride, channel, width, TAPS)
+        inputs += (u,)  # type: ignore[assignment]
+    gates = ()
+    for node in tl.static_range(TOKENS):
+        line, there = offset + first + node, channel < tl.where(first + node < count, width, 0)
+        inputs += (_inputs(x, before, line, x_stride, before_stride, channel, there),)  # type: ignore[assignment]
+        if after is not None:
+            gates += (_rows(after, line, after_stride, channel, there),)  # type: ignore[assignment]
+    for node in tl.static_range(TOKENS):
+        sums = tl.zeros([CHANNELS], tl.float32)
+        for back in tl.static_range(TAPS):  # as a verify does, which meets a node's ancestors in this order
+            sums += taps[back] * inputs[node + TAPS - 1 - back].to(tl.float32)
+        gate = None  # type: ignore[var-annotated]
+        if after is not None:
+            gate = gates[node]
+        values = _finished(sums, added, gate, y.dtype.element_ty, SILU)
+        there = channel < tl.where(first + node < count, width, 0)
+        tl.store(y + (offset + first + node) * width + channel, values, there)
 
     if first == 0:
-        slot = tl.arange(0, PAST)
-        held = (slot < TAPS - 1)[:, None] & inside
-        last = _around(
-            x, before, window, offset, count + slot - (TAPS - 1), oldest, x_stride, before_stride, channel, width, held,
-            TAPS,
-        )  # fmt: skip
+        last = ()
+        for slot in tl.static_range(TAPS - 1):
+            at = count + slot - (TAPS - 1)
+            u = _input(x, before, window, first, offset, at, oldest, x_stride, before_stride, channel, width, TAPS)
+            last += (u,)  # type: ignore[assignment]
         tl.debug_barrier()  # every thread has read the old window
-        tl.store(window + slot[:, None] * width + channel, last.to(window.dtype.element_ty), held)
+        for slot in tl.static_range(TAPS - 1):
+            tl.store(window + slot * width + channel, last[slot].to(window.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -204,7 +222,7 @@ def _history(window, pending, kept, folded, slot, channel, width, mask, TAPS: tl
 
 
 @triton.jit
-def _verify(
+def _conv_verify(
     x, before, after, weight, bias, window, pending, rows, count, kept, ancestors, y,
     x_stride, before_stride, after_stride, weight_stride, tap_stride, window_stride, pending_stride, kept_stride, width,
     N: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr, PAST: tl.constexpr, SILU: tl.constexpr,
@@ -254,7 +272,7 @@ def _verify(
 
 
 @triton.jit
-def _chain(
+def _conv_chain(
     x, before, after, weight, bias, window, pending, rows, count, kept, y,
     x_stride, before_stride, after_stride, weight_stride, tap_stride, window_stride, pending_stride, kept_stride, width,
     N: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,

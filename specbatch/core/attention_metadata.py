@@ -26,8 +26,15 @@ from specbatch.memory.kv_cache import KVCache
 class RecurrentOp(Protocol):
     """The part of a recurrent layer that reads and writes its state: named tensors, indexed by slot."""
 
-    def prompt(self, projected: torch.Tensor, state: dict[str, torch.Tensor], spans: RaggedBatch) -> torch.Tensor:
-        """A prefill pass over projected [T, width]: [T, mixed]. Writes the state after the last token of each span."""
+    def prompt(
+        self,
+        projected: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        spans: RaggedBatch,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A prefill pass over projected [T, width]: [T, mixed], in `out` if given. Writes the state after the last
+        token of each span."""
         ...
 
     def verify(self, projected: torch.Tensor, state: dict[str, torch.Tensor], replay: StateReplay) -> torch.Tensor:

@@ -127,7 +127,10 @@ class Qwen3NextConfig(ModelConfig):
 
     def mixing_bytes(self, dtype: torch.dtype) -> int:
         gate, delta = 2 * self.num_heads * self.head_dim * dtype.itemsize, self.delta
-        recurrent = 0 if delta is None else delta.channels * dtype.itemsize + delta.values * chunk_bytes(dtype)
+        recurrent = 0
+        if delta is not None:  # what the convolution returns, q and k again, normalized, and the matrices of chunks
+            columns = delta.channels + 2 * delta.keys * delta.key_dim
+            recurrent = columns * dtype.itemsize + delta.values * chunk_bytes(dtype)
         return max(super().mixing_bytes(dtype), gate, recurrent)
 
     def mlp_bytes(self, dtype: torch.dtype) -> int:

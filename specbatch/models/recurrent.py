@@ -52,7 +52,9 @@ class Recurrence:
     def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         return self.out(mixed, residual=x)
 
-    def prompt(self, projected: torch.Tensor, state: Tensors, spans: RaggedBatch) -> torch.Tensor:
+    def prompt(
+        self, projected: torch.Tensor, state: Tensors, spans: RaggedBatch, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         raise NotImplementedError
 
     def verify(self, projected: torch.Tensor, state: Tensors, replay: StateReplay) -> torch.Tensor:
@@ -82,10 +84,12 @@ class GatedDelta(Recurrence):
     conv: torch.Tensor
     heads: DeltaHeads
 
-    def prompt(self, projected: torch.Tensor, state: Tensors, spans: RaggedBatch) -> torch.Tensor:
+    def prompt(
+        self, projected: torch.Tensor, state: Tensors, spans: RaggedBatch, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         qkv, z, b, a = self._split(projected)
         qkv = conv_prefill(qkv, self.conv, None, state["window"], spans, activation=True)
-        return delta_prefill(qkv, z, b, a, self.heads, state["matrix"], spans)
+        return delta_prefill(qkv, z, b, a, self.heads, state["matrix"], spans, out)
 
     def verify(self, projected: torch.Tensor, state: Tensors, replay: StateReplay) -> torch.Tensor:
         qkv, z, b, a = self._split(projected)
@@ -108,10 +112,12 @@ class Mamba2(Recurrence):
     bias: torch.Tensor | None
     heads: SsdHeads
 
-    def prompt(self, projected: torch.Tensor, state: Tensors, spans: RaggedBatch) -> torch.Tensor:
+    def prompt(
+        self, projected: torch.Tensor, state: Tensors, spans: RaggedBatch, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         z, xbc, dt = self._split(projected)
         xbc = conv_prefill(xbc, self.conv, self.bias, state["window"], spans, activation=True)
-        return ssd_prefill(xbc, dt, z, self.heads, SsdMemory(state["matrix"], state["tokens"]), spans)
+        return ssd_prefill(xbc, dt, z, self.heads, SsdMemory(state["matrix"], state["tokens"]), spans, out)
 
     def verify(self, projected: torch.Tensor, state: Tensors, replay: StateReplay) -> torch.Tensor:
         z, xbc, dt = self._split(projected)
@@ -131,10 +137,12 @@ class ShortConv(Recurrence):
     conv: torch.Tensor
     bias: torch.Tensor | None
 
-    def prompt(self, projected: torch.Tensor, state: Tensors, spans: RaggedBatch) -> torch.Tensor:
+    def prompt(
+        self, projected: torch.Tensor, state: Tensors, spans: RaggedBatch, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         before, after, x = projected.chunk(3, 1)
         window, gates = state["window"], {"before": before, "after": after}
-        return conv_prefill(x, self.conv, self.bias, window, spans, activation=False, **gates)
+        return conv_prefill(x, self.conv, self.bias, window, spans, activation=False, **gates, out=out)
 
     def verify(self, projected: torch.Tensor, state: Tensors, replay: StateReplay) -> torch.Tensor:
         before, after, x = projected.chunk(3, 1)

@@ -235,7 +235,7 @@ class PiecewiseGraphs:
         projected, out = _rows(self._projected, count, mixer.width), _rows(self._mixed, count, mixer.mixed)
         if isinstance(mixer, Attention) and isinstance(mixer.heads, LatentLayout):
             prompt, caches = self._prompt.first(count), (cache.k[place], cache.v[place])
-            mixed = latent_prefill(projected, mixer.heads, prompt.positions, prompt.kv_slots, *caches, spans)
+            out.copy_(latent_prefill(projected, mixer.heads, prompt.positions, prompt.kv_slots, *caches, spans))
         elif isinstance(mixer, Attention):
             k_cache, v_cache, heads = cache.k[place], cache.v[place], mixer.heads
             q, k, v = self._q[:count], None, None
@@ -244,11 +244,11 @@ class PiecewiseGraphs:
                 v = projected.unflatten(1, (-1, q.shape[2]))[:, -k.shape[1] :]
             out = out.view_as(q)
             mixed = cache.attention(q, k, v, k_cache, v_cache, spans, heads.window or 0, out, heads.sinks)
+            if mixed is not out:
+                out.copy_(mixed)
         else:
             assert cache.states is not None
-            mixed = cast(Recurrent, mixer).prompt(projected, cache.states.layers[place], spans)
-        if mixed is not out:
-            out.copy_(mixed)
+            cast(Recurrent, mixer).prompt(projected, cache.states.layers[place], spans, out)
 
     def _programs(self, bucket: int, count: int) -> Iterator[Program]:
         """The segments of `count` layers, in order. The residual stream passes from one to the next in memory of the

@@ -30,8 +30,8 @@ def convolution(rows: int) -> dict[str, Any]:
     kinds = _sizes() | dict.fromkeys(("x", "weight", "window", "pending", "y"), "*bf16")
     kinds |= dict.fromkeys(("rows", "count"), "*i64")
     fixed = dict.fromkeys(("before", "after", "bias", "kept")) | {"weight_stride": 1, "TAPS": 4, "SILU": True}
-    fixed |= {"CHANNELS": short_conv_triton._CHAIN_CHANNELS, "N": rows, "PDL": True}
-    return compiled(short_conv_triton._chain, kinds, fixed, num_warps=4, enable_fp_fusion=False)
+    fixed |= {"CHANNELS": short_conv_triton._CHANNELS, "N": rows, "PDL": True}
+    return compiled(short_conv_triton._conv_chain, kinds, fixed, num_warps=4, enable_fp_fusion=False)
 
 
 def every() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -97,10 +97,10 @@ def every() -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield "norm of the gated delta rule", "verify" if keeps else "prompt", delta_finish(keeps=keeps)
         yield "norm of Mamba2", "verify" if keeps else "prompt", ssd_finish(keeps=keeps)
     yield "gates of the gated delta rule", "all", delta_gates()
-    yield "convolution", "prompt", conv(short_conv_triton._prefill, PAST=4, TOKENS=16)
+    yield "convolution", "prompt", conv(short_conv_triton._conv_prefill, CHANNELS=512, TOKENS=16)
     for rows in (1, 8):
-        yield "convolution", f"tree of {rows}", conv(short_conv_triton._verify, N=rows, ROWS=rows, PAST=4)
-        yield "convolution", f"chain of {rows}", conv(short_conv_triton._chain, CHANNELS=512, N=rows)
+        yield "convolution", f"tree of {rows}", conv(short_conv_triton._conv_verify, N=rows, ROWS=rows, PAST=4)
+        yield "convolution", f"chain of {rows}", conv(short_conv_triton._conv_chain, CHANNELS=512, N=rows)
 
 
 if __name__ == "__main__":

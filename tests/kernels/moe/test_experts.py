@@ -152,10 +152,19 @@ def test_biases_and_clamps(tokens: int, dtype: torch.dtype, device: torch.device
 def test_blocks_of_every_size(
     rows: int, hidden: int, inner: int, activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """With sizes that are multiples of the tiles and sizes that are not."""
+    """With sizes that are multiples of the tiles and sizes that are not; of 128 rows also blocks that are at most half
+    full, and others."""
     if device.type == "cuda":
         hidden, inner = hidden * 4, inner * 8
-    case = Case(Routing(3, 2, shared=1), 40, device, dtype, hidden=hidden, inner=inner, activation=activation)
+    case = Case(
+        Routing(3, 2, shared=1),
+        90 if rows == 128 else 40,
+        device,
+        dtype,
+        hidden=hidden,
+        inner=inner,
+        activation=activation,
+    )
     weights, _, plan = route(case.logits, case.rule, rows)
     h = grouped(case.x, Weight(case.up), plan, case.rule, rows, activation)
     outputs = grouped(h, Weight(case.down), plan, case.rule, rows)

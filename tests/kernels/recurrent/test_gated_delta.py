@@ -115,7 +115,9 @@ class Case:
             graph.load(layout)
             layout = graph
         inputs = self.inputs(offsets[-1])
-        y = self.prefill(*inputs, self.heads, self.state, layout)
+        out = torch.full_like(inputs.z, torch.nan).contiguous()
+        y = self.prefill(*inputs, self.heads, self.state, layout, out)
+        assert y.data_ptr() == out.data_ptr()
         tokens, expected = inputs.tokens(), []
         for row, start, begin, end in zip(rows, starts, offsets, offsets[1:], strict=False):
             state = self.states[row] if start else torch.zeros(self.state.shape[1:], dtype=torch.float64)
@@ -214,6 +216,15 @@ def test_chunks(device: torch.device, chunk: int) -> None:
     case.prefill = partial(case.prefill, chunk=chunk)
     case.prompt([(4, 0, 70), (2, 0, 2)])
     case.prompt([(4, 70, 100)])
+
+
+@pytest.mark.parametrize("processors", [0, 132])
+def test_chunks_on_their_way(device: torch.device, monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
+    """Fewer where two programs share a processor."""
+    monkeypatch.setattr(gated_delta_prefill_triton, "_PROCESSORS", processors)
+    case = Case(device, torch.float16, "kernel", (1, 2, 128, 64))
+    case.prompt([(4, 0, 200), (2, 0, 70)])
+    case.prompt([(2, 70, 140), (4, 200, 201)])
 
 
 @pytest.mark.parametrize("twin", ["reference", "kernel"])
