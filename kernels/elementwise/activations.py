@@ -30,7 +30,7 @@ def clamped_swiglu_ref(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def relu_squared_ref(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)^2 of a contiguous x, in place (So et al., "Primer", 2021)."""
+    """relu(x)^2 of a contiguous x [T, I], in place (So et al., "Primer", 2021)."""
     return x.relu_().square_()
 
 

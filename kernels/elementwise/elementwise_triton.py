@@ -170,7 +170,7 @@ def _gated_kernel(gate_up, y, width, GELU: tl.constexpr, BLOCK: tl.constexpr, PD
 
 @triton.jit(do_not_specialize=["rows"])
 def _relu_squared(x, rows, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    count = rows.to(tl.int64) * width  # a multiple of 16 if the width is: accesses stay whole
+    count = rows.to(tl.int64) * width  # to the compiler a multiple of 16 if the width is one: it vectorizes
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous_kernel(PDL)
     value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)

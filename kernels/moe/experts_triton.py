@@ -185,7 +185,7 @@ def _grouped_kernel(
     ONCE: tl.constexpr,  # no expert has a second block
     EARLY: tl.constexpr,  # fetch weights before what the kernel before wrote; it did not write the plan
     EVEN_K: tl.constexpr, BM: tl.constexpr,
-    HALVES: tl.constexpr,  # a block of at most BM / 2 rows computes no more
+    HALVES: tl.constexpr,  # a block of at most BM / 2 rows is computed as one of BM / 2
     BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     OUTER = N * 2 if GATED else N  # rows of an expert's weight

@@ -51,7 +51,8 @@ class DeltaHeads:
     eps: float
 
     def outputs(self, qkv: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        """Memory of the heads of the rows of qkv [T, ...], [T, values, value_dim]: that of `out`, or new."""
+        """The memory for the outputs [T, values, value_dim]: that of `out` if given, else new."""
+        assert out is None or out.is_contiguous(), "out must be contiguous"
         shape = len(qkv), self.values, self.value_dim
         return qkv.new_empty(shape) if out is None else out.view(shape)
 

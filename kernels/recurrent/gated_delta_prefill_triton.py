@@ -34,6 +34,7 @@ def delta_prefill(
     """`delta_prefill_ref`; `chunk` rows are computed together, by default as many as the type has room for."""
     total, exact = len(qkv), qkv.dtype == torch.float32
     chunk = chunk or (EXACT_CHUNK if exact else CHUNK)
+    is_small = not exact and heads.key_dim <= 128
     unit_qk = qkv.new_empty(total, 2, heads.keys, heads.key_dim)
     inverse, scores = (qkv.new_empty(total, heads.values, chunk) for _ in range(2))
     sums = torch.empty(total, heads.values, dtype=torch.float32, device=qkv.device)
@@ -43,13 +44,13 @@ def delta_prefill(
         qkv, b, a, heads.a_log, heads.dt_bias, tiles, spans.table, unit_qk, inverse, scores, sums,
         qkv.stride(0), b.stride(0), a.stride(0), spans.table.stride(0),
         CHUNK=chunk, LEVELS=(chunk - 1).bit_length(), num_warps=4,
-        maxnreg=None if exact else 168,  # three programs on a processor
+        maxnreg=168 if is_small else None,  # so that three programs fit on a processor
         **sizes,
     )  # fmt: skip
     columns = min(32, tile_side(heads.value_dim))
     grid = cdiv(heads.value_dim, columns), heads.values, spans.table.shape[1] - 1
-    # With a third chunk in its memory, a processor has no room for a second program.
-    stages = 3 if math.prod(grid) <= _PROCESSORS else 2
+    # With three chunks in flight, one program fills most of a processor's shared memory.
+    stages = 3 if is_small and math.prod(grid) <= _PROCESSORS else 2
     _walk[grid](
         unit_qk, qkv, inverse, scores, sums, spans.table, state, o,
         qkv.stride(0), spans.table.stride(0), state.stride(0),
@@ -66,7 +67,7 @@ def _chunks(
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Of the rows of one chunk and head: (I + A)^-1 with its columns times beta, q k^T D, and G; the first of the value
-    heads of a key head also leaves its q and k, normalised."""
+    heads of a key head also stores its q and k, normalized."""
     head = tl.program_id(1)
     key = head // (VALUES // KEYS)
     span = tl.load(tiles + 2 * tl.program_id(0))
@@ -97,8 +98,8 @@ def _chunks(
     tl.store(scores + cells, score.to(scores.dtype.element_ty), live[:, None])
     lower = beta[:, None] * tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
     lower = tl.where(step[:, None] > step[None, :], lower, 0.0)
-    # No entry of the inverse exceeds 1, as keys have length one and beta is at most 1: float16 has the digits of tf32
-    # here, and tensor cores transpose it on the way, which they do not for types of 32 bits.
+    # No entry of the inverse exceeds 1, as keys have length one and beta is at most 1, so float16 has the digits of
+    # tf32 here. Tensor cores can transpose operands of 16 bits as they read them, but not those of 32 bits.
     narrow: tl.constexpr = tl.float32 if PRECISION == "ieee" else tl.float16
     solved = invert(lower, narrow, LEVELS, PRECISION) * beta[None, :]
     tl.store(inverse + cells, solved.to(inverse.dtype.element_ty), live[:, None])

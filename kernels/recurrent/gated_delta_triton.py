@@ -4,8 +4,8 @@ A verify reads and writes a state once: a program has some columns of one head's
 accepted rows, writes it back and computes the new rows: one by the recurrence, several by GEMMs over all of them. Few
 rows of a chain are replayed one by one, more by a GEMM. Then the gated norm, which also stores the keys and decays of
 the new rows, once all programs of the previous kernel have read those of the last verify. A prompt pass
-(`gated_delta_prefill_triton`) is in two: what the rows of a chunk are to each other, for all chunks at once, then the
-walk of the state from chunk to chunk, for some columns each; and the same norm.
+(`gated_delta_prefill_triton`) is in two: first what the rows of a chunk are to each other, for all chunks at once, and
+the normalized q and k; then the walk of the state from chunk to chunk, for some columns each; and the same norm.
 
 Products of float32 models are exact (no tf32). A verify of others adds in float32, since its state lives for thousands
 of verifies; it rounds factors to tf32, but for a short chain the state is split into two BF16 or tf32 numbers.

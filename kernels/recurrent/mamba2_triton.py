@@ -36,6 +36,7 @@ def ssd_prefill(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`ssd_prefill_ref`."""
+    assert out is None or out.is_contiguous(), "out must be contiguous"
     y = xbc.new_empty(len(xbc), heads.columns[0]) if out is None else out
     exact = xbc.dtype == torch.float32
     rows = min(64, tile_side(heads.dim))

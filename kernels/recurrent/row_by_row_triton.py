@@ -80,6 +80,7 @@ def ssd_prefill(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`ssd_prefill_ref`."""
+    assert out is None or out.is_contiguous(), "out must be contiguous"
     y = xbc.new_empty(len(xbc), heads.columns[0]) if out is None else out
     _launch_ssd(xbc, dt, y, heads, memory, spans.table.shape[1] - 1, spans=spans)
     return finish_rows(y, z, heads)

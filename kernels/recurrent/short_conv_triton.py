@@ -1,9 +1,9 @@
 """Triton kernels of the causal short convolution, for prefill and verify, one launch each.
 
-A program has all taps of its channels, so that no other program reads the window that it writes. A verify of a chain of
-few rows reads each input once; other kernels read an input once for each tap. All of them add the taps in the same
-order, newest first, and fuse no multiplication with an addition: the bits of a token do not depend on which of them
-computes it.
+A program has all taps of its channels, so that no other program reads the window that it writes. The kernels of prompts
+and of short chains read each input once; that of trees and longer chains reads it once for each tap. All of them add
+the taps in the same order, newest first, and fuse no multiplication with an addition: the bits of a token do not depend
+on which of them computes it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def conv_prefill(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`conv_prefill_ref`."""
+    assert out is None or out.is_contiguous(), "out must be contiguous"
     y, tiles = x.new_empty(x.shape) if out is None else out, spans.tiles(_TOKENS)
     _conv_prefill[(len(tiles), cdiv(x.shape[1], _CHANNELS))](
         x, before, after, weight, bias, window, tiles, spans.table, y,

@@ -19,7 +19,7 @@ from specbatch.kernels.elementwise import elementwise_triton
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8, quantize_fp8_ref
 from specbatch.kernels.gemm import linear
 from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
-from specbatch.kernels.gemm.int4 import int4_tiles, pack_int4
+from specbatch.kernels.gemm.int4 import Int4Tiles, int4_tiles, pack_int4
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.mxfp4 import pack_mxfp4
 from specbatch.kernels.gemm.weight import Weight
@@ -291,15 +291,36 @@ def test_int4_weights(
 def test_mxfp4_values_are_unpacked_in_order(
     rows: int, tile: Tile | None, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """The identity as x shows every value and scale, without a sum."""
+    """The identity as x shows every value and scale, without a sum; of 128 rows in a whole block and in half a one."""
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 8, 2, 16).repeat(1, 5, 1, 1)
     scales = torch.arange(89, 129, dtype=torch.uint8).view(1, 40, 1).repeat(1, 1, 2)
     if dtype == torch.float16:
         scales = scales.clamp(125, 129)  # of which it has all values
     weight, rule = Weight(pack_mxfp4(blocks).to(device), scales.to(device)), Routing(1, 1)
-    plan = route(torch.zeros(64, 1, device=device), rule, rows)[2]
-    x = torch.eye(64, device=device, dtype=dtype)
-    assert torch.equal(grouped(x, weight, plan, rule, rows, tile=tile), weight.dequantize(dtype)[0].T)
+    copies = 3 if rows == 128 else 1
+    plan = route(torch.zeros(64 * copies, 1, device=device), rule, rows)[2]
+    x = torch.eye(64, device=device, dtype=dtype).repeat(copies, 1)
+    expected = weight.dequantize(dtype)[0].T.repeat(copies, 1)
+    assert torch.equal(grouped(x, weight, plan, rule, rows, tile=tile), expected)
+
+
+@pytest.mark.parametrize("stored", ["FP8", "INT4"])
+def test_whole_and_half_blocks(
+    stored: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """192 tokens of one expert in blocks of 128."""
+    weight: Weight | Int4Tiles
+    if stored == "FP8":
+        weight = Weight(torch.randn(1, 128, 128).to(device, torch.float8_e4m3fn), torch.rand(1, 1, 1, device=device))
+    else:
+        if device.type != "cuda":
+            monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_inline_asm", create_inline_asm)
+        values, zeros = torch.randint(0, 16, (1, 128, 128)), torch.randint(0, 16, (1, 128, 4))
+        scales = torch.rand(1, 128, 4).half() / 40
+        weight = int4_tiles(Weight(*(part.to(device) for part in (pack_int4(values.byte()), scales, zeros.byte()))))
+    x, rule = torch.randn(192, 128).to(device, dtype), Routing(1, 1)
+    plan = route(torch.zeros(192, 1, device=device), rule, 128)[2]
+    check(grouped(x, weight, plan, rule, 128), x.double() @ weight.dequantize(torch.float64)[0].T, dtype)
 
 
 def test_scales_apply_per_block() -> None:

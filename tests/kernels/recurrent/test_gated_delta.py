@@ -219,8 +219,8 @@ def test_chunks(device: torch.device, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("processors", [0, 132])
-def test_chunks_on_their_way(device: torch.device, monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
-    """Fewer where two programs share a processor."""
+def test_chunks_in_flight(device: torch.device, monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
+    """Fewer chunks are in flight where two programs share a processor."""
     monkeypatch.setattr(gated_delta_prefill_triton, "_PROCESSORS", processors)
     case = Case(device, torch.float16, "kernel", (1, 2, 128, 64))
     case.prompt([(4, 0, 200), (2, 0, 70)])
