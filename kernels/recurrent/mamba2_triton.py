@@ -1,9 +1,10 @@
-"""Triton kernels of the Mamba2 recurrence: `mamba2.ssd_prefill_ref` and `mamba2.ssd_verify_ref`, in two launches each.
+"""Triton kernels of the Mamba2 recurrence: `mamba2.ssd_prefill_ref` and `mamba2.ssd_verify_ref`.
 
-The first has the state: a program holds some rows of one head's state in registers. In a prompt it walks over the
-chunks of a span, so that no state of a chunk is ever written; in a verify it reads and writes the state once, and asks
-for it before the kernel in front has ended. The second needs whole groups of heads: it gates and normalises. In a
-verify it also keeps the rows' inputs, when all programs of the first have read those that were kept before.
+The one with the state: a program holds some rows of one head's state in registers. In a prompt it walks over the chunks
+of a span, so that no state of a chunk is ever written; in a verify it reads and writes the state once, and asks for it
+before the kernel in front has ended. In a prompt C B^T, which all heads of a group share, is computed before it. The
+last kernel needs whole groups of heads: it gates and normalises. In a verify it also keeps the rows' inputs, when all
+programs before it have read those that were kept.
 
 Sums are float32, GEMMs in the type of the inputs (float32: exact, no tf32); with float16 inputs no number of a state
 may exceed 65504. Only what a verify adds to a state has twice the digits: a state lives for thousands of verifies.
@@ -40,18 +41,18 @@ def ssd_prefill(
     y = xbc.new_empty(len(xbc), heads.columns[0]) if out is None else out
     exact = xbc.dtype == torch.float32
     chunk, block_s = 32 if exact else CHUNK, tile_side(heads.state)
-    products = xbc.new_empty(len(xbc), heads.groups, chunk)
+    cbt = xbc.new_empty(len(xbc), heads.groups, chunk)  # C B^T of each chunk, [token, group, token of its chunk]
     tiles, table = spans.tiles(chunk), spans.table
     sizes = {"HEADS": heads.count, "DIM": heads.dim, "GROUPS": heads.groups, "STATE": heads.state}
     sizes |= {"BLOCK_S": block_s, "CHUNK": chunk, **pdl(xbc)}
-    _products[(len(tiles), heads.groups)](
-        xbc, products, tiles, table, xbc.stride(0), table.stride(0), num_warps=4, **sizes
+    _c_b_transposed[(len(tiles), heads.groups)](
+        xbc, cbt, tiles, table, xbc.stride(0), table.stride(0), num_warps=4, **sizes
     )
     rows = min(64, tile_side(heads.dim))
     rest = min(rows, tile_side(heads.dim % rows or rows))  # of the last part of a head
     parts = cdiv(heads.dim, rows)
     _walk[(parts * heads.count, table.shape[1] - 1)](
-        xbc, products, dt, y, memory.state, heads.a_log, heads.d, heads.dt_bias, table,
+        xbc, cbt, dt, y, memory.state, heads.a_log, heads.d, heads.dt_bias, table,
         xbc.stride(0), dt.stride(0), memory.state.stride(0), table.stride(0),
         PARTS=parts, ROWS=rows, REST=rest, num_warps=4, num_stages=1 if exact else 2, **sizes,
     )  # fmt: skip
@@ -134,8 +135,8 @@ def step_of(raw, bias):
 
 
 @triton.jit(do_not_specialize=["table_stride"])  # it changes from pass to pass
-def _products(
-    xbc, products, tiles, table, xbc_stride, table_stride,
+def _c_b_transposed(
+    xbc, cbt, tiles, table, xbc_stride, table_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr, BLOCK_S: tl.constexpr,
     CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -155,13 +156,13 @@ def _products(
     b = tl.load(xbc + of_b, mask, 0.0)
     c = tl.load(xbc + GROUPS * STATE + of_b, mask, 0.0)
     found = tl.dot(c, tl.trans(b), input_precision="ieee")
-    cells = products + (token[:, None] * GROUPS + group) * CHUNK + step[None, :]
-    tl.store(cells, found.to(products.dtype.element_ty), live[:, None])
+    cells = cbt + (token[:, None] * GROUPS + group) * CHUNK + step[None, :]
+    tl.store(cells, found.to(cbt.dtype.element_ty), live[:, None])
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _walk(
-    xbc, products, dt, y, state, a_log, d, dt_bias, table, xbc_stride, dt_stride, state_stride, table_stride,
+    xbc, cbt, dt, y, state, a_log, d, dt_bias, table, xbc_stride, dt_stride, state_stride, table_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, REST: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
@@ -170,19 +171,19 @@ def _walk(
     head, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     if REST < ROWS and part == PARTS - 1:
         _walk_rows(
-            xbc, products, dt, y, state, a_log, d, dt_bias, table, xbc_stride, dt_stride, state_stride, table_stride,
+            xbc, cbt, dt, y, state, a_log, d, dt_bias, table, xbc_stride, dt_stride, state_stride, table_stride,
             head, part * ROWS, HEADS, DIM, GROUPS, STATE, REST, BLOCK_S, CHUNK, PDL,
         )  # fmt: skip
         return
     _walk_rows(
-        xbc, products, dt, y, state, a_log, d, dt_bias, table, xbc_stride, dt_stride, state_stride, table_stride,
+        xbc, cbt, dt, y, state, a_log, d, dt_bias, table, xbc_stride, dt_stride, state_stride, table_stride,
         head, part * ROWS, HEADS, DIM, GROUPS, STATE, ROWS, BLOCK_S, CHUNK, PDL,
     )  # fmt: skip
 
 
 @triton.jit
 def _walk_rows(
-    xbc, products, dt, y, state, a_log, d, dt_bias, table, xbc_stride, dt_stride, state_stride, table_stride,
+    xbc, cbt, dt, y, state, a_log, d, dt_bias, table, xbc_stride, dt_stride, state_stride, table_stride,
     head, from_row, HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -209,10 +210,10 @@ def _walk_rows(
         token = tl.arange(0, CHUNK)
         of_x = token[:, None] * xbc_stride + (head * DIM + row)[None, :]
         of_b = token[:, None] * xbc_stride + (HEADS * DIM + group * STATE + column)[None, :]
-        of_products = (token[:, None] * GROUPS + group) * CHUNK + token[None, :]
+        of_cbt = (token[:, None] * GROUPS + group) * CHUNK + token[None, :]
         of_head = (row < DIM)[None, :]
         xbc += first * xbc_stride
-        products += first * (GROUPS * CHUNK)
+        cbt += first * (GROUPS * CHUNK)
         dt += first * dt_stride + head
         y += first * (HEADS * DIM) + head * DIM
         # B and C are copied a chunk ahead by the pipeline; what goes through registers is loaded a chunk ahead by hand.
@@ -222,9 +223,9 @@ def _walk_rows(
             real = token < count - at
             b = tl.load(xbc + of_b, mask=real[:, None] & inside[None, :], other=0.0)
             c = tl.load(xbc + GROUPS * STATE + of_b, mask=real[:, None] & inside[None, :], other=0.0)
-            weight = tl.load(products + of_products, mask=real[:, None], other=0.0)
+            weight = tl.load(cbt + of_cbt, mask=real[:, None], other=0.0)
             xbc += CHUNK * xbc_stride
-            products += CHUNK * GROUPS * CHUNK
+            cbt += CHUNK * GROUPS * CHUNK
             dt += CHUNK * dt_stride
             follows = token < count - at - CHUNK
             next_x = tl.load(xbc + of_x, mask=follows[:, None] & of_head, other=0.0)
