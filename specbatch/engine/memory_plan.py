@@ -89,16 +89,18 @@ def pages_of_shared_pool(prepared: Sequence[Prepared], replicas: int = 1) -> int
 
 
 def _draft_bytes(draft: DraftPlan, dtype: torch.dtype, device: torch.device, *, to_fp8: bool) -> int:
-    """Memory that the weights of a draft take once they are loaded. to_fp8: its matrices, and a copy of its output
-    matrix, are quantized at load."""
+    """Memory that the weights of a draft take once they are loaded. to_fp8: its matrices are quantized at load, and a
+    copy of the target's output matrix if it has none of its own."""
     size = weight_bytes(draft.weights, dtype, device) if draft.weights else 0
     size += sum(map(math.prod, draft.shapes_of(draft.config).values())) * dtype.itemsize
     if not to_fp8 or not keeps_quantized(device):
         return size
-    head = rows_per_rank(draft.config.vocab_size, draft.config.ranks), draft.config.hidden_size
     stored = kept_quantized(draft.weights, device) if draft.weights else {}
-    plain = {name: shape for name, shape in draft.shapes.items() if name not in stored}
-    return size - saved_by_fp8(plain, dtype) + FP8Weights().memory(head)
+    size -= saved_by_fp8({name: shape for name, shape in draft.shapes.items() if name not in stored}, dtype)
+    if any(name.endswith("lm_head.weight") for name in draft.shapes):
+        return size
+    rows = rows_per_rank(draft.config.vocab_size, draft.config.ranks)
+    return size + FP8Weights().memory((rows, draft.config.hidden_size))
 
 
 def _least_memory(device: torch.device, ranks: Communicator) -> int:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=ModelConfig)
 
 
-# Matrices that `Reader` quantizes: not embeddings, nor what selects tokens or experts.
-_IN_LAYERS = re.compile(r"(^|\.)(layers\.\d+|fc)\.")
+# Matrices of a draft that are quantized at load: not embeddings, nor what selects tokens or experts.
+_TO_FP8 = re.compile(r"(^|\.)(layers\.\d+|fc|lm_head)\.")
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
@@ -64,7 +64,7 @@ def kept_quantized(config: ModelConfig, device: torch.device) -> dict[str, int]:
 def saved_by_fp8(shapes: Shapes, dtype: torch.dtype) -> int:
     """Bytes by which these weights of a draft are smaller if they are quantized to FP8 at load."""
     fp8 = FP8Weights()
-    matrices = [shape for name, shape in shapes.items() if _IN_LAYERS.search(name) and fp8.is_quantized(name, shape)]
+    matrices = [shape for name, shape in shapes.items() if _TO_FP8.search(name) and fp8.is_quantized(name, shape)]
     return sum(math.prod(shape) * dtype.itemsize - fp8.memory(shape) for shape in matrices)
 
 
