@@ -156,7 +156,8 @@ def _load(
     num_queries = config.speculation.drafted + 1
     kv_slots = draft.kv_slots_per_step(num_queries)
     width = reach_of(plan.max_model_len, kv_slots) + 1
-    recorder, to_fp8 = Recorder(device) if config.graphs.any else None, config.speculation.draft_quantization == "fp8"
+    recorder = Recorder(device) if config.graphs.any else None
+    to_fp8 = config.speculation.draft_quantization == "fp8"
     batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
     loader = Loader(
         dtype=dtype,
