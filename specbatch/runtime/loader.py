@@ -102,7 +102,7 @@ def quantizes_activations(
 
 
 def quantization_lines(
-    model: Decoder, draft: ModelConfig, *, loads: tuple[bool, bool], quantizes: bool, draft_to_fp8: bool
+    model: Decoder, draft: ModelConfig, *, loads: tuple[bool, bool], quantizes: bool, draft_to_fp8: bool = False
 ) -> Iterator[str]:
     """Log lines on how quantized weights were loaded and whether activations are quantized. loads: whether the engine
     loads the target, and the draft; quantizes: see `quantizes_activations`; draft_to_fp8: see `Loader`."""
