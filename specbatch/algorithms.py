@@ -59,7 +59,7 @@ class Algorithm:
 _MTP = Algorithm(
     "specbatch.drafters.mtp",
     default_tokens=3,
-    settings=("draft_attention_backend",),
+    settings=("draft_attention_backend", "draft_quantization"),
     training="specbatch.training.mtp",
     in_target=True,
 )
@@ -82,7 +82,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         "specbatch.drafters.draft_model",
         default_tokens=3,
         draft="a draft model or 'self:skip=FIRST-LAST'",
-        settings=("draft_attention_backend",),
+        settings=("draft_attention_backend", "draft_quantization"),
         low_acceptance=(
             "draft and target are no pair (another family or fine-tune, too many layers skipped), another rope "
             "theta, a thinking mode or chat template that only one of them was trained on"
@@ -92,14 +92,14 @@ ALGORITHMS: dict[str, Algorithm] = {
         "specbatch.drafters.eagle",
         default_tokens=3,
         draft="an EAGLE head (folder or hub id)",
-        settings=("draft_attention_backend", "draft_rope_theta"),
+        settings=("draft_attention_backend", "draft_quantization", "draft_rope_theta"),
         training="specbatch.training.eagle",
     ),
     "eagle3": Algorithm(
         "specbatch.drafters.eagle3",
         default_tokens=3,
         draft="an EAGLE-3 head (folder or hub id)",
-        settings=("aux_layers", "draft_attention_backend", "draft_rope_theta"),
+        settings=("aux_layers", "draft_attention_backend", "draft_quantization", "draft_rope_theta"),
         training="specbatch.training.eagle3",
     ),
     "peagle": Algorithm(
@@ -107,7 +107,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         default_tokens=7,
         tree=None,
         draft="a P-EAGLE head (folder or hub id)",
-        settings=("aux_layers", "draft_attention_backend", "draft_rope_theta"),
+        settings=("aux_layers", "draft_attention_backend", "draft_quantization", "draft_rope_theta"),
         training="specbatch.training.peagle",
     ),
     "mtp": _MTP,
@@ -117,6 +117,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         default_tokens=15,
         tree="block",
         draft="a draft that was made for the model (folder or hub id)",
+        settings=("draft_quantization",),
         training="specbatch.training.dflash",
     ),
     "dflash2": Algorithm(
@@ -124,6 +125,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         default_tokens=15,
         tree="block",
         draft="a draft that was made for the model (folder or hub id)",
+        settings=("draft_quantization",),
         training="specbatch.training.dflash2",
     ),
     "dspark": Algorithm(
@@ -131,6 +133,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         default_tokens=7,
         tree="block",
         draft="a draft that was made for the model (folder or hub id)",
+        settings=("draft_quantization",),
         training="specbatch.training.dspark",
     ),
 }

@@ -43,6 +43,8 @@ class Speculation:
     aux_layers     counted as EAGLE-3 heads do: the input of layer k is the output of layer k - 1
     draft_rope_theta  overrides the theta in the head's config. A config without one means 10000, and some heads were
                    trained with 10000 whatever their config says
+    draft_quantization  blocks of 128 x 128 values share a scale, and `EngineConfig.fp8_activations` applies. Routers,
+                   embeddings and matrices that the checkpoint has quantized stay as they are
     corpus         other answers from which drafts are made; the algorithm drafts where these have nothing. Those of the
                    run, running and finished, are among them in any case. With a corpus the tokens of a seed are the
                    baseline's for all algorithms, as no drafts are sampled
@@ -93,6 +95,12 @@ class Speculation:
         None,
         "eagle, eagle3, peagle: RoPE theta of the head. Default: from its config.",
         number(lambda theta: theta > 0, "use a positive number, such as 10000.0"),
+    )
+    draft_quantization: str | None = setting(
+        None,
+        "fp8: quantize the matrices of the draft as they are loaded, and a copy of its output matrix, which may be the "
+        "target's. Which tokens are emitted with what probability does not change, only how many drafts are accepted.",
+        choices=("fp8",),
     )
     ngram_min: int = setting(
         2, "Shortest n-gram to match.", whole(1, 16, "use a whole number of at least 1 and at most 16")
@@ -170,6 +178,7 @@ class Speculation:
         draft = f" {self.draft}" if self.draft else ""
         simulated = self.simulated
         note = "" if simulated is None else f", simulated acceptance ({simulated})"
+        note += "" if self.draft_quantization is None else f", draft in {self.draft_quantization.upper()}"
         note += "" if self.corpus is None else f", corpus {self.corpus}"
         note += "" if self.verify_budget is None else f", {self.verify_budget:g} rows verified per request"
         note += "" if self.verification == "token" else f", {self.verification} verification"
@@ -224,7 +233,7 @@ class Speculation:
         return None if mean is None else geometric(mean, self.depth)
 
     def _check_heads(self) -> None:
-        for name in ("aux_layers", "draft_rope_theta", "ngram_min", "ngram_max"):
+        for name in ("aux_layers", "draft_rope_theta", "draft_quantization", "ngram_min", "ngram_max"):
             is_given = getattr(self, name) != type(self).__dataclass_fields__[name].default
             if is_given and name not in self.entry.settings:
                 takers = algorithms_with(name)

@@ -40,6 +40,11 @@ class Linear:
         self._blocked = is_blocked(weight.dtype, weight.device)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._blocked else weight
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """[out, in]; a copy if it is kept in another layout."""
+        return self._weight.to_dense() if self._blocked else self._weight
+
     def __call__(
         self,
         x: torch.Tensor,

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import torch
 
 SCALE_BLOCK = 128  # of a block that shares a scale
+FP8_MAX = 448.0  # of float8_e4m3fn
+SMALLEST_SCALE = 2.0**-100  # of a quantized block, so that zeros stay zeros
 MX_BLOCK = 32  # inputs that share one, in MXFP4
 INT4_GROUPS = (32, 64, 128)  # inputs that share one, in INT4
 _PART = 1 << 24
@@ -131,6 +133,34 @@ def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
     if kind != torch.float8_e4m3fn:
         return torch.cat(parts, dim)
     return torch.cat([part.view(torch.uint8) for part in parts], dim).view(kind)
+
+
+def quantize_fp8_weight(values: torch.Tensor) -> Weight:
+    """A matrix or a stack of them, [..., out, in], in float8_e4m3fn with a float32 scale per block of 128 x 128: the
+    block's largest value / 448. It is computed in parts, because the float32 values on the way are four times as
+    large."""
+    import torch
+
+    out, inner = values.shape[-2:]
+    rows = max(1, _PART // (inner * SCALE_BLOCK)) * SCALE_BLOCK
+    matrices = [_quantize_rows(part) for matrix in values.reshape(-1, out, inner) for part in matrix.split(rows)]
+    found, scales = (torch.cat(parts) for parts in zip(*matrices, strict=True))
+    stack = values.shape[:-2]
+    return Weight(found.view(torch.float8_e4m3fn).view(values.shape), scales.view(*stack, -1, scales.shape[-1]))
+
+
+def _quantize_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """values [rows, in] -> the bytes of FP8 values [rows, in], scales [ceil(rows / 128), ceil(in / 128)]."""
+    import torch
+    import torch.nn.functional as F
+
+    rows, inner = values.shape
+    padded = F.pad(values.float(), (0, -inner % SCALE_BLOCK, 0, -rows % SCALE_BLOCK))
+    blocks = padded.view(padded.shape[0] // SCALE_BLOCK, SCALE_BLOCK, -1, SCALE_BLOCK)
+    scales = blocks.abs().amax((1, 3)).clamp(min=SMALLEST_SCALE * FP8_MAX) / FP8_MAX
+    divided = (blocks / scales[:, None, :, None]).view(padded.shape)[:rows, :inner]
+    # Rounding may leave the largest value of a block just above 448, which has no FP8 value.
+    return divided.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).contiguous().view(torch.uint8), scales
 
 
 def keeps_quantized(device: torch.device) -> bool:

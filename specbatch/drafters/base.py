@@ -14,6 +14,7 @@ from specbatch.core.request import Completion
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
+from specbatch.models.quantization import Shapes
 from specbatch.runtime.loader import Loader
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class DraftPlan:
     kv_layers         layers of its KV cache
     state_layers      its layers with a recurrent state
     weights           the model whose weights are loaded for it; None if it has none, or uses the target's
-    parameters_of     how many parameters are loaded besides those, for this config or that of one rank
+    shapes_of         name -> shape of the weights that are loaded besides those, for this config or that of one rank
     needs_all_hidden  it reads the target's last hidden states of every prompt token
     aux               it reads the residual stream after these layers, for every token; if the last layer is one of
                       them, this takes `needs_all_hidden`
@@ -80,7 +81,7 @@ class DraftPlan:
     kv_layers: int = 0
     state_layers: int = 0
     weights: ModelConfig | None = None
-    parameters_of: Callable[[ModelConfig], int] = lambda config: 0
+    shapes_of: Callable[[ModelConfig], Shapes] = lambda config: {}
     needs_all_hidden: bool = False
     aux: tuple[int, ...] = ()
     drafted: int | None = None
@@ -100,9 +101,9 @@ class DraftPlan:
         return self.kv_layers + self.state_layers
 
     @property
-    def parameters(self) -> int:
-        """How many parameters are loaded besides `weights`."""
-        return self.parameters_of(self.config)
+    def shapes(self) -> Shapes:
+        """Name -> shape of all weights that are loaded."""
+        return (self.weights.weight_shapes() if self.weights else {}) | self.shapes_of(self.config)
 
     def kv_slots_per_step(self, num_queries: int) -> int:
         """KV slots, from the root's on, that a step with a verify of `num_queries` tokens may write to."""

@@ -264,6 +264,9 @@ def _plan(
     """The plan of a draft model that consists of these `layers` of a model with the config `draft`. model_of: makes it
     from the target; own: the model whose weights are loaded for it."""
     asked = config.speculation
+    if own is None and asked.draft_quantization is not None:
+        works = "a draft that skips layers shares the target's weights; leave it out"
+        raise refuse("draft_quantization", asked.draft_quantization, works)
     shape, vocabulary = asked.shape, target.vocab_size
     attention = sum(layer in layers for layer in draft.kv_layers)
     if recurrent := sum(not draft.has_kv[layer] for layer in layers):

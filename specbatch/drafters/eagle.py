@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.feature_head import FeatureChain, feature_chain, head_plan
-from specbatch.drafters.head_checks import expect, fit, parameters, usual_head
+from specbatch.drafters.head_checks import expect, fit, usual_head, without_maps
 from specbatch.errors import of_draft
 from specbatch.models.decoder import Decoder
 from specbatch.models.draft_head import layer_config
@@ -42,4 +42,4 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         head = Eagle(read.config, read, files.shapes, model, loader.max_positions)
         return feature_chain(head, loader, config, target.config.vocab_size)
 
-    return head_plan(build, layer, config, parameters_of=lambda layer: parameters(eagle_shapes(layer, files.shapes)))
+    return head_plan(build, layer, config, shapes_of=lambda layer: without_maps(eagle_shapes(layer, files.shapes)))

@@ -11,11 +11,12 @@ import torch
 
 from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.feature_head import ChainKind, FeatureChain, feature_chain, head_plan
-from specbatch.drafters.head_checks import expect, fit, parameters, usual_head
+from specbatch.drafters.head_checks import expect, fit, usual_head, without_maps
 from specbatch.drafters.layer_offset import compare_layer_offsets
 from specbatch.errors import of_draft, refuse
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
+from specbatch.models.draft_head import Shapes
 from specbatch.models.eagle3 import Eagle3, Eagle3Config, default_aux
 from specbatch.runtime.device import find_device
 from specbatch.runtime.loader import Loader
@@ -68,12 +69,12 @@ def eagle3_plan(
         diagnosis = None if config.load_format == "dummy" else partial(compare_layer_offsets, model, head)
         return feature_chain(head, loader, config, target.config.vocab_size, diagnosis, chosen)
 
-    def parameters_of(layer: ModelConfig) -> int:
-        return parameters(replace(described, layer=layer).shapes(len(aux), files.shapes))
+    def shapes_of(layer: ModelConfig) -> Shapes:
+        return without_maps(replace(described, layer=layer).shapes(len(aux), files.shapes))
 
     layers = tuple(boundary - 1 for boundary in aux)  # a boundary is the input of its layer
     needs_all_hidden = target.config.ends_in(layers)
-    return head_plan(build, layer, config, parameters_of=parameters_of, needs_all_hidden=needs_all_hidden, aux=layers)
+    return head_plan(build, layer, config, shapes_of=shapes_of, needs_all_hidden=needs_all_hidden, aux=layers)
 
 
 def _aux(

@@ -35,7 +35,7 @@ from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
-from specbatch.models.draft_head import Attend, DraftHead
+from specbatch.models.draft_head import Attend, DraftHead, Shapes
 from specbatch.runtime.cuda_graphs import GraphCounters, Recorder, bucket_of, nothing, token_buckets
 from specbatch.runtime.loader import Loader
 
@@ -311,7 +311,7 @@ def head_plan(
     config: EngineConfig,
     *,
     weights: ModelConfig | None = None,
-    parameters_of: Callable[[ModelConfig], int] = lambda config: 0,
+    shapes_of: Callable[[ModelConfig], Shapes] = lambda config: {},
     needs_all_hidden: bool = True,
     aux: tuple[int, ...] = (),
 ) -> DraftPlan:
@@ -326,7 +326,7 @@ def head_plan(
         layer,
         kv_layers=layer.num_layers,
         weights=weights,
-        parameters_of=parameters_of,
+        shapes_of=shapes_of,
         needs_all_hidden=needs_all_hidden,
         aux=aux,
         scratch_slots=shape.draft_slots,

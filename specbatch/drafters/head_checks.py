@@ -80,7 +80,12 @@ def fit(
 
 def parameters(shapes: Shapes) -> int:
     """Number of parameters, without the maps between vocabularies."""
-    return sum(math.prod(shape) for name, shape in shapes.items() if name not in ("d2t", "t2d"))
+    return sum(math.prod(shape) for shape in without_maps(shapes).values())
+
+
+def without_maps(shapes: Shapes) -> Shapes:
+    """`shapes` of a head's tensors, without the maps between vocabularies."""
+    return {name: shape for name, shape in shapes.items() if name not in ("d2t", "t2d")}
 
 
 def usual_head(target: ModelConfig) -> dict[str, Any]:

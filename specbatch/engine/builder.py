@@ -157,6 +157,7 @@ def _load(
     kv_slots = draft.kv_slots_per_step(num_queries)
     width = reach_of(plan.max_model_len, kv_slots) + 1
     recorder = Recorder(device) if config.graphs.any else None
+    to_fp8 = config.speculation.draft_quantization == "fp8"
     batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
     loader = Loader(
         dtype=dtype,
@@ -175,14 +176,14 @@ def _load(
         progress=progress,
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
         ranks=ranks,
+        draft_to_fp8=to_fp8,
         pool=lender.cache if lender is not None and plan.borrows else None,
     )
     model = loader.model(target) if lender is None else lender.model.with_positions(width, sizes)
     model = model.with_aux(draft.aux)
-    fp8 = quantizes_activations(config.fp8_activations, dtype, device, target.config, draft.config)
-    for line in quantization_lines(
-        model, draft.config, loads=(lender is None, draft.weights is not None), quantizes=fp8
-    ):
+    models, loads = (target.config, draft.config), (lender is None, draft.weights is not None)
+    fp8 = quantizes_activations(config.fp8_activations, dtype, device, *models, at_load=to_fp8)
+    for line in quantization_lines(model, draft.config, loads=loads, quantizes=fp8, draft_to_fp8=to_fp8):
         log(line)
     needs_all_hidden = draft.needs_all_hidden
     forward, cache = loader.target(model, needs_all_hidden=needs_all_hidden)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,14 +12,17 @@ from specbatch.drafters.base import DraftPlan
 from specbatch.engine.prepare import Prepared
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.collectives.communicator import Communicator
+from specbatch.kernels.gemm.weight import keeps_quantized
 from specbatch.memory.grammar_pool import CELLS
 from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, plan_memory
 from specbatch.memory.recurrent_state import state_bytes, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import token_bytes
+from specbatch.models.fp8 import FP8Weights
+from specbatch.models.partition import rows_per_rank
 from specbatch.runtime.cuda_graphs import graph_bytes
-from specbatch.runtime.loader import dequantized_bytes, weight_bytes
+from specbatch.runtime.loader import dequantized_bytes, kept_quantized, saved_by_fp8, weight_bytes
 from specbatch.runtime.prefill_forward import static_bytes
 
 
@@ -47,8 +51,7 @@ def memory_plan(
         on_cpu=device.type == "cpu",
         model_len=min(model.max_position, draft.config.max_position),
         weights=0 if is_shared and share.index == 0 else weight_bytes(model, dtype, device),
-        draft_weights=(weight_bytes(draft.weights, dtype, device) if draft.weights else 0)
-        + draft.parameters * dtype.itemsize,
+        draft_weights=_draft_bytes(draft, dtype, device, to_fp8=config.speculation.draft_quantization is not None),
         page_bytes=target_page + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
         target_page_bytes=target_page,
         state_bytes=_state_bytes(prepared, config.speculation.drafted + 1),
@@ -83,6 +86,21 @@ def pages_of_shared_pool(prepared: Sequence[Prepared], replicas: int = 1) -> int
     each = first.target_page_bytes + sum(plan.page_bytes - plan.target_page_bytes for plan in plans)
     pages = min(most, room // each) if each else most
     return pages if pages > 0 else None
+
+
+def _draft_bytes(draft: DraftPlan, dtype: torch.dtype, device: torch.device, *, to_fp8: bool) -> int:
+    """Memory that the weights of a draft take once they are loaded. to_fp8: its matrices are quantized at load, and a
+    copy of the target's output matrix if it has none of its own."""
+    size = weight_bytes(draft.weights, dtype, device) if draft.weights else 0
+    size += sum(map(math.prod, draft.shapes_of(draft.config).values())) * dtype.itemsize
+    if not to_fp8 or not keeps_quantized(device):
+        return size
+    stored = kept_quantized(draft.weights, device) if draft.weights else {}
+    size -= saved_by_fp8({name: shape for name, shape in draft.shapes.items() if name not in stored}, dtype)
+    if any(name.endswith("lm_head.weight") for name in draft.shapes):
+        return size
+    rows = rows_per_rank(draft.config.vocab_size, draft.config.ranks)
+    return size + FP8Weights().memory((rows, draft.config.hidden_size))
 
 
 def _least_memory(device: torch.device, ranks: Communicator) -> int:

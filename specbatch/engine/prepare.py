@@ -16,6 +16,7 @@ from specbatch.drafters.corpus import CorpusPlan
 from specbatch.drafters.corpus_files import plan_corpus
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.kernels.attention.prefill_backends import PrefillAttention, prefill_backend
+from specbatch.kernels.gemm.weight import SCALE_BLOCK
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.fp8 import FP8Weights
@@ -89,7 +90,12 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
             config = replace(config, speculation=replace(asked, draft_steps=draft.drafted))
         else:
             config = replace(config, speculation=replace(asked, draft_tokens=draft.drafted))
-    if not config.fp8_activations and not quantizes_activations(True, dtype, device, target.config, draft.config):
+    to_fp8 = config.speculation.draft_quantization is not None
+    if to_fp8 and draft.config.hidden_size % SCALE_BLOCK:
+        works = f"the draft's hidden size is {draft.config.hidden_size}, which must be a multiple of {SCALE_BLOCK}"
+        raise refuse("draft_quantization", config.speculation.draft_quantization, f"{works}; leave it out")
+    models = target.config, draft.config
+    if not config.fp8_activations and not quantizes_activations(True, dtype, device, *models, at_load=to_fp8):
         log("fp8_activations: off has no effect: this model has no FP8 GEMM on this device")
     attention["draft"] = prefill_backend(
         config.draft_attention_backend,

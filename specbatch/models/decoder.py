@@ -74,15 +74,17 @@ class Decoder:
         ends: Decoder | None = None,
         of_draft: bool = False,
         ranks: Communicator | None = None,
+        to_fp8: bool = False,
         report: Report = lambda done, total: None,
     ) -> None:
         """ends: a model whose embedding and output matrix this one shares; report: called with the number of layers
-        loaded; config, of_draft, ranks, dequantized: see `Reader`."""
+        loaded; config, of_draft, ranks, to_fp8, dequantized: see `Reader`."""
         self.config = config
         self.aux: tuple[int, ...] = ()
         self.dtype = dtype
         self.device = device
-        names, fetch = config.names, Reader(config, read, dtype, device, of_draft=of_draft, ranks=ranks)
+        names = config.names
+        fetch = Reader(config, read, dtype, device, of_draft=of_draft, ranks=ranks, to_fp8=to_fp8)
         tables = layer_tables(config, max_positions, dtype, device)
         family = import_module(config.module)
         self.embedding: torch.Tensor = fetch(names.embedding) if ends is None else ends.embedding
@@ -95,7 +97,11 @@ class Decoder:
         self._layer_inputs: LayerInputs | None = family.layer_inputs(fetch) if config.layer_inputs else None
         self.norm: Norm = family.final_norm(fetch, names.norm)
         tied = self.embedding if config.tie_embeddings else None
-        self.head: Linear = fetch.output_matrix(names.head, config.vocab_size, tied) if ends is None else ends.head
+        self.head: Linear
+        if ends is None:
+            self.head = fetch.head(fetch.output_matrix(names.head, config.vocab_size, tied))
+        else:
+            self.head = ends.head
         self.dequantized: frozenset[str] = frozenset(fetch.dequantized)
 
     def _set_layers(self, layers: Iterable[Layer], numbers: Iterable[int]) -> None:

@@ -199,7 +199,7 @@ def _attention(read: Reader, stem: str, tables: Tables) -> LatentAttention:
     queries, low = heads * (config.plain + turning), config.query_rank
     first = {f"{inner}.q_proj": queries} if low is None else {f"{inner}.q_a_proj": low}
     absorbed = f"{inner}.kv_b_proj.weight"
-    up = read.dequantize(absorbed, read.weight({absorbed: heads * (config.plain + config.value_dim)}, rank))
+    up = read(absorbed, heads * (config.plain + config.value_dim), rank)
     return LatentAttention(
         norm=read.norm(f"{stem}.input_layernorm"),
         qkv=read.linear(first | {f"{inner}.kv_a_proj_with_mqa": rank + turning}, hidden),

@@ -18,7 +18,6 @@ from specbatch.draft_shape import MOST
 from specbatch.errors import refuse
 from specbatch.kernels.attention.context_kv import ContextKVLayout
 from specbatch.kernels.attention.verify_attention import Mask
-from specbatch.kernels.gemm.linear import Linear
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.layers import Attention, Reader
@@ -267,10 +266,6 @@ class DFlash:
         assert isinstance(config, DFlashConfig)
         rows, hidden = config.num_kv_heads * config.head_dim, config.hidden_size
 
-        def of_layers(kind: str, *columns: int) -> torch.Tensor:
-            stems = [f"layers.{index}.self_attn" for index in range(config.num_layers)]
-            return torch.cat([fetch(f"{stem}.{part}_proj.{kind}", rows, *columns) for stem in stems for part in "kv"])
-
         self.config = config
         self.block = Decoder(
             config,
@@ -281,14 +276,18 @@ class DFlash:
             ends=target,
             of_draft=True,
             ranks=fetch.ranks,
+            to_fp8=fetch.to_fp8,
         )
         self.ids: torch.Tensor | None = None
+        head = target.head
         if config.draft_vocab is not None:
-            self.block.head = fetch.output_matrix("lm_head.weight", config.draft_vocab)
+            head = fetch.output_matrix("lm_head.weight", config.draft_vocab)
             self.ids = token_ids(fetch.read("d2t")).to(target.device)
-        self._fc = Linear(fetch("fc.weight"))
+        self.block.head = fetch.head(head)
+        self._fc = fetch.linear({"fc": hidden}, len(config.target_layers) * hidden)
         self._norm = fetch.norm("hidden_norm")
-        self._kv = Linear(of_layers("weight", hidden), of_layers("bias") if config.qkv_bias else None)
+        stems = (f"layers.{index}.self_attn.{part}_proj" for index in range(config.num_layers) for part in "kv")
+        self._kv = fetch.linear(dict.fromkeys(stems, rows), hidden, config.qkv_bias)
         every = [layer.mixer.heads for layer in self.block.layers if isinstance(layer.mixer, Attention)]
         heads, norms = every[0], [own.k_norm for own in every if own.k_norm is not None]
         self.heads = ContextKVLayout(

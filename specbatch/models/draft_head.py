@@ -20,7 +20,7 @@ from specbatch.core.embedded_prompt import EmbeddingOverrides, embed
 from specbatch.errors import refuse
 from specbatch.kernels.attention.qkv import QKVLayout
 from specbatch.kernels.gemm.fp8_linear import linear
-from specbatch.kernels.gemm.linear import Norm
+from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.weight import Weight, split_input_columns
 from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.models.config import ModelConfig, without_windows
@@ -62,12 +62,13 @@ class DraftHead:
     depths = 1
     _head_norm: Norm | None = None  # of the output matrix
 
-    def __init__(self, config: ModelConfig, heads: QKVLayout, target: Decoder) -> None:
+    def __init__(self, config: ModelConfig, heads: QKVLayout, target: Decoder, head: Linear) -> None:
+        """head: the output matrix, see `Reader.head`."""
         self.config = config
         self.heads = heads
         self.more: tuple[Layer, ...] = ()
         self.embedding = target.embedding
-        self._head = target.head
+        self._head = head
 
     @property
     def width(self) -> int:
@@ -168,11 +169,10 @@ class LlamaHead(DraftHead):
         matrix, if not all of the vocabulary."""
         attention = f"{LAYER}.self_attn"
         tables = rope_tables(config, positions, target.dtype, target.device)
-        super().__init__(config, read.heads(attention, tables), target)
+        head = read.output_matrix(HEAD, outputs or config.vocab_size) if HEAD in names else target.head
+        super().__init__(config, read.heads(attention, tables), target, read.head(head))
         if EMBEDDING in names:
             self.embedding = read(EMBEDDING, config.vocab_size, config.hidden_size)
-        if HEAD in names:
-            self._head = read.output_matrix(HEAD, outputs or config.vocab_size)
         columns = config.num_heads * config.head_dim
         self._out = read.linear({f"{attention}.o_proj": config.hidden_size}, columns, config.o_bias)
         self._mlp = dense(read, LAYER)

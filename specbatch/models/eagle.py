@@ -12,7 +12,6 @@ from collections.abc import Collection
 
 import torch
 
-from specbatch.kernels.gemm.weight import Weight
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.draft_head import LAYER, Joined, LlamaHead, Shapes, recorded_shapes
@@ -25,8 +24,9 @@ class Eagle(LlamaHead):
         self, config: ModelConfig, read: Reader, names: Collection[str], target: Decoder, positions: int
     ) -> None:
         hidden = config.hidden_size
-        weight = Weight(read("fc.weight", hidden, 2 * hidden))
-        self._fc = Joined(weight, read("fc.bias", hidden) if "fc.bias" in names else None)
+        self._fc = Joined(
+            read.weight({"fc.weight": hidden}, 2 * hidden), read("fc.bias", hidden) if "fc.bias" in names else None
+        )
         super().__init__(config, read, names, target, positions)
         self._qkv = read.linear(qkv_rows(config, f"{LAYER}.self_attn"), config.hidden_size, config.qkv_bias)
 

@@ -63,7 +63,8 @@ class Mtp(MtpHead):
                 norm=reader.norm(f"{stem}.shared_head.norm"),
             )
 
-        super().__init__(config, target, [read(config.place + depth) for depth in range(config.num_layers)])
+        head = reader.head(target.head)
+        super().__init__(config, target, head, [read(config.place + depth) for depth in range(config.num_layers)])
 
 
 def mtp_config(target: ModelConfig, found: Shapes | None = None, layers: int = 1) -> DeepseekMtpConfig | Glm4MtpConfig:

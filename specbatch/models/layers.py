@@ -23,7 +23,15 @@ from specbatch.kernels.gemm.fp8_linear import linear
 from specbatch.kernels.gemm.int4 import LARGEST_INT4_SCALE, pack_int4, unpack_int4, with_short_scales
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.mxfp4 import LARGEST_PACKED_SCALE, LARGEST_SCALE, keeps_mxfp4, pack_mxfp4
-from specbatch.kernels.gemm.weight import MX_BLOCK, SCALE_BLOCK, Weight, concat_outputs, contains_nan, keeps_quantized
+from specbatch.kernels.gemm.weight import (
+    MX_BLOCK,
+    SCALE_BLOCK,
+    Weight,
+    concat_outputs,
+    contains_nan,
+    keeps_quantized,
+    quantize_fp8_weight,
+)
 from specbatch.models import mxfp4
 from specbatch.models.config import ModelConfig
 from specbatch.models.fp8 import SCALES, FP8Weights
@@ -161,12 +169,15 @@ class Reader:
         *,
         of_draft: bool = False,
         ranks: Communicator | None = None,
+        to_fp8: bool = False,
     ) -> None:
-        """config: of one rank, if the model is divided over `ranks`. of_draft: refuse every tensor with values that are
+        """config: of one rank, if the model is divided over `ranks`. to_fp8: quantize matrices to FP8 that are not
+        stored quantized. of_draft: refuse every tensor with values that are
         not finite, because verification would hide the error. With a target the logits show it, except for small
         tensors that select or weight (decays, routing of experts) and for FP8 weights; these are always checked."""
         self.config = config
         self.ranks = ranks
+        self.to_fp8 = to_fp8
         self._of_draft = of_draft
         self.dequantized: set[str] = set()
         self._row_parallel: set[str] = set()  # weights of which this rank has some of the input columns
@@ -184,11 +195,13 @@ class Reader:
         it, else in the reader's dtype."""
         parts = [self._stored(name, (count, columns)) for name, count in rows.items()]
         whole = concat_outputs(parts)
-        return whole or Weight(torch.cat([self.dequantize(*part) for part in zip(rows, parts, strict=True)]))
+        return self.in_fp8(
+            whole or Weight(torch.cat([self.dequantize(*part) for part in zip(rows, parts, strict=True)]))
+        )
 
     def fused(self, name: str, *shape: int) -> Weight:
         """A stack of matrices that is one tensor."""
-        return self._stored(name, shape)
+        return self.in_fp8(self._stored(name, shape))
 
     def stack(self, groups: Sequence[Mapping[str, int]], columns: int) -> Weight:
         """A stack of such matrices, one per group of names, as `weight` reads them."""
@@ -239,6 +252,23 @@ class Reader:
         part = vocabulary_part(self.read(name) if tied is None else tied, self.ranks.rank, self.ranks.size)
         weight = self._checked(name, part.to(device=self._device, dtype=self._dtype))
         return VocabParallelHead(Linear(weight), tokens, self.ranks)
+
+    def head(self, matrix: Linear) -> Linear:
+        """An output matrix of a draft, which may be the target's: a copy in FP8 if this reader quantizes."""
+        if not self.to_fp8:
+            return matrix
+        if isinstance(matrix, VocabParallelHead):
+            assert self.ranks is not None
+            return VocabParallelHead(self.head(matrix.part), matrix.shape[0], self.ranks)
+        return linear(self.in_fp8(Weight(matrix.weight)), matrix.bias)
+
+    def in_fp8(self, weight: Weight) -> Weight:
+        """A weight that is not quantized, in FP8 if this reader quantizes; dequantized again if the device has no FP8
+        GEMM."""
+        if not self.to_fp8 or weight.scales is not None:
+            return weight
+        found = quantize_fp8_weight(weight.values)
+        return found if keeps_quantized(self._device) else Weight(found.dequantize(self._dtype))
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> Weight:
         """A tensor on the device: quantized if it is stored so and the device supports it, else in the reader's

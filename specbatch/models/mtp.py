@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from specbatch.kernels.elementwise.norm import rms_norm
-from specbatch.kernels.gemm.linear import Norm
+from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.weight import Weight
 from specbatch.models import qwen3_next
 from specbatch.models.config import ModelConfig
@@ -55,10 +55,11 @@ class MtpLayer:
 class MtpHead(DraftHead):
     """One layer for all drafts, or one for each."""
 
-    def __init__(self, config: ModelConfig, target: Decoder, layers: Sequence[MtpLayer]) -> None:
+    def __init__(self, config: ModelConfig, target: Decoder, head: Linear, layers: Sequence[MtpLayer]) -> None:
+        """head: see `DraftHead`."""
         first = layers[0].layer.mixer
         assert isinstance(first, Attention)
-        super().__init__(config, first.heads, target)
+        super().__init__(config, first.heads, target, head)
         self._layers = tuple(layers)
         self.more = tuple(part.layer for part in layers[1:])
         self.depths = len(layers)
@@ -104,7 +105,8 @@ class Mtp(MtpHead):
         token, hidden = (centred(reader, f"{PREFIX}pre_fc_norm_{part}") for part in ("embedding", "hidden"))
         layers = [qwen3_next.layer(reader, depth, tables) for depth in range(config.num_layers)]
         join, norm = joined(reader, FC), centred(reader, f"{PREFIX}norm")
-        super().__init__(config, target, [MtpLayer(join, token, hidden, layer, norm) for layer in layers])
+        head = reader.head(target.head)
+        super().__init__(config, target, head, [MtpLayer(join, token, hidden, layer, norm) for layer in layers])
 
 
 def mtp_config(target: ModelConfig, found: Shapes | None = None, layers: int = 1) -> MtpConfig:

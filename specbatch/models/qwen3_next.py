@@ -205,10 +205,10 @@ def _attention(read: Reader, stem: str, tables: Tables) -> Attention:
     q_norm, k_norm = (centred(read, f"{inner}.{part}_norm", dim).weight[order].contiguous() for part in "qk")
     return Attention(
         norm=centred(read, f"{stem}.input_layernorm"),
-        qkv=Linear(torch.cat([queries[:, order].flatten(0, 1), keys[:, order].flatten(0, 1), v])),
+        qkv=linear(read.in_fp8(Weight(torch.cat([queries[:, order].flatten(0, 1), keys[:, order].flatten(0, 1), v])))),
         heads=QKVLayout(config.num_heads, config.num_kv_heads, dim, q_norm, k_norm, config.rms_norm_eps, *tables),
         out=read.linear({f"{inner}.o_proj": config.hidden_size}, config.num_heads * dim),
-        gate=Linear(gates.flatten(0, 1).contiguous()),
+        gate=linear(read.in_fp8(Weight(gates.flatten(0, 1).contiguous()))),
     )
 
 

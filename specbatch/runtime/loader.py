@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -23,6 +24,7 @@ from specbatch.models.fp8 import FP8Weights
 from specbatch.models.int4 import Int4Weights
 from specbatch.models.layers import Reader
 from specbatch.models.partition import rows_per_rank
+from specbatch.models.quantization import Shapes
 from specbatch.progress import Stages
 from specbatch.runtime.cuda_graphs import Recorder
 from specbatch.runtime.prefill_forward import EagerForward, Forward, PiecewiseGraphs, PromptWork
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
     from specbatch.weights import Checkpoint
 
 C = TypeVar("C", bound=ModelConfig)
+
+
+# Matrices of a draft that are quantized at load: not embeddings, nor what selects tokens or experts.
+_TO_FP8 = re.compile(r"(^|\.)(layers\.\d+|fc|lm_head)\.")
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
@@ -55,6 +61,13 @@ def kept_quantized(config: ModelConfig, device: torch.device) -> dict[str, int]:
     }
 
 
+def saved_by_fp8(shapes: Shapes, dtype: torch.dtype) -> int:
+    """Bytes by which these weights of a draft are smaller if they are quantized to FP8 at load."""
+    fp8 = FP8Weights()
+    matrices = [shape for name, shape in shapes.items() if _TO_FP8.search(name) and fp8.is_quantized(name, shape)]
+    return sum(math.prod(shape) * dtype.itemsize - fp8.memory(shape) for shape in matrices)
+
+
 def dequantized_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Memory of the largest weight that is dequantized for a GEMM of many rows: INT4 weights are."""
     if not isinstance(config.quantization, Int4Weights):
@@ -77,19 +90,22 @@ def _kept_mxfp4(config: ModelConfig, device: torch.device) -> dict[str, int]:
     return {name.removesuffix(mxfp4.SCALES): mxfp4_bytes(groups) for name, groups in scales.items()}
 
 
-def quantizes_activations(asked: bool, dtype: torch.dtype, device: torch.device, *models: ModelConfig) -> bool:
+def quantizes_activations(
+    asked: bool, dtype: torch.dtype, device: torch.device, *models: ModelConfig, at_load: bool = False
+) -> bool:
     """Do these models have FP8 GEMMs, which quantize activations, if `asked`? With float32 activations there are
-    none, and checkpoints with quantized weights only were not made for FP8 ones."""
+    none, and checkpoints with quantized weights only were not made for FP8 ones. at_load: whether one of them is
+    quantized at load."""
     stored = [model.quantization for model in models if kept_quantized(model, device)]
     made = any(isinstance(one, FP8Weights) and one.quantizes_inputs for one in stored)
-    return asked and dtype.itemsize == 2 and made
+    return asked and dtype.itemsize == 2 and (made or (at_load and keeps_quantized(device)))
 
 
 def quantization_lines(
-    model: Decoder, draft: ModelConfig, *, loads: tuple[bool, bool], quantizes: bool
+    model: Decoder, draft: ModelConfig, *, loads: tuple[bool, bool], quantizes: bool, draft_to_fp8: bool = False
 ) -> Iterator[str]:
     """Log lines on how quantized weights were loaded and whether activations are quantized. loads: whether the engine
-    loads the target, and the draft; quantizes: see `quantizes_activations`."""
+    loads the target, and the draft; quantizes: see `quantizes_activations`; draft_to_fp8: see `Loader`."""
     name, device = str(model.dtype).removeprefix("torch."), model.device
 
     def stored(kind: str) -> str:
@@ -106,11 +122,16 @@ def quantization_lines(
         yield line
     if loads[1] and draft.quantization is not None and _has_quantized(draft):
         yield f"draft: {stored(draft.quantization.name)}"
+    if draft_to_fp8:
+        yield f"draft: matrices quantized at load, {stored('FP8')}"
     mx = "kept" if keeps_mxfp4(device) else f"dequantized to {name}, as this device has no MXFP4 GEMM"
     for whose, config, is_loaded in zip(("", "draft: "), (model.config, draft), loads, strict=True):
         if is_loaded and any(tensor.endswith(mxfp4.BLOCKS) for tensor in config.tensor_shapes()):
             yield f"{whose}MXFP4 weights: {mx}"
-    if any(isinstance(one.quantization, FP8Weights) and kept_quantized(one, device) for one in (model.config, draft)):
+    in_files = any(
+        isinstance(one.quantization, FP8Weights) and kept_quantized(one, device) for one in (model.config, draft)
+    )
+    if in_files or (draft_to_fp8 and keeps_quantized(device)):
         state = "on, quantized per token and 128 columns" if quantizes else f"off, they are {name}"
         yield f"FP8 activations: {state}"
 
@@ -139,6 +160,7 @@ class Loader:
     progress: Stages
     recorder: Recorder | None = None
     ranks: Communicator | None = None  # over which the models are divided
+    draft_to_fp8: bool = False  # quantize the draft at load, see `Reader`
     pool: KVCache | None = None  # the target's cache in another engine, see `KVCache`
     forwards: dict[str, PromptWork] = field(default_factory=dict)
     caches: list[KVCache] = field(default_factory=list)
@@ -153,6 +175,7 @@ class Loader:
             max_positions=self.max_positions,
             of_draft=of_draft,
             ranks=self.ranks,
+            to_fp8=of_draft and self.draft_to_fp8,
             report=self.progress,
         )
 
@@ -162,7 +185,8 @@ class Loader:
 
     def draft_reader(self, config: ModelConfig, read: Callable[[str], torch.Tensor]) -> Reader:
         """Reads the tensors of a draft head that belong to this rank; `Reader.config` is that of its part."""
-        return Reader(self.part(config), read, self.dtype, self.device, of_draft=True, ranks=self.ranks)
+        settings: dict[str, Any] = {"of_draft": True, "ranks": self.ranks, "to_fp8": self.draft_to_fp8}
+        return Reader(self.part(config), read, self.dtype, self.device, **settings)
 
     def target(self, model: Decoder, *, needs_all_hidden: bool) -> tuple[Forward, KVCache]:
         """The target's prefill forward pass and its cache. needs_all_hidden: of all tokens, see `DraftPlan`."""

@@ -105,6 +105,8 @@ class Layer:
             self.count[slot] = 0
         if recorded:
             fixed = StaticRaggedBatch(len(wanted), recorded, table, 1, fresh=given.fresh)
+            for chunk in (32, 64):
+                fixed.tiles(chunk)
             fixed.load(given)
             given = fixed
         z, xbc, dt = inputs

@@ -1,0 +1,168 @@
+"""Drafts that are quantized to FP8 as they are loaded: emitted tokens, log lines, memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch import Engine, SpecbatchError
+from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.core.request import SamplingParams
+from specbatch.kernels.gemm.fp8_linear import FP8Linear
+from specbatch.kernels.gemm.weight import Weight, quantize_fp8_weight
+from specbatch.models import layers
+
+SHAPE: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 260, "hidden_size": 256,
+    "intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "num_experts": 3, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "norm_topk_prob": True,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"] * 4,
+}  # fmt: skip
+SMALL = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 260, "hidden_size": 128, "intermediate_size": 192,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+ALGORITHMS = ("standalone", "eagle", "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark")
+PROMPTS = [[5, 6, 7, 8, 9] * 3, [3, 1, 4, 1, 5, 9, 2]]
+PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
+
+Build = Callable[..., Engine]
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Build]:
+    """`build(algorithm, quantization, **settings)`: an engine with random weights."""
+    engines: list[Engine] = []
+
+    def build(algorithm: str = "none", quantization: str | None = None, **settings: Any) -> Engine:
+        for name, config in (("target", SHAPE), ("small", SMALL)):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / "config.json").write_text(json.dumps(config))
+        draft = {"none": None, "mtp": None, "standalone": str(tmp_path / "small")}.get(algorithm, "dummy")
+        log = settings.pop("log", None)
+        settings = {"device": "cpu", "dtype": "float32", "max_running": 4, "max_model_len": 60} | settings
+        speculation = Speculation(algorithm, draft=draft, draft_quantization=quantization)
+        config = EngineConfig(model=str(tmp_path / "target"), load_format="dummy", speculation=speculation, **settings)
+        engines.append(Engine(config, log=log))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def tokens(engine: Engine) -> list[list[int]]:
+    return [list(done.token_ids) for done in engine.generate(PROMPTS, PARAMS)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "keeps"), [*((name, True) for name in ALGORITHMS), pytest.param("eagle3", False, id="dequantized")]
+)
+def test_the_tokens_are_the_targets(build: Build, monkeypatch: pytest.MonkeyPatch, algorithm: str, keeps: bool) -> None:
+    for module in ("models.layers", "runtime.loader", "engine.memory_plan"):
+        monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: keeps)
+    quantized: list[Weight] = []
+
+    def spied(values: torch.Tensor) -> Weight:
+        quantized.append(quantize_fp8_weight(values))
+        return quantized[-1]
+
+    monkeypatch.setattr(layers, "quantize_fp8_weight", spied)
+    expected = tokens(build())
+    assert not quantized
+    engine, plain = build(algorithm, "fp8"), build(algorithm)
+    assert tokens(engine) == expected == tokens(plain)
+    heads = [weight for weight in quantized if weight.shape == (260, 128 if algorithm == "standalone" else 256)]
+    assert len(heads) == 1
+    if keeps:  # the memory plan knows what is saved; of DFlash it counts keys and values of the context in full
+        saved = sum(4 * weight.values.numel() - _bytes(weight) for weight in quantized)
+        saved -= 0 if algorithm == "standalone" else 4 * heads[0].values.numel()  # the target keeps its own
+        planned = plain.caps["weights_bytes"] - engine.caps["weights_bytes"]
+        twice = algorithm in ("dflash", "dflash2", "dspark")
+        assert saved * (0.8 if twice else 0.99) < planned < saved * (1 if twice else 1.01)
+
+
+def _bytes(weight: Weight) -> int:
+    assert weight.scales is not None
+    return weight.values.numel() + 4 * weight.scales.numel()
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_tokens_are_the_targets_on_a_gpu(build: Build, algorithm: str) -> None:
+    """In float32, where only the weights are quantized. In bfloat16 with graphs, activations are, too."""
+    expected = tokens(build(device="cuda"))
+    engine = build(algorithm, "fp8", device="cuda")
+    assert tokens(engine) == expected
+    graphs = Graphs(decode="whole", prefill="piecewise")
+    fast = build(algorithm, "fp8", device="cuda", dtype="bfloat16", graphs=graphs)
+    assert fast.caps["fp8_activations"] == "on"
+    assert [len(row) for row in tokens(fast)] == [PARAMS.max_new_tokens] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (130, 257), (3, 256, 384), (1, 5)])
+def test_quantized_weights(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(shape, generator=generator) * torch.logspace(-6, 3, shape[-1])
+    values[..., 0, :] = 0
+    found = quantize_fp8_weight(values)
+    assert found.scales is not None
+    *stack, out, inner = shape
+    assert found.scales.shape == (*stack, math.ceil(out / 128), math.ceil(inner / 128))
+    back = found.dequantize(torch.float32)
+    rows = range(0, out, 128)
+    for i, row in enumerate(rows):
+        for j, column in enumerate(range(0, inner, 128)):
+            block = (..., slice(row, row + 128), slice(column, column + 128))
+            largest = values[block].abs().amax((-2, -1))
+            torch.testing.assert_close(found.scales[..., i, j], largest.clamp(min=448 * 2.0**-100) / 448)
+            # 3 bits after the first one, down to 2^-6 of a scale, and steps of 2^-9 below
+            bound = values[block].abs() / 16 + found.scales[..., i, j, None, None] * 2.0**-10
+            assert ((back[block] - values[block]).abs() <= bound * 1.001).all()
+
+
+def test_the_parts_of_a_large_weight_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(2, 400, 256, generator=torch.Generator().manual_seed(2))
+    whole = quantize_fp8_weight(values)
+    monkeypatch.setattr("specbatch.kernels.gemm.weight._PART", 128 * 256)
+    parts = quantize_fp8_weight(values)
+    assert torch.equal(whole.values.view(torch.uint8), parts.values.view(torch.uint8))
+    assert whole.scales is not None
+    assert parts.scales is not None
+    assert torch.equal(whole.scales, parts.scales)
+
+
+def test_the_target_keeps_its_weights(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    for module in ("models.layers", "runtime.loader", "engine.memory_plan"):
+        monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: True)
+    engine = build("mtp", "fp8", dtype="float16", log=lines.append)
+    assert not isinstance(engine._model.head, FP8Linear)
+    assert "draft: matrices quantized at load, FP8 weights: kept" in lines
+    assert "FP8 activations: on, quantized per token and 128 columns" in lines
+    assert engine.caps["fp8_activations"] == "on"
+
+
+def test_layers_of_the_target_are_not_quantized(build: Build, tmp_path: Path) -> None:
+    speculation = Speculation("standalone", draft="self:skip=1", draft_quantization="fp8")
+    build()
+    config = EngineConfig(model=str(tmp_path / "target"), load_format="dummy", device="cpu", speculation=speculation)
+    with pytest.raises(SpecbatchError, match="shares the target's weights"):
+        Engine(config)
+
+
+def test_a_width_that_is_no_whole_number_of_blocks(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPE, "hidden_size", 192)
+    with pytest.raises(SpecbatchError, match=r"draft_quantization='fp8'.*192, which must be a multiple of 128"):
+        build("eagle3", "fp8")
