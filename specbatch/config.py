@@ -43,8 +43,8 @@ class Speculation:
     aux_layers     counted as EAGLE-3 heads do: the input of layer k is the output of layer k - 1
     draft_rope_theta  overrides the theta in the head's config. A config without one means 10000, and some heads were
                    trained with 10000 whatever their config says
-    draft_quantization  blocks of 128 x 128 values share a scale, and `EngineConfig.fp8_activations` applies. Routers,
-                   embeddings and matrices that the checkpoint has quantized stay as they are
+    draft_quantization  blocks of 128 x 128 values share a scale, and `EngineConfig.fp8_activations` applies. See
+                   docs/drafts.md for the matrices that keep their type
     corpus         other answers from which drafts are made; the algorithm drafts where these have nothing. Those of the
                    run, running and finished, are among them in any case. With a corpus the tokens of a seed are the
                    baseline's for all algorithms, as no drafts are sampled

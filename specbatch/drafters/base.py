@@ -102,7 +102,7 @@ class DraftPlan:
 
     @property
     def shapes(self) -> Shapes:
-        """Name -> shape of all weights that are loaded."""
+        """Name -> shape of all weights that are loaded for the draft."""
         return (self.weights.weight_shapes() if self.weights else {}) | self.shapes_of(self.config)
 
     def kv_slots_per_step(self, num_queries: int) -> int:

@@ -22,7 +22,7 @@ from specbatch.models.decoder import token_bytes
 from specbatch.models.fp8 import FP8Weights
 from specbatch.models.partition import rows_per_rank
 from specbatch.runtime.cuda_graphs import graph_bytes
-from specbatch.runtime.loader import dequantized_bytes, kept_quantized, saved_by_fp8, weight_bytes
+from specbatch.runtime.loader import dequantized_bytes, saved_by_fp8, weight_bytes
 from specbatch.runtime.prefill_forward import static_bytes
 
 
@@ -93,14 +93,14 @@ def _draft_bytes(draft: DraftPlan, dtype: torch.dtype, device: torch.device, *, 
     copy of the target's output matrix if it has none of its own."""
     size = weight_bytes(draft.weights, dtype, device) if draft.weights else 0
     size += sum(map(math.prod, draft.shapes_of(draft.config).values())) * dtype.itemsize
-    if not to_fp8 or not keeps_quantized(device):
+    if not to_fp8:
         return size
-    stored = kept_quantized(draft.weights, device) if draft.weights else {}
-    size -= saved_by_fp8({name: shape for name, shape in draft.shapes.items() if name not in stored}, dtype)
+    if keeps_quantized(device):
+        size -= saved_by_fp8(draft.config, draft.shapes, dtype)
     if any(name.endswith("lm_head.weight") for name in draft.shapes):
         return size
-    rows = rows_per_rank(draft.config.vocab_size, draft.config.ranks)
-    return size + FP8Weights().memory((rows, draft.config.hidden_size))
+    head = rows_per_rank(draft.config.vocab_size, draft.config.ranks), draft.config.hidden_size
+    return size + (FP8Weights().memory(head) if keeps_quantized(device) else math.prod(head) * dtype.itemsize)
 
 
 def _least_memory(device: torch.device, ranks: Communicator) -> int:

@@ -320,6 +320,11 @@ class ModelConfig:
             return self.weight_shapes()
         return self.quantization.stored(self.weight_shapes(), self.unquantized_ends)
 
+    def is_stored_quantized(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether the files have this weight quantized."""
+        stored = self.quantization
+        return stored is not None and stored.except_for(self.unquantized_ends).is_quantized(name, shape)
+
     @property
     def unquantized_ends(self) -> frozenset[str]:
         """Modules of this model that no checkpoint quantizes."""

@@ -48,7 +48,8 @@ class Joined:
 
 
 class DraftHead:
-    """A draft head, split at the attention of its last layer. Embedding and output matrix are the target's.
+    """A draft head, split at the attention of its last layer. The embedding is the target's, and so is the output
+    matrix, or a copy of it in FP8.
 
     config      sizes of its layers
     heads       of the first layer

@@ -171,10 +171,10 @@ class Reader:
         ranks: Communicator | None = None,
         to_fp8: bool = False,
     ) -> None:
-        """config: of one rank, if the model is divided over `ranks`. to_fp8: quantize matrices to FP8 that are not
-        stored quantized. of_draft: refuse every tensor with values that are
+        """config: of one rank, if the model is divided over `ranks`. of_draft: refuse every tensor with values that are
         not finite, because verification would hide the error. With a target the logits show it, except for small
-        tensors that select or weight (decays, routing of experts) and for FP8 weights; these are always checked."""
+        tensors that select or weight (decays, routing of experts) and for FP8 weights; these are always checked.
+        to_fp8: quantize to FP8 those matrices that the files have unquantized (see `in_fp8`)."""
         self.config = config
         self.ranks = ranks
         self.to_fp8 = to_fp8
@@ -195,13 +195,12 @@ class Reader:
         it, else in the reader's dtype."""
         parts = [self._stored(name, (count, columns)) for name, count in rows.items()]
         whole = concat_outputs(parts)
-        return self.in_fp8(
-            whole or Weight(torch.cat([self.dequantize(*part) for part in zip(rows, parts, strict=True)]))
-        )
+        whole = whole or Weight(torch.cat([self.dequantize(*part) for part in zip(rows, parts, strict=True)]))
+        return self.in_fp8(whole, *rows)
 
     def fused(self, name: str, *shape: int) -> Weight:
         """A stack of matrices that is one tensor."""
-        return self.in_fp8(self._stored(name, shape))
+        return self.in_fp8(self._stored(name, shape), name)
 
     def stack(self, groups: Sequence[Mapping[str, int]], columns: int) -> Weight:
         """A stack of such matrices, one per group of names, as `weight` reads them."""
@@ -262,10 +261,14 @@ class Reader:
             return VocabParallelHead(self.head(matrix.part), matrix.shape[0], self.ranks)
         return linear(self.in_fp8(Weight(matrix.weight)), matrix.bias)
 
-    def in_fp8(self, weight: Weight) -> Weight:
-        """A weight that is not quantized, in FP8 if this reader quantizes; dequantized again if the device has no FP8
-        GEMM."""
-        if not self.to_fp8 or weight.scales is not None:
+    def in_fp8(self, weight: Weight, *names: str) -> Weight:
+        """A weight, made of the tensors `names`, in FP8 if this reader quantizes and none of them is stored quantized;
+        dequantized again if the device has no FP8 GEMM."""
+        if (
+            not self.to_fp8
+            or weight.scales is not None
+            or any(self.config.is_stored_quantized(name, weight.shape) for name in names)
+        ):
             return weight
         found = quantize_fp8_weight(weight.values)
         return found if keeps_quantized(self._device) else Weight(found.dequantize(self._dtype))

@@ -114,6 +114,9 @@ def with_shared(
             scales = shared_slices(more_up.scales, more_down.scales, inner // SCALE_BLOCK, activation)
         sliced = [Weight(one.view(torch.float8_e4m3fn), its) for one, its in zip(values, scales, strict=True)]
     elif any(scaled[:2]):  # they are most of a model, so they are not dequantized to twice the size
+        if read.to_fp8:
+            works = f"{stem} has experts of widths {inner} and {width}, which must be multiples of {SCALE_BLOCK}"
+            raise refuse("draft_quantization", "fp8", f"{works}; leave it out")
         kind = "INT4" if routed[0].is_int4 else "FP8"
         works = f"{stem} is {kind}: its shared expert must be {kind}, too, and both widths whole numbers of groups"
         raise refuse("shared expert", f"widths {inner} and {width}", works)

@@ -13,7 +13,8 @@ import torch
 
 from specbatch.config_values import positive_of, table_of
 from specbatch.errors import refuse
-from specbatch.kernels.gemm.linear import Linear
+from specbatch.kernels.gemm.fp8_linear import linear
+from specbatch.kernels.gemm.weight import Weight
 from specbatch.models.layers import Attention, Reader, Tables
 
 FACTOR = "partial_rotary_factor"
@@ -59,14 +60,15 @@ def attention(
     if turning == dim:
         qkv = read.linear(projections, hidden, config.qkv_bias)
     else:  # the permutation of rows does not respect the blocks of scales of FP8 weights
-        weight = torch.cat([read(f"{name}.weight", count, hidden) for name, count in projections.items()])
+        names = [f"{name}.weight" for name in projections]
+        weight = torch.cat([read(*one, hidden) for one in zip(names, projections.values(), strict=True)])
         biases = [read(f"{name}.bias", count) for name, count in projections.items() if config.qkv_bias]
         order = paired(dim, turning).to(weight.device)
         rotated = config.num_heads + config.num_kv_heads
         starts = torch.arange(0, rotated * dim, dim, device=weight.device)
         values = torch.arange(rotated * dim, len(weight), device=weight.device)
         rows = torch.cat([(starts[:, None] + order).flatten(), values])
-        qkv = Linear(weight[rows], torch.cat(biases)[rows] if biases else None)
+        qkv = linear(read.in_fp8(Weight(weight[rows]), *names), torch.cat(biases)[rows] if biases else None)
         if heads.q_norm is not None and heads.k_norm is not None:
             heads = replace(heads, q_norm=heads.q_norm[order].contiguous(), k_norm=heads.k_norm[order].contiguous())
     out = read.linear({f"{stem}.o_proj": hidden}, config.num_heads * dim, config.o_bias)

@@ -198,17 +198,20 @@ def _attention(read: Reader, stem: str, tables: Tables) -> Attention:
     dim, order = config.head_dim, paired(config.head_dim, config.rope.rotary_dim)
     # The permutation of rows does not respect the blocks of scales.
     rows = {"q": 2 * config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
-    q, k, v = (read(f"{inner}.{part}_proj.weight", count, config.hidden_size) for part, count in rows.items())
+    names = [f"{inner}.{part}_proj.weight" for part in rows]
+    q, k, v = (read(name, count, config.hidden_size) for name, count in zip(names, rows.values(), strict=True))
     order = order.to(q.device)
     queries, gates = q.view(config.num_heads, 2, dim, -1).unbind(1)  # they alternate per head
     keys = k.view(config.num_kv_heads, dim, -1)
     q_norm, k_norm = (centred(read, f"{inner}.{part}_norm", dim).weight[order].contiguous() for part in "qk")
     return Attention(
         norm=centred(read, f"{stem}.input_layernorm"),
-        qkv=linear(read.in_fp8(Weight(torch.cat([queries[:, order].flatten(0, 1), keys[:, order].flatten(0, 1), v])))),
+        qkv=linear(
+            read.in_fp8(Weight(torch.cat([queries[:, order].flatten(0, 1), keys[:, order].flatten(0, 1), v])), *names)
+        ),
         heads=QKVLayout(config.num_heads, config.num_kv_heads, dim, q_norm, k_norm, config.rms_norm_eps, *tables),
         out=read.linear({f"{inner}.o_proj": config.hidden_size}, config.num_heads * dim),
-        gate=linear(read.in_fp8(Weight(gates.flatten(0, 1).contiguous()))),
+        gate=linear(read.in_fp8(Weight(gates.flatten(0, 1).contiguous()), *names)),
     )
 
 

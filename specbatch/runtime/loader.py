@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=ModelConfig)
 
 
-# Matrices of a draft that are quantized at load: not embeddings, nor what selects tokens or experts.
-_TO_FP8 = re.compile(r"(^|\.)(layers\.\d+|fc|lm_head)\.")
+# Matrices of a draft that are quantized at load: not embeddings, nor what selects tokens, nor biases of experts.
+# kv_b_proj is part of a GEMM for each head.
+_TO_FP8 = re.compile(r"(^|\.)(layers\.\d+|fc|lm_head)\.(?!.*(kv_b_proj|_bias$))")
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
@@ -61,10 +62,16 @@ def kept_quantized(config: ModelConfig, device: torch.device) -> dict[str, int]:
     }
 
 
-def saved_by_fp8(shapes: Shapes, dtype: torch.dtype) -> int:
-    """Bytes by which these weights of a draft are smaller if they are quantized to FP8 at load."""
+def saved_by_fp8(config: ModelConfig, shapes: Shapes, dtype: torch.dtype) -> int:
+    """Bytes by which these weights of a draft are smaller if they are quantized to FP8 at load. config: of the draft.
+    Experts with biases, as gpt-oss has them, stay as they are."""
     fp8 = FP8Weights()
-    matrices = [shape for name, shape in shapes.items() if _TO_FP8.search(name) and fp8.is_quantized(name, shape)]
+    matrices = [
+        shape
+        for name, shape in shapes.items()
+        if _TO_FP8.search(name) and fp8.is_quantized(name, shape) and f"{name}_bias" not in shapes
+        if not config.is_stored_quantized(name, shape)
+    ]
     return sum(math.prod(shape) * dtype.itemsize - fp8.memory(shape) for shape in matrices)
 
 

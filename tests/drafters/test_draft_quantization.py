@@ -31,6 +31,20 @@ SMALL = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64,
     "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
 }  # fmt: skip
+PARTIAL_ROPE = {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "partial_rotary_factor": 0.5,
+    "n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
+}  # fmt: skip
+LATENT = {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "kv_lora_rank": 128, "q_lora_rank": None,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": None,
+    "num_key_value_heads": 4, "first_k_dense_replace": 2,
+}  # fmt: skip
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2,
+    "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "attention_bias": True,
+}  # fmt: skip
 ALGORITHMS = ("standalone", "eagle", "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark")
 PROMPTS = [[5, 6, 7, 8, 9] * 3, [3, 1, 4, 1, 5, 9, 2]]
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -61,6 +75,12 @@ def build(tmp_path: Path) -> Iterator[Build]:
         engine.close()
 
 
+def keep_quantized(monkeypatch: pytest.MonkeyPatch, *, keeps: bool = True) -> None:
+    """Whether weights stay quantized, as on a GPU."""
+    for module in ("models.layers", "runtime.loader", "engine.memory_plan"):
+        monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: keeps)
+
+
 def tokens(engine: Engine) -> list[list[int]]:
     return [list(done.token_ids) for done in engine.generate(PROMPTS, PARAMS)]
 
@@ -69,8 +89,7 @@ def tokens(engine: Engine) -> list[list[int]]:
     ("algorithm", "keeps"), [*((name, True) for name in ALGORITHMS), pytest.param("eagle3", False, id="dequantized")]
 )
 def test_the_tokens_are_the_targets(build: Build, monkeypatch: pytest.MonkeyPatch, algorithm: str, keeps: bool) -> None:
-    for module in ("models.layers", "runtime.loader", "engine.memory_plan"):
-        monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: keeps)
+    keep_quantized(monkeypatch, keeps=keeps)
     quantized: list[Weight] = []
 
     def spied(values: torch.Tensor) -> Weight:
@@ -145,8 +164,7 @@ def test_the_parts_of_a_large_weight_are_one(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_target_keeps_its_weights(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    for module in ("models.layers", "runtime.loader", "engine.memory_plan"):
-        monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: True)
+    keep_quantized(monkeypatch)
     engine = build("mtp", "fp8", dtype="float16", log=lines.append)
     assert not isinstance(engine._model.head, FP8Linear)
     assert "draft: matrices quantized at load, FP8 weights: kept" in lines
@@ -166,3 +184,44 @@ def test_a_width_that_is_no_whole_number_of_blocks(build: Build, monkeypatch: py
     monkeypatch.setitem(SHAPE, "hidden_size", 192)
     with pytest.raises(SpecbatchError, match=r"draft_quantization='fp8'.*192, which must be a multiple of 128"):
         build("eagle3", "fp8")
+
+
+def test_experts_beside_a_shared_one_of_other_widths(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_quantized(monkeypatch)
+    for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        monkeypatch.setitem(SHAPE, name, 192)
+    with pytest.raises(SpecbatchError, match=r"draft_quantization='fp8': mtp.layers.0.mlp .* widths 192 and 192"):
+        build("mtp", "fp8")
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
+def test_stored_fp8_weights_are_not_quantized_again(build: Build, monkeypatch: pytest.MonkeyPatch, keeps: bool) -> None:
+    shapes: list[tuple[int, ...]] = []
+    stored = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    keep_quantized(monkeypatch, keeps=keeps)
+    monkeypatch.setitem(SMALL, "quantization_config", stored)
+    monkeypatch.setattr(layers, "quantize_fp8_weight", lambda values: shapes.append(values.shape) or Weight(values))
+    build("standalone", "fp8")
+    assert shapes == [(260, 128)], "the output matrix only"
+
+
+def test_a_cpu_plans_a_copy_of_the_targets_output_matrix(build: Build) -> None:
+    engines = build("eagle", "fp8"), build("eagle")
+    assert engines[0].caps["weights_bytes"] - engines[1].caps["weights_bytes"] == 260 * 256 * 4
+
+
+@pytest.mark.parametrize("changes", [PARTIAL_ROPE, LATENT, GPT_OSS], ids=["partial-rope", "latent", "gpt-oss"])
+def test_the_plan_counts_no_more_than_is_saved(
+    build: Build, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """Of draft models with matrices that are read in other ways."""
+    keep_quantized(monkeypatch)
+    found: list[Weight] = []
+    monkeypatch.setattr(
+        layers, "quantize_fp8_weight", lambda values: found.append(quantize_fp8_weight(values)) or found[-1]
+    )
+    for name, value in changes.items():
+        monkeypatch.setitem(SMALL, name, value)
+    engine, plain = build("standalone", "fp8"), build("standalone")
+    saved = sum(4 * weight.values.numel() - _bytes(weight) for weight in found)
+    assert 0.9 * saved < plain.caps["weights_bytes"] - engine.caps["weights_bytes"] < 1.001 * saved
