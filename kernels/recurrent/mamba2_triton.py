@@ -1,10 +1,9 @@
-"""Triton kernels of the Mamba2 recurrence: `mamba2.ssd_prefill_ref` and `mamba2.ssd_verify_ref`.
+"""Triton kernels of the Mamba2 recurrence: `mamba2.ssd_prefill_ref` and `mamba2.ssd_verify_ref`, in two launches each.
 
-The one with the state: a program holds some rows of one head's state in registers. In a prompt it walks over the chunks
-of a span, so that no state of a chunk is ever written; in a verify it reads and writes the state once, and asks for it
-before the kernel in front has ended. In a prompt C B^T, which all heads of a group share, is computed before it. The
-last kernel needs whole groups of heads: it gates and normalises. In a verify it also keeps the rows' inputs, when all
-programs before it have read those that were kept.
+The first has the state: a program holds some rows of one head's state in registers. In a prompt it walks over the
+chunks of a span, so that no state of a chunk is ever written; in a verify it reads and writes the state once, and asks
+for it before the kernel in front has ended. The second needs whole groups of heads: it gates and normalises. In a
+verify it also keeps the rows' inputs, when all programs of the first have read those that were kept before.
 
 Sums are float32, GEMMs in the type of the inputs (float32: exact, no tf32); with float16 inputs no number of a state
 may exceed 65504. Only what a verify adds to a state has twice the digits: a state lives for thousands of verifies.
@@ -40,21 +39,14 @@ def ssd_prefill(
     assert out is None or out.is_contiguous(), "out must be contiguous"
     y = xbc.new_empty(len(xbc), heads.columns[0]) if out is None else out
     exact = xbc.dtype == torch.float32
-    chunk, block_s = 32 if exact else CHUNK, tile_side(heads.state)
-    cbt = xbc.new_empty(len(xbc), heads.groups, chunk)  # C B^T of each chunk, [token, group, token of its chunk]
-    tiles, table = spans.tiles(chunk), spans.table
-    sizes = {"HEADS": heads.count, "DIM": heads.dim, "GROUPS": heads.groups, "STATE": heads.state}
-    sizes |= {"BLOCK_S": block_s, "CHUNK": chunk, **pdl(xbc)}
-    _c_b_transposed[(len(tiles), heads.groups)](
-        xbc, cbt, tiles, table, xbc.stride(0), table.stride(0), num_warps=4, **sizes
-    )
     rows = min(64, tile_side(heads.dim))
-    rest = min(rows, tile_side(heads.dim % rows or rows))  # of the last part of a head
-    parts = cdiv(heads.dim, rows)
-    _walk[(parts * heads.count, table.shape[1] - 1)](
-        xbc, cbt, dt, y, memory.state, heads.a_log, heads.d, heads.dt_bias, table,
-        xbc.stride(0), dt.stride(0), memory.state.stride(0), table.stride(0),
-        PARTS=parts, ROWS=rows, REST=rest, num_warps=4, num_stages=1 if exact else 2, **sizes,
+    tiles = cdiv(heads.dim, rows)
+    _prefill[(tiles * heads.count, spans.table.shape[1] - 1)](
+        xbc, dt, y, memory.state, heads.a_log, heads.d, heads.dt_bias, spans.table,
+        xbc.stride(0), dt.stride(0), memory.state.stride(0), spans.table.stride(0),
+        HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state,
+        ROWS=rows, BLOCK_S=tile_side(heads.state), CHUNK=32 if exact else CHUNK,
+        num_warps=4, num_stages=1 if exact else 2, **pdl(xbc),
     )  # fmt: skip
     return finish_rows(y, z, heads)
 
@@ -135,60 +127,16 @@ def step_of(raw, bias):
 
 
 @triton.jit(do_not_specialize=["table_stride"])  # it changes from pass to pass
-def _c_b_transposed(
-    xbc, cbt, tiles, table, xbc_stride, table_stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr, BLOCK_S: tl.constexpr,
-    CHUNK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """C B^T of the tokens of one chunk, for one group."""
-    group = tl.program_id(1)
-    wait_for_previous_kernel(PDL)
-    span = tl.load(tiles + 2 * tl.program_id(0))
-    first = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    count = tl.load(table + table_stride + span) - tl.load(table + span)
-    if first >= count:
-        return
-    step, column = tl.arange(0, CHUNK), tl.arange(0, BLOCK_S)
-    live = first + step < count
-    token = tl.load(table + 3 * table_stride + span) + first + step
-    of_b = token[:, None] * xbc_stride + (HEADS * DIM + group * STATE + column)[None, :]
-    mask = live[:, None] & (column < STATE)[None, :]
-    b = tl.load(xbc + of_b, mask, 0.0)
-    c = tl.load(xbc + GROUPS * STATE + of_b, mask, 0.0)
-    found = tl.dot(c, tl.trans(b), input_precision="ieee")
-    cells = cbt + (token[:, None] * GROUPS + group) * CHUNK + step[None, :]
-    tl.store(cells, found.to(cbt.dtype.element_ty), live[:, None])
-
-
-@triton.jit(do_not_specialize=["table_stride"])
-def _walk(
-    xbc, cbt, dt, y, state, a_log, d, dt_bias, table, xbc_stride, dt_stride, state_stride, table_stride,
+def _prefill(
+    xbc, dt, y, state, a_log, d, dt_bias, table, xbc_stride, dt_stride, state_stride, table_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, REST: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Some rows of a head's state walk over the chunks of a span: ROWS, or REST in the last of PARTS."""
-    head, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    if REST < ROWS and part == PARTS - 1:
-        _walk_rows(
-            xbc, cbt, dt, y, state, a_log, d, dt_bias, table, xbc_stride, dt_stride, state_stride, table_stride,
-            head, part * ROWS, HEADS, DIM, GROUPS, STATE, REST, BLOCK_S, CHUNK, PDL,
-        )  # fmt: skip
-        return
-    _walk_rows(
-        xbc, cbt, dt, y, state, a_log, d, dt_bias, table, xbc_stride, dt_stride, state_stride, table_stride,
-        head, part * ROWS, HEADS, DIM, GROUPS, STATE, ROWS, BLOCK_S, CHUNK, PDL,
-    )  # fmt: skip
-
-
-@triton.jit
-def _walk_rows(
-    xbc, cbt, dt, y, state, a_log, d, dt_bias, table, xbc_stride, dt_stride, state_stride, table_stride,
-    head, from_row, HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """ROWS rows of a head's state walk over the chunks of a span."""
+    TILES: tl.constexpr = (DIM + ROWS - 1) // ROWS
+    head = tl.program_id(0) // TILES
     group = head // (HEADS // GROUPS)
-    row = from_row + tl.arange(0, ROWS)
+    row = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_S)
     inside = column < STATE
     decay = -tl.exp(tl.load(a_log + head))
@@ -198,55 +146,52 @@ def _walk_rows(
     span = tl.program_id(1)
     start = tl.load(table + span)
     count = (tl.load(table + table_stride + span) - start).to(tl.int32)
-    if count > 0:
-        slot = tl.load(table + 2 * table_stride + span)
-        first = tl.load(table + 3 * table_stride + span)
+    if count == 0:
+        return
+    slot = tl.load(table + 2 * table_stride + span)
+    first = tl.load(table + 3 * table_stride + span)
 
-        # A new sequence never reads the old state of its slot.
-        mask = (row < DIM)[:, None] & inside[None, :]
-        place = state + slot * state_stride + (head * DIM + row)[:, None] * STATE + column[None, :]
-        known = (row < tl.where(start > 0, DIM, 0))[:, None] & inside[None, :]
-        h = tl.load(place, mask=known, other=0.0).to(tl.float32)
-        token = tl.arange(0, CHUNK)
-        of_x = token[:, None] * xbc_stride + (head * DIM + row)[None, :]
-        of_b = token[:, None] * xbc_stride + (HEADS * DIM + group * STATE + column)[None, :]
-        of_cbt = (token[:, None] * GROUPS + group) * CHUNK + token[None, :]
-        of_head = (row < DIM)[None, :]
-        xbc += first * xbc_stride
-        cbt += first * (GROUPS * CHUNK)
-        dt += first * dt_stride + head
-        y += first * (HEADS * DIM) + head * DIM
-        # B and C are copied a chunk ahead by the pipeline; what goes through registers is loaded a chunk ahead by hand.
-        x = tl.load(xbc + of_x, mask=(token < count)[:, None] & of_head, other=0.0)
-        raw = tl.load(dt + token * dt_stride, mask=token < count, other=0.0)
-        for at in range(0, count, CHUNK):
-            real = token < count - at
-            b = tl.load(xbc + of_b, mask=real[:, None] & inside[None, :], other=0.0)
-            c = tl.load(xbc + GROUPS * STATE + of_b, mask=real[:, None] & inside[None, :], other=0.0)
-            weight = tl.load(cbt + of_cbt, mask=real[:, None], other=0.0)
-            xbc += CHUNK * xbc_stride
-            cbt += CHUNK * GROUPS * CHUNK
-            dt += CHUNK * dt_stride
-            follows = token < count - at - CHUNK
-            next_x = tl.load(xbc + of_x, mask=follows[:, None] & of_head, other=0.0)
-            next_raw = tl.load(dt + token * dt_stride, mask=follows, other=0.0)
+    # A new sequence never reads the old state of its slot.
+    mask = (row < DIM)[:, None] & inside[None, :]
+    place = state + slot * state_stride + (head * DIM + row)[:, None] * STATE + column[None, :]
+    known = (row < tl.where(start > 0, DIM, 0))[:, None] & inside[None, :]
+    h = tl.load(place, mask=known, other=0.0).to(tl.float32)
+    token = tl.arange(0, CHUNK)
+    of_x = token[:, None] * xbc_stride + (head * DIM + row)[None, :]
+    of_b = token[:, None] * xbc_stride + (HEADS * DIM + group * STATE + column)[None, :]
+    of_head = (row < DIM)[None, :]
+    xbc += first * xbc_stride
+    dt += first * dt_stride + head
+    y += first * (HEADS * DIM) + head * DIM
+    # B and C are copied a chunk ahead by the pipeline; what goes through registers is loaded a chunk ahead by hand.
+    x = tl.load(xbc + of_x, mask=(token < count)[:, None] & of_head, other=0.0)
+    raw = tl.load(dt + token * dt_stride, mask=token < count, other=0.0)
+    for at in range(0, count, CHUNK):
+        real = token < count - at
+        b = tl.load(xbc + of_b, mask=real[:, None] & inside[None, :], other=0.0)
+        c = tl.load(xbc + GROUPS * STATE + of_b, mask=real[:, None] & inside[None, :], other=0.0)
+        xbc += CHUNK * xbc_stride
+        dt += CHUNK * dt_stride
+        follows = token < count - at - CHUNK
+        next_x = tl.load(xbc + of_x, mask=follows[:, None] & of_head, other=0.0)
+        next_raw = tl.load(dt + token * dt_stride, mask=follows, other=0.0)
 
-            step = tl.where(real, step_of(raw, bias), 0.0)  # past the end the state does not change
-            a = tl.cumsum(step * decay, 0)
-            total = tl.sum(step * decay, 0)
-            gap = tl.where(token[:, None] >= token[None, :], a[:, None] - a[None, :], float("-inf"))
-            weight = weight.to(tl.float32) * tl.exp(gap)
-            out = tl.dot(c, tl.trans(h.to(c.dtype)), input_precision="ieee") * tl.exp(a)[:, None]
-            scaled = x.to(tl.float32) * step[:, None]
-            out = tl.dot(weight.to(x.dtype), scaled.to(x.dtype), out, input_precision="ieee") + skip * x.to(tl.float32)
-            of_y = token[:, None] * (HEADS * DIM) + row[None, :]
-            tl.store(y + of_y, out.to(y.dtype.element_ty), mask=real[:, None] & of_head)
+        step = tl.where(real, step_of(raw, bias), 0.0)  # past the end the state does not change
+        a = tl.cumsum(step * decay, 0)
+        total = tl.sum(step * decay, 0)
+        gap = tl.where(token[:, None] >= token[None, :], a[:, None] - a[None, :], float("-inf"))
+        weight = tl.dot(c, tl.trans(b), input_precision="ieee") * tl.exp(gap)
+        out = tl.dot(c, tl.trans(h.to(c.dtype)), input_precision="ieee") * tl.exp(a)[:, None]
+        scaled = x.to(tl.float32) * step[:, None]
+        out = tl.dot(weight.to(x.dtype), scaled.to(x.dtype), out, input_precision="ieee") + skip * x.to(tl.float32)
+        of_y = token[:, None] * (HEADS * DIM) + row[None, :]
+        tl.store(y + of_y, out.to(y.dtype.element_ty), mask=real[:, None] & of_head)
 
-            share = (scaled * tl.exp(total - a)[:, None]).to(x.dtype)
-            h = tl.dot(tl.trans(share), b, h * tl.exp(total), input_precision="ieee")
-            y += CHUNK * HEADS * DIM
-            x, raw = next_x, next_raw
-        tl.store(place, h.to(state.dtype.element_ty), mask=mask)
+        share = (scaled * tl.exp(total - a)[:, None]).to(x.dtype)
+        h = tl.dot(tl.trans(share), b, h * tl.exp(total), input_precision="ieee")
+        y += CHUNK * HEADS * DIM
+        x, raw = next_x, next_raw
+    tl.store(place, h.to(state.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -105,8 +105,6 @@ class Layer:
             self.count[slot] = 0
         if recorded:
             fixed = StaticRaggedBatch(len(wanted), recorded, table, 1, fresh=given.fresh)
-            for chunk in (32, 64):
-                fixed.tiles(chunk)
             fixed.load(given)
             given = fixed
         z, xbc, dt = inputs
@@ -203,6 +201,33 @@ def test_prompt_split_at_uneven_chunk_boundaries(device: torch.device, twin: Twi
     layer.prefill(twin.prefill, [(3, 0, 67)])
     layer.prefill(twin.prefill, [(1, 0, 5), (3, 67, 134)])
     layer.prefill(twin.prefill, [(3, 134, 135), (1, 5, 40)])
+
+
+@pytest.mark.parametrize("sizes", [(2, 80, 2, 20), pytest.param((4, 128, 2, 16), marks=pytest.mark.slow)])
+def test_several_chunks_of_16_bits(device: torch.device, twin: Twin, sizes: tuple[int, int, int, int]) -> None:
+    """Prompts that end within a chunk; the second tile of a head of 80 has 16 rows."""
+    layer = Layer(device, sizes, torch.float16)
+    layer.prefill(twin.prefill, [(3, 0, 65), (1, 0, 3), (2, 0, 128)])
+    layer.prefill(twin.prefill, [(1, 3, 70), (3, 65, 195)])
+
+
+def test_a_token_does_not_depend_on_later_ones(
+    device: torch.device, twin: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C of the first token times B of a later one, which the mask hides, is above the largest number of float16."""
+    layer = Layer(device, (2, 64, 1, 128), torch.float16)
+    layer.slack = 2e-2  # the states are some 40 times as large as elsewhere
+    plain = layer.inputs
+
+    def large(tokens: int) -> list[torch.Tensor]:
+        z, xbc, dt = plain(tokens)
+        _, b, c = xbc.split(layer.heads.columns, 1)
+        b[40:], c[0] = 40, 40
+        c[40:] /= 128
+        return [z, xbc, dt]
+
+    monkeypatch.setattr(layer, "inputs", large)
+    layer.prefill(twin.prefill, [(1, 0, 60)])
 
 
 @pytest.mark.parametrize("held", [torch.float16, torch.bfloat16])
