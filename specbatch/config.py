@@ -201,6 +201,11 @@ class Speculation:
         return shape_of(self.algorithm, self.draft_steps, self.draft_topk, tokens)
 
     @property
+    def quantizes_draft(self) -> bool:
+        """Whether the draft is quantized to FP8 as it is loaded."""
+        return self.draft_quantization is not None
+
+    @property
     def is_auto(self) -> bool:
         return self.draft_tokens == AUTO and self.algorithm != NO_SPECULATION
 

@@ -264,7 +264,7 @@ def _plan(
     """The plan of a draft model that consists of these `layers` of a model with the config `draft`. model_of: makes it
     from the target; own: the model whose weights are loaded for it."""
     asked = config.speculation
-    if own is None and asked.draft_quantization is not None:
+    if own is None and asked.quantizes_draft:
         works = "a draft that skips layers shares the target's weights; leave it out"
         raise refuse("draft_quantization", asked.draft_quantization, works)
     shape, vocabulary = asked.shape, target.vocab_size

@@ -157,7 +157,7 @@ def _load(
     kv_slots = draft.kv_slots_per_step(num_queries)
     width = reach_of(plan.max_model_len, kv_slots) + 1
     recorder = Recorder(device) if config.graphs.any else None
-    to_fp8 = config.speculation.draft_quantization == "fp8"
+    to_fp8 = config.speculation.quantizes_draft
     batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
     loader = Loader(
         dtype=dtype,

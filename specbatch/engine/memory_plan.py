@@ -51,7 +51,7 @@ def memory_plan(
         on_cpu=device.type == "cpu",
         model_len=min(model.max_position, draft.config.max_position),
         weights=0 if is_shared and share.index == 0 else weight_bytes(model, dtype, device),
-        draft_weights=_draft_bytes(draft, dtype, device, to_fp8=config.speculation.draft_quantization is not None),
+        draft_weights=_draft_bytes(draft, dtype, device, to_fp8=config.speculation.quantizes_draft),
         page_bytes=target_page + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
         target_page_bytes=target_page,
         state_bytes=_state_bytes(prepared, config.speculation.drafted + 1),

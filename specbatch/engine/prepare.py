@@ -90,7 +90,7 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
             config = replace(config, speculation=replace(asked, draft_steps=draft.drafted))
         else:
             config = replace(config, speculation=replace(asked, draft_tokens=draft.drafted))
-    to_fp8 = config.speculation.draft_quantization is not None
+    to_fp8 = config.speculation.quantizes_draft
     if to_fp8 and draft.config.hidden_size % SCALE_BLOCK:
         works = f"the draft's hidden size is {draft.config.hidden_size}, which must be a multiple of {SCALE_BLOCK}"
         raise refuse("draft_quantization", config.speculation.draft_quantization, f"{works}; leave it out")

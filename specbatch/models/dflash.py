@@ -255,7 +255,7 @@ class DFlashConfig(ModelConfig):
 
 
 class DFlash:
-    """The draft's weights; embedding and output matrix are the target's.
+    """The draft's weights; the embedding is the target's, and so is the output matrix, or a copy of it in FP8.
 
     ids: int64 [draft_vocab], the token id of each column of its logits; None if they are all of the target's.
     """

@@ -154,7 +154,7 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
 
 
 class DFlash2(DFlash):
-    """The draft's weights; embedding and output matrix are the target's.
+    """The draft's weights; the embedding is the target's, and so is the output matrix, or a copy of it in FP8.
 
     predecessors: [V, rank], the selector's codebook for the token before.
     """

@@ -122,7 +122,7 @@ class MarkovHead:
 
 
 class DSpark(DFlash):
-    """The draft's weights; embedding and output matrix are the target's."""
+    """The draft's weights; the embedding is the target's, and so is the output matrix, or a copy of it in FP8."""
 
     def __init__(self, fetch: Reader, target: Decoder, max_positions: int) -> None:
         super().__init__(fetch, target, max_positions)

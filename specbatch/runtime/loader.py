@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -192,8 +192,15 @@ class Loader:
 
     def draft_reader(self, config: ModelConfig, read: Callable[[str], torch.Tensor]) -> Reader:
         """Reads the tensors of a draft head that belong to this rank; `Reader.config` is that of its part."""
-        settings: dict[str, Any] = {"of_draft": True, "ranks": self.ranks, "to_fp8": self.draft_to_fp8}
-        return Reader(self.part(config), read, self.dtype, self.device, **settings)
+        return Reader(
+            self.part(config),
+            read,
+            self.dtype,
+            self.device,
+            of_draft=True,
+            ranks=self.ranks,
+            to_fp8=self.draft_to_fp8,
+        )
 
     def target(self, model: Decoder, *, needs_all_hidden: bool) -> tuple[Forward, KVCache]:
         """The target's prefill forward pass and its cache. needs_all_hidden: of all tokens, see `DraftPlan`."""

@@ -81,6 +81,18 @@ def keep_quantized(monkeypatch: pytest.MonkeyPatch, *, keeps: bool = True) -> No
         monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: keeps)
 
 
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[Weight]:
+    """The weights that are quantized at load, as they come."""
+    found: list[Weight] = []
+
+    def spied(values: torch.Tensor) -> Weight:
+        found.append(quantize_fp8_weight(values))
+        return found[-1]
+
+    monkeypatch.setattr(layers, "quantize_fp8_weight", spied)
+    return found
+
+
 def tokens(engine: Engine) -> list[list[int]]:
     return [list(done.token_ids) for done in engine.generate(PROMPTS, PARAMS)]
 
@@ -90,13 +102,7 @@ def tokens(engine: Engine) -> list[list[int]]:
 )
 def test_the_tokens_are_the_targets(build: Build, monkeypatch: pytest.MonkeyPatch, algorithm: str, keeps: bool) -> None:
     keep_quantized(monkeypatch, keeps=keeps)
-    quantized: list[Weight] = []
-
-    def spied(values: torch.Tensor) -> Weight:
-        quantized.append(quantize_fp8_weight(values))
-        return quantized[-1]
-
-    monkeypatch.setattr(layers, "quantize_fp8_weight", spied)
+    quantized = watched(monkeypatch)
     expected = tokens(build())
     assert not quantized
     engine, plain = build(algorithm, "fp8"), build(algorithm)
@@ -216,10 +222,7 @@ def test_the_plan_counts_no_more_than_is_saved(
 ) -> None:
     """Of draft models with matrices that are read in other ways."""
     keep_quantized(monkeypatch)
-    found: list[Weight] = []
-    monkeypatch.setattr(
-        layers, "quantize_fp8_weight", lambda values: found.append(quantize_fp8_weight(values)) or found[-1]
-    )
+    found = watched(monkeypatch)
     for name, value in changes.items():
         monkeypatch.setitem(SMALL, name, value)
     engine, plain = build("standalone", "fp8"), build("standalone")
