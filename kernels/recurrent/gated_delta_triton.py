@@ -79,9 +79,7 @@ def delta_verify(
     return normalise(o, qkv, z, a, heads, pending, replay)
 
 
-def _columns_of_chain(
-    heads: DeltaHeads, batch: int, rows: int, columns: int, precision: str
-) -> tuple[int, int | None]:
+def _columns_of_chain(heads: DeltaHeads, batch: int, rows: int, columns: int, precision: str) -> tuple[int, int | None]:
     """Columns of a state for a program of `_chain`, where others take `columns`, and the limit of its registers.
 
     More programs on a processor are worth some spilled registers.
