@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from specbatch.kernels.dispatch import use_deterministic
-from specbatch.kernels.gemm import cublas_lt, cublas_lt_configs
-from specbatch.kernels.gemm.cublas_lt_configs import Algorithm, algorithm_for
+from specbatch.kernels.gemm import cublas_lt
+from specbatch.kernels.gemm.cublas_lt_configs import RANGES, Algorithm, Range, algorithm_for
 from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS
 from specbatch.kernels.gemm.linear import Linear
-
-TABLE = cublas_lt_configs._ALGORITHMS
 
 
 @pytest.fixture
@@ -30,38 +28,33 @@ def check(y: torch.Tensor, expected: torch.Tensor) -> None:
     assert (y.double() - expected).norm() <= 4e-3 * expected.norm()
 
 
-def test_table_is_in_order() -> None:
-    for entries in TABLE.values():
-        rows = [most for most, _ in entries]
-        assert rows == sorted(set(rows))
-        assert rows[0] > MOST_ROWS  # fewer have kernels of ours
-        assert entries[-1][1] is not None
+def test_ranges_are_apart() -> None:
+    for ranges in RANGES.values():
+        ends = [end for found in ranges for end in (found.first, found.last)]
+        assert ends == sorted(ends)
+        assert ends[0] > MOST_ROWS  # fewer have kernels of ours
 
 
-def test_rows_between_entries_take_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_outside_of_the_ranges_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = Algorithm(1, 2), Algorithm(3, 4)
-    monkeypatch.setitem(TABLE, (8, 16), ((48, small), (64, None), (128, large)))
-    found = [algorithm_for(rows, 8, 16) for rows in (33, 48, 49, 64, 65, 128, 129)]
-    assert found == [small, small, None, None, large, large, None]
+    monkeypatch.setitem(RANGES, (8, 16), (Range(33, 48, small), Range(65, 128, large)))
+    found = [algorithm_for(rows, 8, 16) for rows in (32, 33, 48, 49, 64, 65, 128, 129)]
+    assert found == [None, small, small, None, None, large, large, None]
     assert algorithm_for(48, 16, 8) is None
 
 
 def test_other_devices_have_no_algorithm(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublas_lt, "GPU", "another GPU")
-    cublas_lt._is_supported.cache_clear()
+    monkeypatch.setattr(cublas_lt, "_is_supported", cublas_lt._is_supported.__wrapped__)
     weight = torch.zeros(2560, 4096, device=device, dtype=torch.bfloat16)
     assert cublas_lt.linear(torch.zeros(48, 4096, device=device, dtype=torch.bfloat16), weight) is None
-    cublas_lt._is_supported.cache_clear()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("outputs", "inputs"), TABLE)
+@pytest.mark.parametrize(("outputs", "inputs"), RANGES)
 def test_every_algorithm(outputs: int, inputs: int, gpu: torch.device) -> None:
     weight = random(outputs, inputs, device=gpu) / 64
-    most = [33, *(rows for rows, _ in TABLE[outputs, inputs])]
-    for rows in {*most, *(rows - 5 for rows in most[1:])}:
-        if algorithm_for(rows, outputs, inputs) is None:
-            continue
+    for rows in {end for found in RANGES[outputs, inputs] for end in (found.first, found.last - 5, found.last)}:
         x = random(rows, inputs, device=gpu)
         expected = x.double() @ weight.double().T
         y = cublas_lt.linear(x, weight)
