@@ -234,7 +234,7 @@ def test_chunks(device: torch.device, chunk: int) -> None:
 @pytest.mark.parametrize("processors", [0, 132])
 def test_chunks_in_flight(device: torch.device, monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
     """Fewer chunks are in flight where two programs share a processor."""
-    monkeypatch.setattr(gated_delta_prefill_triton, "_PROCESSORS", processors)
+    monkeypatch.setattr(gated_delta_prefill_triton, "multiprocessors", lambda device: processors)
     case = Case(device, torch.float16, "kernel", (1, 2, 128, 64))
     case.prompt([(4, 0, 200), (2, 0, 70)])
     case.prompt([(2, 70, 140), (4, 200, 201)])
