@@ -26,7 +26,8 @@ def setting(
 ) -> Any:
     """A field with its help text, and the rule or the choices that `check_fields` enforces."""
     if choices is not None:
-        rule = Rule(lambda value: value in choices, f"use one of {', '.join(choices)}")
+        several = "one of " if len(choices) > 1 else ""
+        rule = Rule(lambda value: value in choices, f"use {several}{', '.join(choices)}")
     return field(default=default, metadata={"help": help, "rule": rule, "choices": choices})
 
 

@@ -52,7 +52,7 @@ VALUES: list[tuple[Callable[..., Any], str, list[Any], str]] = [
     (spec("eagle3"), "aux_layers", [(), "2,3"], "tuple of layers"),
     (spec("mtp"), "draft_rope_theta", [1e4], "only 'eagle', 'eagle3'"),
     (spec("eagle"), "draft_rope_theta", [0.0, True], "positive"),
-    (spec("eagle"), "draft_quantization", ["int4", ""], "use one of fp8"),
+    (spec("eagle"), "draft_quantization", ["int4", ""], "use fp8"),
     (spec("ngram"), "draft_quantization", ["fp8"], "only 'standalone', 'eagle'"),
     (Speculation, "draft_quantization", ["fp8"], "only 'standalone', 'eagle'"),
     (spec("dflash", draft_tokens=5), "draft_steps", [2], "draft_tokens=5"),

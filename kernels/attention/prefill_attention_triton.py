@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.kv_slots_triton import kv_slot
+from specbatch.kernels.common.multiprocessors import multiprocessors
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
 
 LOG2E = 1.4426950408889634
@@ -76,7 +77,6 @@ def prefill_attention(
     kv = k_cache.shape[2]
     group = heads // kv
     block = tile_side(dim)
-    processors = _processors(q.device)
     keys, values, source = k_cache, v_cache, "slots"
     if dim == block and k_cache.dtype == q.dtype and q.dtype != torch.float32 and _has_bulk_copies(q.device):
         if spans.fresh and k_new is not None and v_new is not None:
@@ -89,7 +89,7 @@ def prefill_attention(
     tokens = max(1, tile.queries // group)
     tiles = spans.tiles(tokens)
     longest = min(max(spans.ends), window + tokens) if window else max(spans.ends)
-    splits = max(1, min(PROGRAMS * processors // (spans.full_tiles(tokens) * kv), longest // SPLIT_KEYS))
+    splits = max(1, min(PROGRAMS * multiprocessors(q.device) // (spans.full_tiles(tokens) * kv), longest // SPLIT_KEYS))
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     partial, lse = out, out
@@ -115,11 +115,6 @@ def prefill_attention(
 def _has_bulk_copies(device: torch.device) -> bool:
     """Can it copy a tile by one instruction (Hopper's TMA and its like)?"""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
 
 
 @triton.jit

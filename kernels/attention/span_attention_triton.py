@@ -28,6 +28,7 @@ from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.common.kv_slots_triton import kv_slot
+from specbatch.kernels.common.multiprocessors import multiprocessors
 from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
 from specbatch.kernels.common.workspace import reserve
@@ -207,7 +208,7 @@ def _launch(
     few = rows if tiles is not None else min(rows, next_power_of_2(together * group))
     cells = programs * spans * few * (block + 2)
     if splits is None:
-        splits = max(1, min(PROGRAMS * _processors(q.device) // programs, spans))
+        splits = max(1, min(PROGRAMS * multiprocessors(q.device) // programs, spans))
         splits = splits if 4 * cells <= WORKSPACE else 1
     warps, stages = warps_and_stages(rows, block, is_fp32=q.element_size() == 4, is_spread=splits > 1)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
@@ -404,7 +405,3 @@ def _most_rows(q: torch.Tensor, cache: torch.Tensor) -> int:
     if q.shape[2] > 256:
         return WIDE_ROWS
     return FP8_ROWS if cache.element_size() == 1 else ROWS
-
-
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 16

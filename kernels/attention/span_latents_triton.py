@@ -31,6 +31,7 @@ from specbatch.kernels.attention.span_attention_triton import (
     _tokens_of,
 )
 from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
+from specbatch.kernels.common.multiprocessors import multiprocessors
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
 from specbatch.kernels.common.workspace import reserve
@@ -118,7 +119,7 @@ def _launch(
     block, parts = max(64, next_power_of_2(rank)), cdiv(longest, SPAN)
     cells = parts * total * (block + 2)
     if splits is None:
-        splits = max(1, min(PROGRAMS * span_attention_triton._processors(q.device) // programs, parts))
+        splits = max(1, min(PROGRAMS * multiprocessors(q.device) // programs, parts))
         splits = splits if 4 * cells <= WORKSPACE else 1
     nodes, seen, width = (None, None, 0) if lineages is None else (*lineages, lineages.nodes.shape[1])
     out = torch.empty(len(q), heads.count * rank, dtype=q.dtype, device=q.device)

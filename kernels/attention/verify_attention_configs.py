@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specbatch.kernels.common.multiprocessors import multiprocessors
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 
 LEAST_SPLIT = 64  # fewest old keys of a split: as many as the pipeline loads before the wait
@@ -25,10 +26,6 @@ class Tile:
     registers: int
 
 
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
-
-
 def tile_for(rows: int, programs: int, row_bytes: int, device: torch.device) -> Tile:
     """For `rows` query rows of each of `programs` KV heads in all, whose keys have `row_bytes` each.
 
@@ -38,7 +35,7 @@ def tile_for(rows: int, programs: int, row_bytes: int, device: torch.device) -> 
     Keys play no part: a graph is made for as many as there may ever be. To tune:
     `python -m specbatch.sweeps.microbench attention-tiles`.
     """
-    processors = _processors(device)
+    processors = multiprocessors(device)
     if row_bytes > 256:
         return Tile(16, 32 if row_bytes <= 512 else 16, 4, 3, 255)
     if programs * cdiv(rows, 16) <= processors:
@@ -56,5 +53,5 @@ def most_splits(keys: int) -> int:
 
 def splits_for(programs: int, block_m: int, most: int, device: torch.device) -> int:
     """As many as processors hold when one split takes `programs`, and no more than `most`."""
-    resident = (2 if block_m == 16 else 1) * _processors(device)
+    resident = (2 if block_m == 16 else 1) * multiprocessors(device)
     return max(1, min(resident // programs, most))

@@ -36,12 +36,14 @@ from specbatch.kernels.moe.routing_triton import Plan, most_blocks, route
 
 
 class Tile(NamedTuple):
-    """n rows of the weight by k columns per step; stages: steps under way at once, plus one."""
+    """n rows of the weight by k columns per step; stages: steps under way at once, plus one; per_program: tiles that a
+    program computes in one loop, so that the weights of the next tile are under way while one is stored."""
 
     n: int
     k: int
     warps: int
     stages: int
+    per_program: int = 1
 
 
 _TILES = {  # rows of a block: for weights of two bytes a value, and of one
@@ -57,15 +59,21 @@ _FOUR_BITS_TILES = {
     128: Tile(128, CHUNK, 8, 3),
 }
 _SLOPE, _LIMIT = tl.constexpr(GATE_SLOPE), tl.constexpr(GATE_LIMIT)
+_SHORT, _SHORT_COUNT = 8, 4  # with no more steps than these, a program of 128 rows computes so many tiles
 _FP8_ROWS, _FP8_TILE = 64, Tile(128, SCALE_BLOCK, 4, 4)  # for FP8 x: the least a warpgroup takes; 128 are slower
 
 
-def rows_for(tokens: int, rule: Routing, *, quantize: bool = False) -> int:
-    """Rows of a block: as many as an expert gets of so many tokens, or a little more."""
+def rows_for(tokens: int, rule: Routing, *, quantize: bool = False, is_stored_whole: bool = False) -> int:
+    """Rows of a block: as many as an expert gets of so many tokens, or more.
+
+    is_stored_whole: weights have the type of the rows and are not dequantized; larger blocks cost such a GEMM less than
+    reading a weight twice.
+    """
     if quantize:
         return _FP8_ROWS
     mean = tokens * rule.top_k / rule.experts
-    return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 96 else 128
+    few, some = (5, 13) if is_stored_whole else (12, 24)
+    return 16 if mean <= few else 32 if mean <= some else 64 if mean <= 96 else 128
 
 
 def tile_for(rows: int, weight: Weight | Int4Tiles, item: int) -> Tile:
@@ -77,8 +85,11 @@ def tile_for(rows: int, weight: Weight | Int4Tiles, item: int) -> Tile:
     if isinstance(weight, Int4Tiles) or weight.is_mxfp4:
         return _FOUR_BITS_TILES[rows]
     tile = _TILES[rows][weight.scales is not None]
+    outer, k = weight.shape[1:]
     # More stages than steps hide no latency and take shared memory from the next program.
-    return tile._replace(stages=max(2, min(tile.stages, weight.shape[-1] // tile.k - 1)))
+    tile = tile._replace(stages=max(2, min(tile.stages, k // tile.k - 1)))
+    is_short = rows == 128 and weight.scales is None and k % tile.k == 0 and k // tile.k <= _SHORT
+    return tile._replace(per_program=_SHORT_COUNT) if is_short and outer % (tile.n * _SHORT_COUNT) == 0 else tile
 
 
 def fused_moe(
@@ -94,7 +105,8 @@ def fused_moe(
     quantize: bool = False,
 ) -> torch.Tensor:
     """`fused_moe_ref`."""
-    rows = rows_for(len(x), rule, quantize=quantize)
+    is_stored_whole = isinstance(up, Weight) and up.scales is None
+    rows = rows_for(len(x), rule, quantize=quantize, is_stored_whole=is_stored_whole)
     weights, _, plan = route(logits, rule, rows)
     h: torch.Tensor | FP8Activations = grouped(
         quantize_fp8(x) if quantize else x, up, plan, rule, rows, activation, bias=biases.up
@@ -140,14 +152,18 @@ def grouped(
         assert per_channel or SCALE_BLOCK % width == 0, f"tiles of {width} columns cross the {SCALE_BLOCK} of a scale"
         is_whole = per_channel or not gated or n % SCALE_BLOCK == 0
         assert is_whole, f"a scale of gate and up, {n} rows each, would be that of both"
+    if tile.per_program > 1:
+        assert scales is None, "several tiles of a program need a weight that is not dequantized"
+        assert rows > 16, "several tiles of a program need blocks of at least 32 rows"
+        assert k % tile.k + outer % (tile.n * tile.per_program) == 0, "several tiles of a program must be whole"
     y = torch.empty(len(plan.order), n, device=x.device, dtype=dtype)
-    grid = most_blocks(tokens, rule, rows) * cdiv(outer, tile.n)
+    grid = most_blocks(tokens, rule, rows) * cdiv(outer, tile.n * tile.per_program)
     _grouped_kernel[(grid,)](
         x, x_scales, values, scales, bias, *plan, y, n, k, x.stride(0), 0 if x_scales is None else x_scales.stride(1),
         QUANTIZED=x_scales is not None, SHARE=1 if activation is None else rule.width, GATED=gated,
         CLAMPED=activation == "clamped_swiglu", GELU=activation == "geglu", SQUARED=activation == "relu2", **layout,
         SCALE_BLOCK=SCALE_BLOCK, ONCE=tokens <= rows, EARLY=activation is None and rows == 16 and scales is None,
-        EVEN_K=k % (CHUNK if layout["MXFP4"] else tile.k) == 0,
+        TILES=tile.per_program, EVEN_K=k % (CHUNK if layout["MXFP4"] else tile.k) == 0,
         BM=rows, HALVES=rows == 128, BN=tile.n, BK=tile.k, WARPS=min(tile.warps, tile.n // 16), **pdl(x),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -184,12 +200,13 @@ def _grouped_kernel(
     SCALE_BLOCK: tl.constexpr,
     ONCE: tl.constexpr,  # no expert has a second block
     EARLY: tl.constexpr,  # fetch weights before what the kernel before wrote; it did not write the plan
+    TILES: tl.constexpr,  # of a program; several are whole, and the weight is not dequantized
     EVEN_K: tl.constexpr, BM: tl.constexpr,
     HALVES: tl.constexpr,  # a block of at most BM / 2 rows is computed as one of BM / 2
     BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     OUTER = N * 2 if GATED else N  # rows of an expert's weight
-    tiles = tl.cdiv(OUTER, BN)
+    tiles = tl.cdiv(OUTER, BN * TILES)
     block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     if not EARLY:
         wait_for_previous_kernel(PDL)
@@ -201,13 +218,13 @@ def _grouped_kernel(
         _block(
             x, x_scales, weight, scales, bias, order, y, N, K, x_stride, scale_stride, expert, first, end, tile,
             QUANTIZED, SHARE, GATED, CLAMPED, GELU, SQUARED, SCALED, PER_CHANNEL, FP8, MXFP4, INT4, CHUNK, UNIT, BF16,
-            SCALE_BLOCK, ONCE, EARLY, EVEN_K, BM // 2, BN, BK, WARPS, PDL,
+            SCALE_BLOCK, ONCE, EARLY, TILES, EVEN_K, BM // 2, BN, BK, WARPS, PDL,
         )  # fmt: skip
         return
     _block(
         x, x_scales, weight, scales, bias, order, y, N, K, x_stride, scale_stride, expert, first, end, tile,
         QUANTIZED, SHARE, GATED, CLAMPED, GELU, SQUARED, SCALED, PER_CHANNEL, FP8, MXFP4, INT4, CHUNK, UNIT, BF16,
-        SCALE_BLOCK, ONCE, EARLY, EVEN_K, BM, BN, BK, WARPS, PDL,
+        SCALE_BLOCK, ONCE, EARLY, TILES, EVEN_K, BM, BN, BK, WARPS, PDL,
     )  # fmt: skip
 
 
@@ -218,16 +235,16 @@ def _block(
     SHARE: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr, SQUARED: tl.constexpr,
     SCALED: tl.constexpr, PER_CHANNEL: tl.constexpr, FP8: tl.constexpr, MXFP4: tl.constexpr, INT4: tl.constexpr,
     CHUNK: tl.constexpr, UNIT: tl.constexpr, BF16: tl.constexpr, SCALE_BLOCK: tl.constexpr, ONCE: tl.constexpr,
-    EARLY: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    WARPS: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, TILES: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Columns of one tile for rows `first` to `end`, at most BM, of one expert."""
+    """Columns of one tile, or TILES, for rows `first` to `end`, at most BM, of one expert."""
     OUTER = N * 2 if GATED else N
     place = first + tl.arange(0, BM)
     exists = place < end
     pair = tl.load(order + place, exists, other=0).to(tl.int64)
 
-    column = tile * BN + tl.arange(0, BN)
+    column = tile * TILES * BN + tl.arange(0, BN)
     TO: tl.constexpr = BN // 2 if GATED else BN  # columns of y
     inner = _weight_rows(column, N, OUTER, GATED)
     ks = tl.arange(0, BK)
@@ -278,8 +295,38 @@ def _block(
             x + (pair // SHARE) * x_stride, exists, weight + (expert * OUTER + inner) * K, scale_row, K, SCALED,
             SCALE_BLOCK, ONCE, EVEN_K, BM, BN, BK,
         ).T  # fmt: skip
+    elif TILES > 1:
+        policy: tl.constexpr = "evict_first" if ONCE else ""
+        total = tl.zeros([BM, BN], tl.float32)
+        steps = K // BK
+        for step in tl.range(0, TILES * steps):
+            at = step // steps
+            k = (step - at * steps) * BK
+            a = tl.load(x_tile + k, exists[:, None], other=0.0)
+            b = tl.load(weight_tile + at * TO * K + k, eviction_policy=policy)
+            total = tl.dot(a, b, total, input_precision="ieee")
+            if k == K - BK:
+                _store(
+                    total, y, scales, bias, pair, exists, expert, tile * TILES + at, N, GATED, CLAMPED, GELU, SQUARED,
+                    PER_CHANNEL, BM, BN,
+                )  # fmt: skip
+                total = tl.zeros([BM, BN], tl.float32)
+        return
     else:
         total = gemm_mainloop(x_tile, exists, weight_tile, K, ONCE, EARLY, EVEN_K, BM, BN, BK, PDL)
+    _store(total, y, scales, bias, pair, exists, expert, tile, N, GATED, CLAMPED, GELU, SQUARED, PER_CHANNEL, BM, BN)
+
+
+@triton.jit
+def _store(
+    total, y, scales, bias, pair, exists, expert, tile, N, GATED: tl.constexpr, CLAMPED: tl.constexpr,
+    GELU: tl.constexpr, SQUARED: tl.constexpr, PER_CHANNEL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The outputs of a tile from its sums [BM, BN]: scales, bias and activation, then to the rows `pair` of y."""
+    OUTER = N * 2 if GATED else N
+    column = tile * BN + tl.arange(0, BN)
+    TO: tl.constexpr = BN // 2 if GATED else BN  # columns of y
+    inner = _weight_rows(column, N, OUTER, GATED)
     if PER_CHANNEL:
         total *= tl.load(scales + expert * OUTER + inner).to(tl.float32)[None, :]
     if bias is not None:

@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.common.multiprocessors import multiprocessors
 from specbatch.kernels.common.sizes import cdiv, tile_side
 from specbatch.kernels.recurrent.gated_delta import CHUNK, EXACT_CHUNK, DeltaHeads
 from specbatch.kernels.recurrent.gated_delta_triton import decay_of, invert, normalise, sizes_of, unit
-
-_PROCESSORS = 132  # of an H100 or H200
 
 
 def delta_prefill(
@@ -50,7 +49,7 @@ def delta_prefill(
     columns = min(32, tile_side(heads.value_dim))
     grid = cdiv(heads.value_dim, columns), heads.values, spans.table.shape[1] - 1
     # With three chunks in flight, one program fills most of a processor's shared memory.
-    stages = 3 if is_small and math.prod(grid) <= _PROCESSORS else 2
+    stages = 3 if is_small and math.prod(grid) <= multiprocessors(qkv.device) else 2
     _walk[grid](
         unit_qk, qkv, inverse, scores, sums, spans.table, state, o,
         qkv.stride(0), spans.table.stride(0), state.stride(0),

@@ -26,6 +26,7 @@ from specbatch.kernels.recurrent.state_replay import StateReplay
 
 _PROGRAM = 1024  # elements of a program of the norm
 _FEW = 512  # programs of a verify: with fewer, each takes less of a state
+_MANY = 4096  # programs of 64 columns of a state; see `_columns_of_chain`
 _CHAIN = 8  # chains of up to this many rows, new or replayed, count as short
 
 
@@ -60,12 +61,11 @@ def delta_verify(
         if rows == 1:
             _one_row[grid](*tensors, o, *strides, num_warps=1, **common)
         else:
-            most, precision = max(4, next_power_of_2(rows)), sizes["PRECISION"]
-            # More programs on a processor are worth some spilled registers.
-            registers = 128 if most > 4 and precision == "tf32" else None
-            _chain[grid](
-                *tensors, o, *strides, N=rows, ROWS=most, PRECISION=precision, num_warps=columns // 16,
-                maxnreg=registers, **common,
+            columns, registers = _columns_of_chain(heads, batch, rows, columns, sizes["PRECISION"])
+            common["COLUMNS"] = columns
+            _chain[(cdiv(heads.value_dim, columns), *grid[1:])](
+                *tensors, o, *strides, N=rows, ROWS=max(4, next_power_of_2(rows)), PRECISION=sizes["PRECISION"],
+                num_warps=columns // 16, maxnreg=registers, **common,
             )  # fmt: skip
         return normalise(o, qkv, z, a, heads, pending, replay)
     full = columns == 32 and block == 16 and sizes["PRECISION"] == "tf32"
@@ -77,6 +77,19 @@ def delta_verify(
         **sizes,
     )  # fmt: skip
     return normalise(o, qkv, z, a, heads, pending, replay)
+
+
+def _columns_of_chain(heads: DeltaHeads, batch: int, rows: int, columns: int, precision: str) -> tuple[int, int | None]:
+    """Columns of a state for a program of `_chain`, where others take `columns`, and the limit of its registers.
+
+    More programs on a processor are worth some spilled registers.
+    """
+    if precision != "tf32":
+        return columns, None
+    if rows > 4:
+        return columns, 128
+    is_many = heads.value_dim >= 64 and batch * heads.values * cdiv(heads.value_dim, 64) >= _MANY
+    return (64, 96) if is_many else (columns, None)
 
 
 def normalise(

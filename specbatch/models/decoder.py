@@ -19,9 +19,10 @@ from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.models.config import ModelConfig
-from specbatch.models.layers import Attention, Layer, Reader, ShapeRecorder, Tables
+from specbatch.models.layers import Attention, Layer, Reader, Tables
 from specbatch.models.partition import scores
 from specbatch.models.rope import Rope
+from specbatch.models.shape_recorder import ShapeRecorder
 from specbatch.progress import Report
 
 

@@ -21,6 +21,7 @@ from specbatch.kernels.attention.verify_attention import Mask
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.layers import Attention, Reader
+from specbatch.models.quantization import MatrixShape
 from specbatch.plurals import counted
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -204,10 +205,11 @@ class DFlashConfig(ModelConfig):
         ends = ("model.embed_tokens.weight", "lm_head.weight")
         shapes = {name: shape for name, shape in super().weight_shapes().items() if name not in ends}
         shapes = {name.removeprefix("model."): shape for name, shape in shapes.items()}
-        shapes["fc.weight"] = (self.hidden_size, len(self.target_layers) * self.hidden_size)
+        shapes["fc.weight"] = MatrixShape((self.hidden_size, len(self.target_layers) * self.hidden_size))
         shapes["hidden_norm.weight"] = (self.hidden_size,)
         if self.draft_vocab is not None:
-            shapes |= {"lm_head.weight": (self.draft_vocab, self.hidden_size), "d2t": (self.draft_vocab,)}
+            shapes["lm_head.weight"] = MatrixShape((self.draft_vocab, self.hidden_size))
+            shapes["d2t"] = (self.draft_vocab,)
         return shapes
 
     def is_spare(self, name: str) -> bool:

@@ -25,9 +25,10 @@ from specbatch.kernels.gemm.weight import Weight, split_input_columns
 from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.models.config import ModelConfig, without_windows
 from specbatch.models.decoder import Decoder, Features, rope_tables
-from specbatch.models.layers import Attention, Layer, Reader, ShapeRecorder
+from specbatch.models.layers import Attention, Layer, Reader
 from specbatch.models.llama import decoder_layer, dense
 from specbatch.models.partition import scores
+from specbatch.models.shape_recorder import ShapeRecorder
 
 Shapes = dict[str, tuple[int, ...]]
 Attend = Callable[[int, torch.Tensor, QKVLayout], torch.Tensor]  # layer, its qkv, its heads -> attention output

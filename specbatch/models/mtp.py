@@ -20,7 +20,7 @@ from specbatch.kernels.gemm.weight import Weight
 from specbatch.models import qwen3_next
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, rope_tables
-from specbatch.models.draft_head import DraftHead, Joined
+from specbatch.models.draft_head import DraftHead, Joined, recorded_shapes
 from specbatch.models.layers import Attention, Layer, Reader
 from specbatch.models.moe import Shapes
 from specbatch.models.qwen3_next import Qwen3NextConfig, centred
@@ -34,11 +34,7 @@ class MtpConfig(Qwen3NextConfig):
     """The head as a model without embedding and output matrix."""
 
     def weight_shapes(self) -> Shapes:
-        hidden, shapes = self.hidden_size, super().weight_shapes()
-        for name in (self.names.embedding, self.names.head):
-            del shapes[name]  # they are the target's
-        norms = {f"{PREFIX}pre_fc_norm_{part}.weight": (hidden,) for part in ("embedding", "hidden")}
-        return {FC: (hidden, 2 * hidden), **norms, **shapes}
+        return recorded_shapes(self, lambda read, target: Mtp(read, target, 1))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,13 @@ _OF_INPUTS = (".input_scale", ".activation_scale")
 _OF_CACHE = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".output_scale")
 
 
+class MatrixShape(tuple[int, ...]):
+    """Shape of a weight that is read as the matrix of a GEMM, or as a part of one: a draft can have it in FP8 (see
+    `layers.Reader.in_fp8`). It equals the tuple of the same sizes; the shapes of all other weights are such tuples."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class Quantization(ABC):
     """plain: names of modules that are not quantized (see `is_quantized`); patterns: of their full names, as a regular

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -24,7 +23,7 @@ from specbatch.models.fp8 import FP8Weights
 from specbatch.models.int4 import Int4Weights
 from specbatch.models.layers import Reader
 from specbatch.models.partition import rows_per_rank
-from specbatch.models.quantization import Shapes
+from specbatch.models.quantization import MatrixShape, Shapes
 from specbatch.progress import Stages
 from specbatch.runtime.cuda_graphs import Recorder
 from specbatch.runtime.prefill_forward import EagerForward, Forward, PiecewiseGraphs, PromptWork
@@ -33,11 +32,6 @@ if TYPE_CHECKING:
     from specbatch.weights import Checkpoint
 
 C = TypeVar("C", bound=ModelConfig)
-
-
-# Matrices of a draft that are quantized at load: not embeddings, nor what selects tokens, nor biases of experts.
-# kv_b_proj is part of a GEMM for each head.
-_TO_FP8 = re.compile(r"(^|\.)(layers\.\d+|fc|lm_head)\.(?!.*(kv_b_proj|_bias$))")
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
@@ -63,14 +57,12 @@ def kept_quantized(config: ModelConfig, device: torch.device) -> dict[str, int]:
 
 
 def saved_by_fp8(config: ModelConfig, shapes: Shapes, dtype: torch.dtype) -> int:
-    """Bytes by which these weights of a draft are smaller if they are quantized to FP8 at load. config: of the draft.
-    Experts with biases, as gpt-oss has them, stay as they are."""
+    """Bytes by which the weights of a draft are smaller if they are quantized to FP8 at load."""
     fp8 = FP8Weights()
     matrices = [
         shape
         for name, shape in shapes.items()
-        if _TO_FP8.search(name) and fp8.is_quantized(name, shape) and f"{name}_bias" not in shapes
-        if not config.is_stored_quantized(name, shape)
+        if isinstance(shape, MatrixShape) and not config.is_stored_quantized(name, shape)
     ]
     return sum(math.prod(shape) * dtype.itemsize - fp8.memory(shape) for shape in matrices)
 

@@ -26,6 +26,7 @@ from specbatch.sweeps.microbench import (
     attention_tiles,
     cpu_decode,
     cpu_gemm,
+    cublas_algorithms,
     deterministic,
     equal_rows,
     gemm,
@@ -84,7 +85,18 @@ def _machine() -> str:
     return ", ".join([name, *(f"{library} {known[library]}" for library in ("torch", "triton") if library in known)])
 
 
-for kernels in (accept, attention, attention_tiles, deterministic, gemm, gemm_tiles, moe, prefill, recurrent):
+for kernels in (
+    accept,
+    attention,
+    attention_tiles,
+    cublas_algorithms,
+    deterministic,
+    gemm,
+    gemm_tiles,
+    moe,
+    prefill,
+    recurrent,
+):
     _add(kernels, needs_cuda=True, inference=True)
 for alone in (all_reduce, equal_rows, prefill_kernels, step_kernels):
     _add(alone, needs_cuda=True)

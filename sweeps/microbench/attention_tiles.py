@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from specbatch.kernels.attention.verify_attention_configs import Tile, most_splits, splits_for, tile_for
+from specbatch.kernels.common.multiprocessors import multiprocessors
 from specbatch.sweeps.microbench.attention import POINTS, Work, verify_step
 from specbatch.sweeps.microbench.runner import Call, Row, Table
 from specbatch.sweeps.microbench.tile_search import compile_all, fastest
@@ -64,7 +65,7 @@ def _rule(work: Work) -> Choice:
 
 def _grid(work: Work) -> list[Choice]:
     """Tiles and splits worth a try: up to six programs for each processor, and no split of less than 32 keys."""
-    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    processors = multiprocessors(torch.device("cuda"))
     chosen = []
     for tile, splits in itertools.product(TILES, SPLITS):
         programs = _programs(work, tile) * splits

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from targets import MTP, QUANTIZED, SIZES, TARGETS, TargetCheckpoint
 
 from specbatch import Engine, SpecbatchError
 from specbatch.config import EngineConfig, Graphs, Speculation
@@ -17,6 +19,11 @@ from specbatch.core.request import SamplingParams
 from specbatch.kernels.gemm.fp8_linear import FP8Linear
 from specbatch.kernels.gemm.weight import Weight, quantize_fp8_weight
 from specbatch.models import layers
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder
+from specbatch.models.draft_head import HEAD
+from specbatch.models.layers import Reader
+from specbatch.models.quantization import MatrixShape
 
 SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 260, "hidden_size": 256,
@@ -214,6 +221,46 @@ def test_stored_fp8_weights_are_not_quantized_again(build: Build, monkeypatch: p
 def test_a_cpu_plans_a_copy_of_the_targets_output_matrix(build: Build) -> None:
     engines = build("eagle", "fp8"), build("eagle")
     assert engines[0].caps["weights_bytes"] - engines[1].caps["weights_bytes"] == 260 * 256 * 4
+
+
+@pytest.mark.parametrize("name", [*TARGETS, *QUANTIZED])
+def test_the_plan_counts_the_matrices_that_are_quantized(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Of models of every family, and of their MTP heads."""
+    quantized: set[str] = set()
+    in_fp8 = Reader.in_fp8
+
+    def spied(read: Reader, weight: Weight, *names: str) -> Weight:
+        found = in_fp8(read, weight, *names)
+        if found is not weight:
+            quantized.update(names or [HEAD])
+        return found
+
+    monkeypatch.setattr(Reader, "in_fp8", spied)
+    checkpoint = TargetCheckpoint(name)
+    of_cpu: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+    model = Decoder(checkpoint.config, checkpoint.tensor, **of_cpu, max_positions=8, to_fp8=True)
+    assert quantized == _recorded(checkpoint.config) | {HEAD}
+    if name in MTP:
+        quantized.clear()
+        network = import_module(checkpoint.config.mtp_module)
+        config = network.mtp_config(checkpoint.config, checkpoint.mtp)
+        network.Mtp(Reader(config, checkpoint.tensor, **of_cpu, to_fp8=True), model, 8)
+        assert quantized == _recorded(config) | {HEAD}
+
+
+def test_experts_in_mxfp4_stay() -> None:
+    mxfp4 = {"hidden_size": 64, "quantization_config": {"quant_method": "mxfp4"}}
+    config = ModelConfig.from_dict(SIZES | TARGETS["gpt-oss"] | mxfp4)
+    parts = {name.split(".")[3] for name in _recorded(config) if "layers" in name}
+    assert parts == {"self_attn"}
+
+
+def _recorded(config: ModelConfig) -> set[str]:
+    return {
+        name
+        for name, shape in config.weight_shapes().items()
+        if isinstance(shape, MatrixShape) and not config.is_stored_quantized(name, shape)
+    }
 
 
 @pytest.mark.parametrize("changes", [PARTIAL_ROPE, LATENT, GPT_OSS], ids=["partial-rope", "latent", "gpt-oss"])

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from specbatch.kernels import dispatch
+from specbatch.kernels.attention import verify_attention_configs
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
@@ -92,6 +93,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.path.is_relative_to(Path(__file__).parent) and "device" in getattr(item, "fixturenames", ()):
                 item.add_marker("gpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _verify_on_one_processor() -> Iterator[None]:
+    """In the interpreter a verify has tiles of all sizes, which small inputs get where they fill a device; attention of
+    prompts and spans keeps a number with which their keys are split."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(verify_attention_configs, "multiprocessors", lambda device: 1)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -28,8 +28,8 @@ def experts_of_four_bits(rows: int, *, is_gated: bool, group: int = 0) -> dict[s
         "x_scales": None, "QUANTIZED": False, "SHARE": 4 if is_gated else 1, "GATED": is_gated,
         "CLAMPED": is_gated and not group, "GELU": False, "SQUARED": False, "SCALED": False, "PER_CHANNEL": False,
         "FP8": False, "MXFP4": not group, "INT4": group, "SCALE_BLOCK": 128, "ONCE": rows == 16, "EARLY": False,
-        "EVEN_K": bool(group), "BM": rows, "BN": tile.n, "BK": tile.k, "CHUNK": 128, "UNIT": 128, "BF16": True,
-        "WARPS": tile.warps, "PDL": True,
+        "EVEN_K": bool(group), "BM": rows, "HALVES": rows == 128, "BN": tile.n, "BK": tile.k, "TILES": tile.per_program,
+        "CHUNK": 128, "UNIT": 128, "BF16": True, "WARPS": tile.warps, "PDL": True,
     }  # fmt: skip
     fixed |= {"bias": None} if group else {}
     return compiled(experts._grouped_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)

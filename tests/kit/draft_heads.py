@@ -25,8 +25,8 @@ from specbatch.drafters.base import Drafter, DraftPlan
 from specbatch.kernels.attention.prefill_backends import prefill_backend
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
-from specbatch.models.layers import ShapeRecorder
 from specbatch.models.moe import Mixture, read_experts
+from specbatch.models.shape_recorder import ShapeRecorder
 from specbatch.progress import Stages
 from specbatch.runtime.loader import Loader
 

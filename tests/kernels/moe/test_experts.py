@@ -171,6 +171,24 @@ def test_blocks_of_every_size(
     check(weighted_sum(outputs, weights, None), case.dense(), dtype)
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("rows", [32, 128])
+def test_several_tiles_of_a_program(
+    rows: int, activation: Activation, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Of both GEMMs, in blocks that are full, more than half full, and less."""
+    tile = Tile(32, 32, 4, 2, 4) if dtype == torch.float32 else Tile(64, 64, 4, 3, 4)
+    scale = tile.n // 32
+    case = Case(
+        Routing(3, 2, shared=1), 190 if rows == 128 else 40, device, dtype,
+        hidden=128 * scale, inner=(64 if activation == "swiglu" else 128) * scale, activation=activation, biased=True,
+    )  # fmt: skip
+    weights, _, plan = route(case.logits, case.rule, rows)
+    h = grouped(case.x, Weight(case.up), plan, case.rule, rows, activation, tile, case.biases.up)
+    outputs = grouped(h, Weight(case.down), plan, case.rule, rows, None, tile, case.biases.down)
+    check(weighted_sum(outputs, weights, None), case.dense(), dtype)
+
+
 @pytest.mark.parametrize("tokens", [1, 18, 35])
 def test_all_tokens_to_one_expert(tokens: int, device: torch.device) -> None:
     """Weights of experts that no token selects are not used."""
@@ -582,7 +600,17 @@ def test_unsupported_shapes_are_refused() -> None:
 
 def test_blocks_grow_with_the_tokens() -> None:
     rule = Routing(256, 8)
-    sizes = [experts_triton.rows_for(tokens, rule) for tokens in (1, 128, 512, 1024, 8192)]
-    assert sizes == sorted(sizes)
-    assert sizes[0] == 16
-    assert set(sizes) <= set(experts_triton._TILES)
+    for whole in (False, True):
+        sizes = [rows_for(tokens, rule, is_stored_whole=whole) for tokens in (1, 128, 256, 512, 1024, 8192)]
+        assert sizes == sorted(sizes)
+        assert sizes[0] == 16
+        assert set(sizes) <= set(experts_triton._TILES)
+
+
+def test_programs_with_few_steps_compute_several_tiles() -> None:
+    up, down = (Weight(torch.empty(1, *shape, dtype=torch.bfloat16)) for shape in ((1024, 2048), (2048, 512)))
+    for rows in experts_triton._TILES:
+        assert experts_triton.tile_for(rows, up, 2).per_program == 1
+        assert (experts_triton.tile_for(rows, down, 2).per_program > 1) == (rows == 128)
+    for shape in ((2048, 520), (2304, 512)):  # the last step is not whole, or the last tile
+        assert experts_triton.tile_for(128, Weight(torch.empty(1, *shape)), 2).per_program == 1

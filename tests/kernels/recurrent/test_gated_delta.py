@@ -210,6 +210,19 @@ def test_short_chains(
         case.verifies(rows, False, 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_short_chains_of_many_requests(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """A program has 64 columns of a state, the last one fewer."""
+    monkeypatch.setattr(gated_delta_triton, "_FEW", 0)
+    monkeypatch.setattr(gated_delta_triton, "_MANY", 0)
+    case = Case(device, dtype, "kernel", (1, 2, 128, 80), held=4)
+    case.prompt([(3, 0, 5), (5, 0, 2)])
+    for rows in (4, 2):
+        case.verifies(rows, False, 2)
+
+
 @pytest.mark.parametrize("chunk", [32, 64])
 def test_chunks(device: torch.device, chunk: int) -> None:
     case = Case(device, torch.float32, "kernel", (1, 2, 16, 16))
@@ -221,7 +234,7 @@ def test_chunks(device: torch.device, chunk: int) -> None:
 @pytest.mark.parametrize("processors", [0, 132])
 def test_chunks_in_flight(device: torch.device, monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
     """Fewer chunks are in flight where two programs share a processor."""
-    monkeypatch.setattr(gated_delta_prefill_triton, "_PROCESSORS", processors)
+    monkeypatch.setattr(gated_delta_prefill_triton, "multiprocessors", lambda device: processors)
     case = Case(device, torch.float16, "kernel", (1, 2, 128, 64))
     case.prompt([(4, 0, 200), (2, 0, 70)])
     case.prompt([(2, 70, 140), (4, 200, 201)])
