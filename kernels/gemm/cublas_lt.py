@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specbatch.kernels.gemm.cublas_lt_configs import GPU, VERSION, Algorithm, algorithm_for
+from specbatch.kernels.common.multiprocessors import multiprocessors
+from specbatch.kernels.common.rehearsal import is_rehearsing
+from specbatch.kernels.gemm.cublas_lt_configs import GPU, MULTIPROCESSORS, VERSION, Algorithm, algorithm_for
 
 # Values of cuBLASLt's enumerations.
 _BF16, _FP32, _COMPUTE_FP32, _TRANSPOSED, _TRANS_A = 14, 0, 68, 1, 3
 _KERNELS, _STAGES = 66, 35  # its kernels for Hopper, and their only number of stages
 _TILE, _OPTION, _STAGES_OF, _CLUSTER = (1, 4), (5, 4), (6, 4), (8, 2)  # attributes of an algorithm, and their bytes
-_TILES, _MOST_OPTIONS = 6, 7  # what kernels can do
+_TILE_IDS, _MOST_OPTIONS = 6, 7  # attributes of what kernels can do
 _ALIGNMENT = 8  # elements, of every row
 
 
@@ -45,21 +47,33 @@ def linear(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     """x [T, K] @ weight [N, K].T + residual [T, N] -> [T, N] in `out` or in the memory of the residual, if one of them
-    is given; None where no algorithm is known."""
-    algorithm = algorithm_for(len(x), *weight.shape) if x.dtype == weight.dtype == torch.bfloat16 else None
-    if algorithm is None or not _is_supported(x.device):
+    is given.
+
+    None, and nothing is computed, for sizes, GPUs and operands that no algorithm is for, and in a rehearsal, which must
+    not compute: the caller then uses torch, which also refuses what does not fit together.
+    """
+    algorithm = algorithm_for(len(x), *weight.shape)
+    if algorithm is None or is_rehearsing() or not _is_supported(x.device):
         return None
     y = out if residual is None else residual
     if y is None:
         y = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    if (residual is not None and out is not None) or not all(map(_is_aligned, (x, weight, y))):
+    is_one = residual is None or out is None
+    if not (is_one and weight.is_contiguous() and _fits(x, weight, y)):
         return None
-    assert weight.is_contiguous(), "the weight must be contiguous"
     gemm = _gemm(x.device, Sizes(len(x), weight.shape[0], weight.shape[1], x.stride(0), y.stride(0)), algorithm)
     if gemm is None:
         return None
     gemm(x, weight, y, adds=residual is not None)
     return y
+
+
+def _fits(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether cuBLASLt, which gets addresses alone, may read and write these operands."""
+    is_here = x.device == weight.device == y.device and (not x.is_cuda or x.device.index == torch.cuda.current_device())
+    is_bf16 = x.dtype == weight.dtype == y.dtype == torch.bfloat16
+    has_sizes = x.shape[1:] == weight.shape[1:] and y.shape == (len(x), len(weight))
+    return is_here and is_bf16 and has_sizes and all(map(_is_aligned, (x, weight, y)))
 
 
 def _is_aligned(matrix: torch.Tensor) -> bool:
@@ -130,14 +144,16 @@ def tiles_and_options(device: torch.device) -> tuple[list[int], int]:
     tiles, options = (ctypes.c_int32 * 4096)(), ctypes.c_int32()
     property_of, first = _library().cublasLtMatmulAlgoCapGetAttribute, ctypes.byref(found)
     _check(property_of(first, _MOST_OPTIONS, ctypes.byref(options), 4, ctypes.byref(written)))
-    _check(property_of(first, _TILES, tiles, ctypes.sizeof(tiles), ctypes.byref(written)))
+    _check(property_of(first, _TILE_IDS, tiles, ctypes.sizeof(tiles), ctypes.byref(written)))
     return tiles[: written.value // 4], options.value + 1
 
 
 @cache
 def _is_supported(device: torch.device) -> bool:
     """Whether the search was for this GPU and this cuBLASLt."""
-    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.get_device_name(device).startswith(GPU):
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    if torch.cuda.get_device_name(device) != GPU or multiprocessors(device) != MULTIPROCESSORS:
         return False
     try:
         return int(_library().cublasLtGetVersion()) == VERSION

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-GPU, VERSION = "NVIDIA H200", 130100  # for which the search was; the version is that of cuBLASLt
+# Those for which the search was; the version is that of cuBLASLt.
+GPU, MULTIPROCESSORS, VERSION = "NVIDIA H200", 132, 130100
 
 
 class Algorithm(NamedTuple):
@@ -51,21 +52,14 @@ RANGES: dict[tuple[int, int], tuple[Range, ...]] = {
         Range(169, 192, Algorithm(27, 2)),
         Range(217, 256, Algorithm(18, 2)),
     ),
-    (28672, 4096): (  # its gate and up
-        Range(33, 64, Algorithm(220, 3, 6)),
-        Range(105, 128, Algorithm(220, 2)),
-    ),
+    (28672, 4096): (Range(33, 64, Algorithm(220, 3, 6)),),  # its gate and up
     (5120, 17408): (  # down of Qwen3-14B
         Range(33, 48, Algorithm(15, 4, 2)),
         Range(49, 64, Algorithm(104, 4, 2)),
         Range(81, 96, Algorithm(143, 7, 2)),
         Range(97, 128, Algorithm(143, 4)),
     ),
-    (34816, 5120): (  # its gate and up
-        Range(49, 64, Algorithm(188, 2)),
-        Range(65, 96, Algorithm(233, 5)),
-        Range(97, 128, Algorithm(235, 2)),
-    ),
+    (34816, 5120): (Range(49, 64, Algorithm(188, 2)),),  # its gate and up
     (2560, 9728): (  # down of Qwen3-4B
         Range(33, 48, Algorithm(80, 4)),
         Range(49, 64, Algorithm(80, 2)),

@@ -59,12 +59,13 @@ _FOUR_BITS_TILES = {
     128: Tile(128, CHUNK, 8, 3),
 }
 _SLOPE, _LIMIT = tl.constexpr(GATE_SLOPE), tl.constexpr(GATE_LIMIT)
-_SHORT, _SHORT_COUNT = 8, 4  # with no more steps than these, a program of 128 rows computes so many tiles
+# A program of 128 rows computes so many tiles if each has no more steps than these and if enough programs are left.
+_TOGETHER, _SHORT, _ENOUGH = 4, 8, 1024
 _FP8_ROWS, _FP8_TILE = 64, Tile(128, SCALE_BLOCK, 4, 4)  # for FP8 x: the least a warpgroup takes; 128 are slower
 
 
 def rows_for(tokens: int, rule: Routing, *, quantize: bool = False, is_stored_whole: bool = False) -> int:
-    """Rows of a block: as many as an expert gets of so many tokens, or more.
+    """Rows of a block: about as many as an expert gets of so many tokens.
 
     is_stored_whole: weights have the type of the rows and are not dequantized; larger blocks cost such a GEMM less than
     reading a weight twice.
@@ -76,8 +77,8 @@ def rows_for(tokens: int, rule: Routing, *, quantize: bool = False, is_stored_wh
     return 16 if mean <= few else 32 if mean <= some else 64 if mean <= 96 else 128
 
 
-def tile_for(rows: int, weight: Weight | Int4Tiles, item: int) -> Tile:
-    """The tile of a grouped GEMM in blocks of `rows` rows of `item` bytes a value."""
+def tile_for(rows: int, weight: Weight | Int4Tiles, item: int, pairs: int) -> Tile:
+    """The tile of a grouped GEMM of so many pairs, in blocks of `rows` rows of `item` bytes a value."""
     if item == 4:
         return Tile(32, 32, 4, 2)
     if item == 1:
@@ -85,11 +86,15 @@ def tile_for(rows: int, weight: Weight | Int4Tiles, item: int) -> Tile:
     if isinstance(weight, Int4Tiles) or weight.is_mxfp4:
         return _FOUR_BITS_TILES[rows]
     tile = _TILES[rows][weight.scales is not None]
-    outer, k = weight.shape[1:]
+    experts, outer, k = weight.shape
+    steps = k // tile.k
+    if rows == 128 and weight.scales is None and steps <= _SHORT:
+        is_whole = k % tile.k == 0 and outer % (_TOGETHER * tile.n) == 0
+        blocks = pairs // rows + experts // 2  # the last one of an expert is half full on average
+        if is_whole and blocks * outer // (_TOGETHER * tile.n) >= _ENOUGH:
+            tile = tile._replace(per_program=_TOGETHER)
     # More stages than steps hide no latency and take shared memory from the next program.
-    tile = tile._replace(stages=max(2, min(tile.stages, k // tile.k - 1)))
-    is_short = rows == 128 and weight.scales is None and k % tile.k == 0 and k // tile.k <= _SHORT
-    return tile._replace(per_program=_SHORT_COUNT) if is_short and outer % (tile.n * _SHORT_COUNT) == 0 else tile
+    return tile._replace(stages=max(2, min(tile.stages, steps * tile.per_program - 1)))
 
 
 def fused_moe(
@@ -140,7 +145,7 @@ def grouped(
     n = outer // (2 if gated else 1)
     assert x.shape == (len(plan.order) if activation is None else tokens, k), f"x {tuple(x.shape)} is not [rows, {k}]"
     assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
-    tile = tile or tile_for(rows, weight, x.element_size())
+    tile = tile or tile_for(rows, weight, x.element_size(), len(plan.order))
     values, scales, layout = _stored(weight)
     assert values.is_contiguous(), "the weight must be contiguous"
     assert scales is None or scales.is_contiguous(), "the scales must be contiguous"
@@ -155,7 +160,8 @@ def grouped(
     if tile.per_program > 1:
         assert scales is None, "several tiles of a program need a weight that is not dequantized"
         assert rows > 16, "several tiles of a program need blocks of at least 32 rows"
-        assert k % tile.k + outer % (tile.n * tile.per_program) == 0, "several tiles of a program must be whole"
+        assert k % tile.k == 0, "several tiles of a program must have whole steps"
+        assert outer % (tile.n * tile.per_program) == 0, "several tiles of a program must be whole"
     y = torch.empty(len(plan.order), n, device=x.device, dtype=dtype)
     grid = most_blocks(tokens, rule, rows) * cdiv(outer, tile.n * tile.per_program)
     _grouped_kernel[(grid,)](

@@ -17,14 +17,14 @@ from typing import Annotated
 import torch
 import typer
 
-from specbatch.errors import refuse
+from specbatch.errors import SpecbatchError, refuse
 from specbatch.kernels.gemm.cublas_lt import Gemm, Sizes, tiles_and_options
 from specbatch.kernels.gemm.cublas_lt_configs import Algorithm, algorithm_for
 from specbatch.sweeps.machine.timing import captured, interleaved_seconds
 from specbatch.sweeps.microbench.runner import Call, Row, Table, in_a_row
 
 CLUSTERS = (2, 3, 4, 5, 6, 7, 8)  # 1 x 1, 2 x 1, 4 x 1, 1 x 2, 2 x 2, 4 x 2, 1 x 4
-SEARCHED, LEAST, STEP, LAST = (48, 64, 96, 128, 192, 256), 40, 8, 256  # rows
+SEARCHED, LEAST, STEP, LAST, MOST = (48, 64, 96, 128, 192, 256), 40, 8, 256, 8192  # rows
 BYTES, ROUGH, VARIED, KEPT, REPEATS = 400 << 20, 4, 6, 3, 9
 GEMMS = ("qkv", "o", "gate+up", "down")
 MODELS = {  # hidden size, outputs of qkv, inputs of o, and those of down
@@ -43,15 +43,24 @@ def tables(
         map(str, SEARCHED)
     ),
 ) -> Iterator[Table]:
+    if torch.cuda.get_device_capability() != (9, 0):
+        raise SpecbatchError("cublas-algorithms needs a Hopper GPU (H100, H200): its algorithms are those of that chip")
     if model not in MODELS:
         raise refuse("model", model, f"use {', '.join(MODELS)}")
-    shapes = shapes_of(model)
+    shapes, searched = shapes_of(model), _numbers(rows)
     for name in gemms.split(","):
         if name not in shapes:
-            raise refuse("gemms", name, f"use {', '.join(GEMMS)}")
+            raise refuse("gemms", gemms, f"use {', '.join(GEMMS)}, with commas and no spaces")
+    for name in gemms.split(","):
         outputs, inputs, adds = shapes[name]
-        work = _Work(outputs, inputs, adds)
-        yield Table(work.rows([int(number) for number in rows.split(",")]), f"{name}, {outputs} x {inputs}")
+        yield Table(_Work(outputs, inputs, adds).rows(searched), f"{name}, {outputs} x {inputs}")
+
+
+def _numbers(rows: str) -> list[int]:
+    found = [int(number) if number.isascii() and number.isdigit() else 0 for number in rows.split(",")]
+    if not all(1 <= number <= MOST for number in found):
+        raise refuse("rows", rows, f"use numbers from 1 to {MOST}, with commas and no spaces, such as 64,128")
+    return found
 
 
 def shapes_of(model: str) -> dict[str, tuple[int, int, bool]]:

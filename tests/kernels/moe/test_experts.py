@@ -176,12 +176,13 @@ def test_blocks_of_every_size(
 def test_several_tiles_of_a_program(
     rows: int, activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Of both GEMMs, in blocks that are full, more than half full, and less."""
+    """Of both GEMMs, in blocks that are full, more than half full, and less; two programs have the columns of a
+    block."""
     tile = Tile(32, 32, 4, 2, 4) if dtype == torch.float32 else Tile(64, 64, 4, 3, 4)
     scale = tile.n // 32
     case = Case(
         Routing(3, 2, shared=1), 190 if rows == 128 else 40, device, dtype,
-        hidden=128 * scale, inner=(64 if activation == "swiglu" else 128) * scale, activation=activation, biased=True,
+        hidden=256 * scale, inner=(128 if activation == "swiglu" else 256) * scale, activation=activation, biased=True,
     )  # fmt: skip
     weights, _, plan = route(case.logits, case.rule, rows)
     h = grouped(case.x, Weight(case.up), plan, case.rule, rows, activation, tile, case.biases.up)
@@ -600,17 +601,39 @@ def test_unsupported_shapes_are_refused() -> None:
 
 def test_blocks_grow_with_the_tokens() -> None:
     rule = Routing(256, 8)
-    for whole in (False, True):
-        sizes = [rows_for(tokens, rule, is_stored_whole=whole) for tokens in (1, 128, 256, 512, 1024, 8192)]
-        assert sizes == sorted(sizes)
-        assert sizes[0] == 16
-        assert set(sizes) <= set(experts_triton._TILES)
+    tokens = (1, 128, 192, 384, 512, 1024, 8192)
+    assert [rows_for(count, rule) for count in tokens] == [16, 16, 16, 16, 32, 64, 128]
+    assert [rows_for(count, rule, is_stored_whole=True) for count in tokens] == [16, 16, 32, 32, 64, 64, 128]
+
+
+def test_larger_blocks_are_for_weights_that_are_not_dequantized(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    choose = experts_triton.rows_for
+    monkeypatch.setattr(experts_triton, "rows_for", lambda *args, **how: asked.append(how) or choose(*args, **how))
+    case = Case(RULES["plain"], 3, device, torch.float16, hidden=128, inner=128)
+    case.run()
+    up, down = (Weight(x.to(torch.float8_e4m3fn), torch.ones(6, *size, device=device)) for x, size in (
+        (case.up, (2, 1)), (case.down, (1, 1))
+    ))  # fmt: skip
+    fused_moe(case.x, case.logits, case.rule, up, down, case.activation)
+    assert [how["is_stored_whole"] for how in asked] == [True, False]
 
 
 def test_programs_with_few_steps_compute_several_tiles() -> None:
-    up, down = (Weight(torch.empty(1, *shape, dtype=torch.bfloat16)) for shape in ((1024, 2048), (2048, 512)))
-    for rows in experts_triton._TILES:
-        assert experts_triton.tile_for(rows, up, 2).per_program == 1
-        assert (experts_triton.tile_for(rows, down, 2).per_program > 1) == (rows == 128)
-    for shape in ((2048, 520), (2304, 512)):  # the last step is not whole, or the last tile
-        assert experts_triton.tile_for(128, Weight(torch.empty(1, *shape)), 2).per_program == 1
+    """Those of the second GEMM of Qwen3.5-35B-A3B and 8,192 tokens; with fewer tokens too few programs would be
+    left."""
+
+    def tiles(*shape: int, rows: int = 128, pairs: int = 8192 * 9, fp8: bool = False) -> int:
+        values = torch.empty(257, *shape, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16, device="meta")
+        weight = Weight(values, torch.empty(257, 16, 4, device="meta") if fp8 else None)
+        return experts_triton.tile_for(rows, weight, 2, pairs).per_program
+
+    assert [tiles(2048, 512, rows=rows) for rows in experts_triton._TILES] == [1, 1, 1, 4]
+    assert tiles(1024, 2048) == 1
+    assert tiles(2048, 576) == 1
+    assert tiles(2048, 512, pairs=4096 * 9) == 1
+    assert tiles(2048, 512, fp8=True) == 1
+    assert tiles(2048, 520) == tiles(2048, 480) == 1  # the last step is not whole
+    assert tiles(2304, 512) == 1  # nor is the last tile

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -221,6 +221,19 @@ def test_short_chains_of_many_requests(
     case.prompt([(3, 0, 5), (5, 0, 2)])
     for rows in (4, 2):
         case.verifies(rows, False, 2)
+
+
+def test_columns_of_chains() -> None:
+    heads = DeltaHeads(16, 32, 128, 128, *([torch.empty(0)] * 3), 1e-6)
+
+    def columns(batch: int, rows: int = 4, precision: str = "tf32", **other: int) -> tuple[int, int | None]:
+        return gated_delta_triton._columns_of_chain(replace(heads, **other), batch, rows, 32, precision)
+
+    assert columns(64) == (64, 96)
+    assert columns(63) == (32, None)
+    assert columns(64, rows=5) == (32, 128)
+    assert columns(64, precision="ieee") == (32, None)
+    assert columns(512, value_dim=32) == (32, None)
 
 
 @pytest.mark.parametrize("chunk", [32, 64])
