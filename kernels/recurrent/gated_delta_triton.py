@@ -50,8 +50,10 @@ def delta_verify(
     is_many = batch * heads.values * cdiv(heads.value_dim, 32) >= _FEW
     is_chain = replay.path is None and replay.ancestors is None and max(rows, held) <= _CHAIN
     columns = min(32 if is_many or (is_chain and rows > 1) else 16, tile_side(heads.value_dim))
+    registers, block, sizes = None, tile_side(rows), sizes_of(heads, qkv)
+    if is_chain and rows > 1:
+        columns, registers = _columns_of_chain(heads, batch, rows, columns, sizes["PRECISION"])
     o = qkv.new_empty(len(qkv), heads.values, heads.value_dim)
-    block, sizes = tile_side(rows), sizes_of(heads, qkv)
     grid = cdiv(heads.value_dim, columns), heads.values, batch
     tensors = qkv, b, a, heads.a_log, heads.dt_bias, state, *pending, replay.rows, replay.counts
     strides = [x.stride(0) for x in (qkv, b, a, state, *pending)]
@@ -61,9 +63,7 @@ def delta_verify(
         if rows == 1:
             _one_row[grid](*tensors, o, *strides, num_warps=1, **common)
         else:
-            columns, registers = _columns_of_chain(heads, batch, rows, columns, sizes["PRECISION"])
-            common["COLUMNS"] = columns
-            _chain[(cdiv(heads.value_dim, columns), *grid[1:])](
+            _chain[grid](
                 *tensors, o, *strides, N=rows, ROWS=max(4, next_power_of_2(rows)), PRECISION=sizes["PRECISION"],
                 num_warps=columns // 16, maxnreg=registers, **common,
             )  # fmt: skip
