@@ -6,7 +6,7 @@ Following SGLang's RadixAttention (Zheng et al. 2023), at page granularity.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from specbatch.memory.page_pool import PagePool
 
@@ -39,9 +39,9 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._order)
 
-    def _keys(self, tokens: list[int], count: int) -> Iterator[tuple[int, ...]]:
+    def _keys(self, tokens: list[int], count: int) -> list[tuple[int, ...]]:
         size = self._page_size
-        return (tuple(tokens[i * size : (i + 1) * size]) for i in range(count // size))
+        return [tuple(tokens[i * size : (i + 1) * size]) for i in range(count // size)]
 
     def path(self, tokens: list[int], count: int) -> list[Node]:
         """The nodes of the longest cached prefix among the first `count` tokens, from the root on."""
