@@ -41,8 +41,8 @@ def prompt_inputs_ref(
 ) -> None:
     """Fill `out` [N] for the spans of a `RaggedBatch.table`; rows after the last span are padding.
 
-    page_table int64 [R, P]. tokens int64 [R, W]: those of all sequences; None fills them with 0. given int64 [1]: if it
-    is not 0, `out` has the tokens already."""
+    page_table int64 [R, P]. tokens int64 [R, W]: those of all sequences; None fills them with 0. given int64 [1]:
+    nonzero if `out` has the tokens already."""
     starts, _, owners, offsets = table
     row = torch.arange(len(out.positions), device=table.device)
     span = torch.searchsorted(offsets[1:], row, right=True).clamp_(max=len(offsets) - 2)

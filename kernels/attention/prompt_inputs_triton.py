@@ -53,7 +53,7 @@ def _prompt_inputs_kernel(
     else:
         reads, writes = exists, inside
         if given is not None:
-            first = tl.where(tl.load(given) == 0, 0, end)  # of the rows that get a token
+            first = tl.where(tl.load(given) == 0, 0, end)  # row to write: with given tokens, the padding after them
             reads, writes = exists & (row >= first), inside & (row >= first)
         tl.store(out_tokens + row, tl.load(tokens + owner * token_stride + position, reads, other=0), writes)
     tl.store(out_positions + row, position, inside)

@@ -37,8 +37,8 @@ class RaggedBatch:
         return upload(self.host_table(len(self.counts)), self.page_table.device)
 
     def host_table(self, most: int) -> np.ndarray:
-        """`table` on the host, with room for `most` spans: int64 [4, most + 1]. Those beyond S are empty, after the
-        last token."""
+        """`table` on the host, with room for `most` spans: int64 [4, most + 1]. Unused spans are empty and begin after
+        the last token."""
         table = np.zeros((4, most + 1), np.int64)
         for row, part in zip(table, (self.starts, self.ends, self.rows, self.offsets), strict=True):
             row[: len(part)] = part
@@ -87,7 +87,7 @@ class StaticRaggedBatch(RaggedBatch):
 
     It has what the device reads; what the host knows of a pass (counts, starts, offsets) is not part of a recording.
 
-    given  int64 [1]: not 0 if the pass is given its tokens, see `prompt_inputs`
+    given  int64 [1]: nonzero if the caller supplies the tokens of the pass, see `prompt_inputs`
     """
 
     def __init__(self, tokens: int, most: int, page_table: torch.Tensor, page_size: int, *, fresh: bool) -> None:
@@ -95,7 +95,8 @@ class StaticRaggedBatch(RaggedBatch):
         self.ends = [tokens if fresh else page_table.shape[1] * page_size]  # the longest there may be
         self._tokens = tokens
         self._empty = most  # a span that always is
-        # The table, `given` twice for the alignment, then tiles of each size: one copy fills all of them.
+        # The table, two cells for `given`, which align the tiles to 16 bytes, then tiles of each size: one copy fills
+        # all of them.
         size = 4 * (most + 1)
         self._used = size + 2
         room = self._used + _MOST_SIZES * 2 * (tokens + most)

@@ -5,8 +5,7 @@ share of drafts at position j that are accepted if all before them are, and take
 with the largest E(N) / t(N) is drafted, where N = 0 may be worse by APART.
 
 p comes from results as they are handled, at any batch size. t comes from steps timed at start, corrected by the times
-of the run's steps: a longer context adds about the same to all N. What a warm GPU adds differs between N, so that the
-first steps after a change of N correct the time of the new one alone. Positions past the drafts that are made show no
+of the run's steps: a longer context adds about the same to all N. Positions past the drafts that are made show no
 acceptance, and keep their last known one. Rarely, therefore, a step probes another N: in turn the largest, which shows
 the acceptance of all positions, and the next best, whose time may have changed since the start.
 """
@@ -34,8 +33,7 @@ GUESS = 0.8
 PROBES = 0.005  # share of the time that probes may cost
 REST = 64  # fewest steps between probes
 SMOOTH = 1 / 8  # weight of a step's time against those before it
-PROBE = 1 / 2  # the same for a probe, and for the first steps with another length
-SETTLING = 4  # how many those are
+PROBE = 1 / 2  # the same for a probe
 
 
 def rising(measured: Mapping[int, Mapping[int, float]]) -> dict[int, dict[int, float]]:
@@ -70,7 +68,6 @@ class DraftLength:
         if self._most:
             self._tried[0], self._right[0] = 8.0, 8.0 * GUESS
         self._current: dict[int, int] = {}
-        self._settling: dict[int, int] = {}  # steps with the current length that are still to correct its time
         self._drift: dict[int, float] = {}  # seconds that steps of a bucket take more than `times`
         self._saved = 0.0  # seconds that a probe may cost
         self._rested = 0
@@ -94,7 +91,6 @@ class DraftLength:
         current = self._current.get(bucket, best)
         if speed[best] > MARGIN * speed[current]:
             current = best
-            self._settling[bucket] = SETTLING
         self._current[bucket] = current
         self._saved += PROBES * self._time(bucket, current)
         self._rested += 1
@@ -125,16 +121,12 @@ class DraftLength:
             self._right[place] += right
 
     def took(self, rows: int, length: int, seconds: float) -> None:
-        """Observe that a step of so many requests took `seconds`. Probes and the first steps with another length correct
-        the time of their length; other steps correct the drift of all lengths of their bucket."""
+        """Observe that a step of so many requests took `seconds`. Probes correct the time of their length; other steps
+        correct the drift of all lengths of their bucket."""
         bucket = self.bucket(rows)
         expected = self._time(bucket, length)
         off = min(max(seconds - expected, -expected / 2), expected)  # outliers are limited
-        is_current = length == self._current.get(bucket, length)
-        settles = is_current and self._settling.get(bucket, 0) > 0
-        if settles:
-            self._settling[bucket] -= 1
-        if settles or not is_current:
+        if length != self._current.get(bucket, length):
             self.times[bucket][length] += PROBE * off
         else:
             first = bucket not in self._drift

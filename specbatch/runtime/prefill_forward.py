@@ -175,7 +175,7 @@ class PiecewiseGraphs:
         is_whole = key in self._wholes and len(spans.counts) <= _most_spans(bucket)
         if is_whole:  # the graph fills its inputs
             self._spans[key].load(spans, given=tokens is not None)
-        else:
+        if not is_whole or is_rehearsing():  # a later pass of many sequences needs this kernel, too
             metadata.inputs_to(self._prompt.first(bucket))
         if tokens is not None:
             self._prompt.tokens[:count].copy_(tokens)
@@ -225,12 +225,10 @@ class PiecewiseGraphs:
             found.setdefault((*kinds[index : index + 2], index + 2 == count, taken), index)
         return list(found.values())
 
-    def _run_whole(
-        self, segments: list[Program], layers: Iterable[int], bucket: int, spans: StaticRaggedBatch
-    ) -> None:
-        """`_run` over a bucket, whose inputs are filled first."""
-        prompt, tables = self._prompt.first(bucket), (spans.table, spans.page_table)
-        prompt_inputs(*tables, spans.page_size, self._all_tokens, prompt, spans.given)
+    def _run_whole(self, segments: list[Program], layers: Iterable[int], bucket: int, spans: StaticRaggedBatch) -> None:
+        """Fill the inputs of a bucket, then `_run` it."""
+        prompt = self._prompt.first(bucket)
+        prompt_inputs(spans.table, spans.page_table, spans.page_size, self._all_tokens, prompt, spans.given)
         self._run(segments, layers, bucket, spans)
 
     def _run(self, segments: list[Program], layers: Iterable[int], count: int, spans: RaggedBatch) -> None:

@@ -397,6 +397,9 @@ def test_short_passes_with_and_without_prefixes_are_one_graph(
 ) -> None:
     """Several prompts at once, in chunks, after cached prefixes; and passes of too many prompts, which are recorded in
     segments when they first occur."""
+    prompts = [list(prompt) for prompt in toy.prompts()[:24]]
+    pairs = [(prompt[:2], prompt[2:]) for prompt in prompts if len(prompt) > 2]
+    wanted = graph_engine(graphs=Graphs()).score(pairs)
     monkeypatch.setattr("specbatch.engine.prepare.prefill_backend", lambda *_, **__: FromTables())
     monkeypatch.setattr("specbatch.runtime.prefill_forward._most_spans", lambda bucket: 3)
     load, loaded = StaticRaggedBatch.load, list[tuple[bool, int]]()
@@ -407,7 +410,6 @@ def test_short_passes_with_and_without_prefixes_are_one_graph(
 
     monkeypatch.setattr(StaticRaggedBatch, "load", noted)
     engine = graph_engine(max_running=5, prefill_chunk=24, page_size=4)
-    prompts = [list(prompt) for prompt in toy.prompts()[:24]]
     for _ in range(2):  # the second time prefixes are cached
         done = engine.generate(prompts, greedy(7))
         assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:7] for prompt in prompts]
@@ -416,6 +418,12 @@ def test_short_passes_with_and_without_prefixes_are_one_graph(
     assert 0 < found["recorded_late"] <= len(token_buckets(24))
     assert {*loaded} >= {(fresh, count) for fresh in (True, False) for count in (1, 2)}
     assert len(loaded) < found["replays"] * 2
+    for _ in range(2):  # scoring gives a pass its tokens
+        before = len(loaded)
+        assert [item.logprob for item in engine.score(pairs)] == pytest.approx([item.logprob for item in wanted])
+        assert len(loaded) > before
+        done = engine.generate(prompts, greedy(2))
+        assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:2] for prompt in prompts]
 
 
 @pytest.mark.parametrize(("needs_all_hidden", "aux"), [(False, ()), (True, ()), (True, (2, 0))])
