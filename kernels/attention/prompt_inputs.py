@@ -33,23 +33,26 @@ class PromptInputs(NamedTuple):
 
 def prompt_inputs_ref(
     table: torch.Tensor,
-    spans: int,
     page_table: torch.Tensor,
     page_size: int,
     tokens: torch.Tensor | None,
     out: PromptInputs,
+    given: torch.Tensor | None = None,
 ) -> None:
-    """Fill `out` [N] for the first `spans` spans of a `RaggedBatch.table`; rows after the last span are padding.
+    """Fill `out` [N] for the spans of a `RaggedBatch.table`; rows after the last span are padding.
 
-    page_table int64 [R, P]. tokens int64 [R, W]: those of all sequences; None fills them with 0."""
-    starts, _, owners, offsets = table[:, : spans + 1]
+    page_table int64 [R, P]. tokens int64 [R, W]: those of all sequences; None fills them with 0. given int64 [1]:
+    nonzero if `out` has the tokens already."""
+    starts, _, owners, offsets = table
     row = torch.arange(len(out.positions), device=table.device)
-    span = torch.searchsorted(offsets[1:], row, right=True).clamp_(max=spans - 1)
+    span = torch.searchsorted(offsets[1:], row, right=True).clamp_(max=len(offsets) - 2)
     exists = row < offsets[-1]
     out.slots.copy_(owners[span] * exists)
     out.positions.copy_((starts[span] + row - offsets[span]) * exists)
     out.kv_slots.copy_(kv_slots(page_table, out.slots, out.positions, page_size) * exists)
-    out.tokens.zero_() if tokens is None else out.tokens.copy_(tokens[out.slots, out.positions] * exists)
+    found = out.tokens.zero_() if tokens is None else tokens[out.slots, out.positions]
+    found = found if given is None else torch.where(given != 0, out.tokens, found)
+    out.tokens.copy_(found * exists)
 
 
 prompt_inputs = op(prompt_inputs_ref, "specbatch.kernels.attention.prompt_inputs_triton:prompt_inputs")

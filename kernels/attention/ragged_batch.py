@@ -37,10 +37,12 @@ class RaggedBatch:
         return upload(self.host_table(len(self.counts)), self.page_table.device)
 
     def host_table(self, most: int) -> np.ndarray:
-        """`table` on the host, with room for `most` spans: int64 [4, most + 1]."""
+        """`table` on the host, with room for `most` spans: int64 [4, most + 1]. Unused spans are empty and begin after
+        the last token."""
         table = np.zeros((4, most + 1), np.int64)
         for row, part in zip(table, (self.starts, self.ends, self.rows, self.offsets), strict=True):
             row[: len(part)] = part
+        table[3, len(self.offsets) :] = self.offsets[-1]
         return table
 
     def tiles(self, tokens: int) -> torch.Tensor:
@@ -84,6 +86,8 @@ class StaticRaggedBatch(RaggedBatch):
     prefix.
 
     It has what the device reads; what the host knows of a pass (counts, starts, offsets) is not part of a recording.
+
+    given  int64 [1]: nonzero if the caller supplies the tokens of the pass, see `prompt_inputs`
     """
 
     def __init__(self, tokens: int, most: int, page_table: torch.Tensor, page_size: int, *, fresh: bool) -> None:
@@ -91,11 +95,13 @@ class StaticRaggedBatch(RaggedBatch):
         self.ends = [tokens if fresh else page_table.shape[1] * page_size]  # the longest there may be
         self._tokens = tokens
         self._empty = most  # a span that always is
-        # The table, then tiles of each size: one copy fills all of them.
-        self._used = 4 * (most + 1)
+        # The table, two cells for `given`, which align the tiles to 16 bytes, then tiles of each size: one copy fills
+        # all of them.
+        size = 4 * (most + 1)
+        self._used = size + 2
         room = self._used + _MOST_SIZES * 2 * (tokens + most)
         self._memory = torch.zeros(room, dtype=torch.int64, device=page_table.device)
-        self.table = self._memory[: self._used].view(4, most + 1)
+        self.table, self.given = self._memory[:size].view(4, most + 1), self._memory[size : size + 1]
         self._tiles = {}
 
     def tiles(self, tokens: int) -> torch.Tensor:
@@ -112,9 +118,9 @@ class StaticRaggedBatch(RaggedBatch):
         """As if one span had all tokens."""
         return -(-self._tokens // tokens)
 
-    def load(self, spans: RaggedBatch) -> None:
+    def load(self, spans: RaggedBatch, *, given: bool = False) -> None:
         """The spans of the next pass."""
-        parts = [spans.host_table(self._empty)]
+        parts = [spans.host_table(self._empty), np.array([given, given])]
         for tokens, tiles in self._tiles.items():
             part, filled = np.full(tuple(tiles.shape), (self._empty, 0)), spans.host_tiles(tokens)
             part[: len(filled)] = filled

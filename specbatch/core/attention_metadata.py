@@ -148,15 +148,14 @@ class PrefillMetadata:
     def has_tokens(self) -> bool:
         return self._tokens is not None
 
-    def inputs_to(self, out: PromptInputs, table: torch.Tensor) -> None:
-        """Fill `out` [N], N >= T. table: that of the spans, or a copy of it."""
-        spans = self.spans
-        prompt_inputs(table, len(spans.counts), spans.page_table, spans.page_size, self._tokens, out)
+    def inputs_to(self, out: PromptInputs) -> None:
+        """Fill `out` [N], N >= T."""
+        prompt_inputs(self.spans.table, self.spans.page_table, self.spans.page_size, self._tokens, out)
 
     @cached_property
     def _inputs(self) -> PromptInputs:
         found = PromptInputs.empty(self.count, self.spans.page_table.device)
-        self.inputs_to(found, self.spans.table)
+        self.inputs_to(found)
         return found
 
     @property

@@ -104,17 +104,14 @@ class DeviceBatch:
         pages = np.zeros((len(admissions), self.page_table.shape[1]), np.int64)
         for row, item in zip(pages, admissions, strict=True):
             row[: len(item.pages)] = item.pages
-        parts = [np.zeros(1, np.int64), rows.reshape(-1), pages.reshape(-1)]  # the first is the length of each
-        parts += [np.asarray(item.tokens, np.int64) for item in admissions]
-        length, flat_rows, flat_pages, *tokens = upload(np.concatenate(parts), self.device).split([*map(len, parts)])
         old: list[torch.Tensor] = []
-        new: list[torch.Tensor] = []
-        uploaded = zip(flat_rows.view(rows.shape), flat_pages.view(pages.shape), tokens, strict=True)
-        for item, of_request in zip(admissions, uploaded, strict=True):
+        new: list[np.ndarray] = []
+        for item, row, of_pages in zip(admissions, rows, pages, strict=True):
             slot, count = item.slot, len(item.tokens)
             old += self.lengths[slot : slot + 1], self._rows[slot], self.page_table[slot], self.tokens[slot, :count]
-            new += length, *of_request
-        torch._foreach_copy_(old, new)
+            new += np.zeros(1, np.int64), row, of_pages, np.asarray(item.tokens, np.int64)
+        uploaded = upload(np.concatenate(new), self.device)
+        torch._foreach_copy_(old, uploaded.split([len(part) for part in new]))
         for item in admissions:
             if item.bias or item.banned or item.slot in self._restricted:
                 self._restrict(item)

@@ -169,6 +169,7 @@ def _load(
         attention=attention,
         chunk=config.prefill_chunk,
         page_table=batch.page_table,
+        tokens=batch.tokens,
         num_queries=num_queries,
         trees=config.speculation.drafts_trees,
         state_dtype=config.state_dtype,

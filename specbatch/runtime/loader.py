@@ -152,6 +152,7 @@ class Loader:
     attention: dict[str, PrefillAttention]  # by role
     chunk: int
     page_table: torch.Tensor  # of the engine's batch
+    tokens: torch.Tensor  # of the engine's batch
     num_queries: int  # of a verify, per request
     trees: bool  # whether drafts may be trees
     state_dtype: str  # of recurrent layers' matrix states
@@ -224,7 +225,8 @@ class Loader:
         forward: Forward = EagerForward(model, cache)
         if self.recorder is not None:
             forward = PiecewiseGraphs(
-                model, cache, self.recorder, self.chunk, self.page_table, needs_all_hidden=needs_all_hidden
-            )
+                model, cache, self.recorder, self.chunk, self.page_table, self.tokens,
+                needs_all_hidden=needs_all_hidden,
+            )  # fmt: skip
         self.forwards[role] = forward
         return forward, cache

@@ -16,7 +16,7 @@ import torch
 
 from specbatch.core.attention_metadata import PrefillMetadata
 from specbatch.kernels.attention.latent_attention import LatentLayout, latent_prefill
-from specbatch.kernels.attention.prompt_inputs import PromptInputs
+from specbatch.kernels.attention.prompt_inputs import PromptInputs, prompt_inputs
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.common.rehearsal import is_rehearsing
@@ -95,17 +95,19 @@ class PiecewiseGraphs:
         recorder: Recorder,
         most: int,
         page_table: torch.Tensor,
+        tokens: torch.Tensor,
         *,
         needs_all_hidden: bool,
     ) -> None:
-        """most: tokens of the largest pass; page_table: the one that all passes use; needs_all_hidden: the last hidden
-        states of all tokens are needed, so that what follows the last operation is recorded, too."""
+        """most: tokens of the largest pass; page_table, tokens: those that all passes use; needs_all_hidden: the last
+        hidden states of all tokens are needed, so that what follows the last operation is recorded, too."""
         config = model.config
         mixers = [layer.mixer for layer in model.layers]
         self.counters = GraphCounters()
         self._model = model
         self._cache = cache
         self._recorder = recorder
+        self._all_tokens = tokens
         self._needs_all_hidden = needs_all_hidden
         # Layers of a pass in segments: those after the ones that store keys compute few rows, eagerly. A short pass
         # takes less time in one graph with all layers.
@@ -149,8 +151,8 @@ class PiecewiseGraphs:
             if (bucket, True) in self._spans:
                 for key in ((bucket, True), (bucket, False)):
                     programs, spans = list(self._programs(bucket, layers)), self._spans[key]
-                    self._recorder.warm(partial(self._run, programs, all_unlike, bucket, spans))
-                    whole = partial(self._run, programs, range(layers), bucket, spans)
+                    self._recorder.warm(partial(self._run_whole, programs, all_unlike, bucket, spans))
+                    whole = partial(self._run_whole, programs, range(layers), bucket, spans)
                     self._wholes[key] = self._recorder.record(whole)
                 if not is_rehearsing():
                     del self._segments[bucket]  # recorded when a pass of many sequences first needs them
@@ -171,9 +173,10 @@ class PiecewiseGraphs:
         bucket = bucket_of(self._buckets, count)
         key = bucket, spans.fresh
         is_whole = key in self._wholes and len(spans.counts) <= _most_spans(bucket)
-        if is_whole:
-            self._spans[key].load(spans)
-        metadata.inputs_to(self._prompt.first(bucket), self._spans[key].table if is_whole else spans.table)
+        if is_whole:  # the graph fills its inputs
+            self._spans[key].load(spans, given=tokens is not None)
+        if not is_whole or is_rehearsing():  # a later pass of many sequences needs this kernel, too
+            metadata.inputs_to(self._prompt.first(bucket))
         if tokens is not None:
             self._prompt.tokens[:count].copy_(tokens)
         else:
@@ -221,6 +224,12 @@ class PiecewiseGraphs:
             taken = tuple(item in model.aux for item in model.config.published(index))
             found.setdefault((*kinds[index : index + 2], index + 2 == count, taken), index)
         return list(found.values())
+
+    def _run_whole(self, segments: list[Program], layers: Iterable[int], bucket: int, spans: StaticRaggedBatch) -> None:
+        """Fill the inputs of a bucket, then `_run` it."""
+        prompt = self._prompt.first(bucket)
+        prompt_inputs(spans.table, spans.page_table, spans.page_size, self._all_tokens, prompt, spans.given)
+        self._run(segments, layers, bucket, spans)
 
     def _run(self, segments: list[Program], layers: Iterable[int], count: int, spans: RaggedBatch) -> None:
         """Run the segments, and between them the operations of these layers over the first `count` rows."""

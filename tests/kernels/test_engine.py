@@ -325,9 +325,9 @@ def test_padding_rows_and_piecewise_graphs(
     loaded: list[int] = []
     load = StaticRaggedBatch.load
 
-    def counted(self: StaticRaggedBatch, spans: RaggedBatch) -> None:
+    def counted(self: StaticRaggedBatch, spans: RaggedBatch, *, given: bool) -> None:
         loaded.append(len(spans.counts))
-        load(self, spans)
+        load(self, spans, given=given)
 
     monkeypatch.setattr(StaticRaggedBatch, "load", counted)
     fake_graphs(monkeypatch)
@@ -355,9 +355,9 @@ def test_short_passes_are_one_graph_with_and_without_prefixes(
     fake_graphs(monkeypatch)
     load, loaded = StaticRaggedBatch.load, set[bool]()
 
-    def noted(self: StaticRaggedBatch, spans: RaggedBatch) -> None:
+    def noted(self: StaticRaggedBatch, spans: RaggedBatch, *, given: bool) -> None:
         loaded.add(self.fresh)
-        load(self, spans)
+        load(self, spans, given=given)
 
     monkeypatch.setattr(StaticRaggedBatch, "load", noted)
     graphs = Graphs("whole", "piecewise")

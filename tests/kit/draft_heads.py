@@ -317,6 +317,7 @@ def loader_of(here: Any) -> Loader:
         attention={"target": attention, "draft": attention},
         chunk=64,
         page_table=here.batch.page_table,
+        tokens=here.batch.tokens,
         num_queries=8,
         trees=True,
         state_dtype="fp32",

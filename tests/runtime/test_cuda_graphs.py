@@ -301,8 +301,9 @@ def test_piecewise_prefill_equals_a_whole_pass(
     model, cache = worker.decode_step.model, worker.decode_step.cache
     model = model.with_aux((2, 0)) if needs_all_hidden else model
     piecewise = PiecewiseGraphs(
-        model, cache, FakeRecorder(torch.device("cpu")), 48, batch.page_table, needs_all_hidden=needs_all_hidden
-    )  # type: ignore[arg-type]
+        model, cache, FakeRecorder(torch.device("cpu")), 48, batch.page_table, batch.tokens,
+        needs_all_hidden=needs_all_hidden,
+    )  # type: ignore[arg-type]  # fmt: skip
     for _ in piecewise.capture():
         pass
     batch.page_table[1, :12] = torch.arange(1, 13)
@@ -327,11 +328,12 @@ def test_layers_with_shared_keys_compute_the_last_tokens_only(
 ) -> None:
     """Of two chunks, one after a prefix. If more tokens are read than there are chunks, all are computed."""
     worker = targets.engine("gemma4-e2b", "none")._worker
-    model, cache, table = worker.decode_step.model, worker.decode_step.cache, worker.batch.page_table
+    model, cache, batch = worker.decode_step.model, worker.decode_step.cache, worker.batch
+    table = batch.page_table
     forward: Any = EagerForward(model, cache)
     if is_recorded:
         recorder: Any = FakeRecorder(torch.device("cpu"))
-        forward = PiecewiseGraphs(model, cache, recorder, 16, table, needs_all_hidden=False)
+        forward = PiecewiseGraphs(model, cache, recorder, 16, table, batch.tokens, needs_all_hidden=False)
         list(forward.capture())
     table[1:3] = torch.arange(1, 1 + table[1:3].numel()).view(2, -1)
     tokens = torch.arange(3, 28) % 37
@@ -395,17 +397,19 @@ def test_short_passes_with_and_without_prefixes_are_one_graph(
 ) -> None:
     """Several prompts at once, in chunks, after cached prefixes; and passes of too many prompts, which are recorded in
     segments when they first occur."""
+    prompts = [list(prompt) for prompt in toy.prompts()[:24]]
+    pairs = [(prompt[:2], prompt[2:]) for prompt in prompts if len(prompt) > 2]
+    wanted = graph_engine(graphs=Graphs()).score(pairs)
     monkeypatch.setattr("specbatch.engine.prepare.prefill_backend", lambda *_, **__: FromTables())
     monkeypatch.setattr("specbatch.runtime.prefill_forward._most_spans", lambda bucket: 3)
     load, loaded = StaticRaggedBatch.load, list[tuple[bool, int]]()
 
-    def noted(self: StaticRaggedBatch, spans: RaggedBatch) -> None:
+    def noted(self: StaticRaggedBatch, spans: RaggedBatch, *, given: bool) -> None:
         loaded.append((self.fresh, len(spans.counts)))
-        load(self, spans)
+        load(self, spans, given=given)
 
     monkeypatch.setattr(StaticRaggedBatch, "load", noted)
     engine = graph_engine(max_running=5, prefill_chunk=24, page_size=4)
-    prompts = [list(prompt) for prompt in toy.prompts()[:24]]
     for _ in range(2):  # the second time prefixes are cached
         done = engine.generate(prompts, greedy(7))
         assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:7] for prompt in prompts]
@@ -414,6 +418,12 @@ def test_short_passes_with_and_without_prefixes_are_one_graph(
     assert 0 < found["recorded_late"] <= len(token_buckets(24))
     assert {*loaded} >= {(fresh, count) for fresh in (True, False) for count in (1, 2)}
     assert len(loaded) < found["replays"] * 2
+    for _ in range(2):  # scoring gives a pass its tokens
+        before = len(loaded)
+        assert [item.logprob for item in engine.score(pairs)] == pytest.approx([item.logprob for item in wanted])
+        assert len(loaded) > before
+        done = engine.generate(prompts, greedy(2))
+        assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:2] for prompt in prompts]
 
 
 @pytest.mark.parametrize(("needs_all_hidden", "aux"), [(False, ()), (True, ()), (True, (2, 0))])
@@ -422,11 +432,13 @@ def test_static_bytes_are_those_of_the_buffers(
     targets: Targets, name: str, needs_all_hidden: bool, aux: tuple[int, ...]
 ) -> None:
     worker = targets.engine(name, "none")._worker
-    model, cache = worker.decode_step.model.with_aux(aux), worker.decode_step.cache
+    model, cache, batch = worker.decode_step.model.with_aux(aux), worker.decode_step.cache, worker.batch
     recorder: Any = FakeRecorder(torch.device("cpu"))
-    piecewise = PiecewiseGraphs(model, cache, recorder, 48, worker.batch.page_table, needs_all_hidden=needs_all_hidden)
+    piecewise = PiecewiseGraphs(
+        model, cache, recorder, 48, batch.page_table, batch.tokens, needs_all_hidden=needs_all_hidden
+    )
     tensors = [*vars(piecewise).values(), *piecewise._prompt]
-    held = sum(item.nbytes for item in tensors if isinstance(item, torch.Tensor))
+    held = sum(item.nbytes for item in tensors if isinstance(item, torch.Tensor) and item is not batch.tokens)
     assert static_bytes(model.config, model.dtype, 48, needs_all_hidden=needs_all_hidden, aux=len(aux)) == held
 
 
