@@ -102,12 +102,11 @@ class DeviceBatch:
             row[: len(item.end_tokens)] = item.end_tokens
         # Pages of the last owner may hold NaN, so that all of a slot's are replaced.
         pages = np.zeros((len(admissions), self.page_table.shape[1]), np.int64)
-        for row, item in zip(pages, admissions, strict=True):
-            row[: len(item.pages)] = item.pages
         old: list[torch.Tensor] = []
         new: list[np.ndarray] = []
         for item, row, of_pages in zip(admissions, rows, pages, strict=True):
             slot, count = item.slot, len(item.tokens)
+            of_pages[: len(item.pages)] = item.pages
             old += self.lengths[slot : slot + 1], self._rows[slot], self.page_table[slot], self.tokens[slot, :count]
             new += np.zeros(1, np.int64), row, of_pages, np.asarray(item.tokens, np.int64)
         uploaded = upload(np.concatenate(new), self.device)

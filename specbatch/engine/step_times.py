@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -39,10 +38,9 @@ def measure_step_times(
         return min(times)
 
     if device.type == "cuda":
-        largest, end = [0] * draft_length.buckets[-1], time.perf_counter() + WARM_S
-        while time.perf_counter() < end:
-            worker.decode(largest, SamplingFlags(), draft_length.lengths[-1], bound)
-            torch.cuda.synchronize(device)
+        slots, most, warm = [0] * draft_length.buckets[-1], draft_length.lengths[-1], 0.0
+        while warm < WARM_S:
+            warm += seconds_of(partial(worker.decode, slots, SamplingFlags(), most, bound), device)
     measured: dict[int, dict[int, float]] = {}
     for bucket in reversed(draft_length.buckets):
         slots = [0] * bucket
