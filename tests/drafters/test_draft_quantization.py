@@ -27,11 +27,11 @@ from specbatch.models.quantization import MatrixShape
 
 SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 260, "hidden_size": 256,
-    "intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 64, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "num_experts": 3, "num_experts_per_tok": 2,
     "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "norm_topk_prob": True,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
-    "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"] * 4,
+    "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
 }  # fmt: skip
 SMALL = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 260, "hidden_size": 128, "intermediate_size": 192,

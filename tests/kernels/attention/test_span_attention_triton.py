@@ -130,14 +130,15 @@ def test_nodes_of_a_tree_are_computed_as_chains(
     k, v = case.k.clone(), case.v.clone()
     assert_same(torch.cat([run(True, k, v, 0, 4), run(True, k, v, 4, count)], 1)[real], whole[real])
     for sequence, of in enumerate(paths):
-        for path in (path for node, path in enumerate(of) if real[sequence, node]):
+        stored = [path for node, path in enumerate(of) if real[sequence, node]]
+        for path in (path for path in stored if not any(path == other[:-1] for other in stored)):
             queries = DecodeQueries(case.table, slots[[sequence]], lengths[[sequence]], len(path), PAGE)
             positions = lengths[sequence] + torch.arange(len(path), device=device)
             caches = case.k.clone(), case.v.clone()
             chain = span_attention_triton.decode_attention(queries)(
                 qkv[sequence, path], layout, positions, *caches, Mask(window=window)
             )
-            assert_same(chain[-1], whole[sequence, path[-1]])
+            assert_same(chain, whole[sequence, path])
 
 
 @pytest.mark.slow

@@ -30,7 +30,10 @@ class Twin(NamedTuple):
     verify: Callable[..., torch.Tensor]
 
 
-@pytest.fixture(params=["reference", "triton", "deterministic"])
+TWINS = ("reference", "triton", "deterministic")
+
+
+@pytest.fixture(params=TWINS)
 def twin(request: pytest.FixtureRequest) -> Twin:
     if request.param == "reference":
         return Twin(mamba2.ssd_prefill_ref, mamba2.ssd_verify_ref)
@@ -203,6 +206,7 @@ def test_prompt_split_at_uneven_chunk_boundaries(device: torch.device, twin: Twi
     layer.prefill(twin.prefill, [(3, 134, 135), (1, 5, 40)])
 
 
+@pytest.mark.parametrize("twin", slow_but(["reference", "triton"], TWINS), indirect=True)
 @pytest.mark.parametrize("sizes", [(2, 80, 2, 20), pytest.param((4, 128, 2, 16), marks=pytest.mark.slow)])
 def test_several_chunks_of_16_bits(device: torch.device, twin: Twin, sizes: tuple[int, int, int, int]) -> None:
     """Prompts that end within a chunk; the second tile of a head of 80 has 16 rows."""
