@@ -16,7 +16,8 @@ _MOST_PAGEABLE = 64 << 10
 def upload(
     values: Sequence[Any] | np.ndarray | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """A small table as a tensor on the device, copied in stream order. `values` may change after the call."""
+    """A small table as a tensor on the device, copied in stream order. `values` may change after the call, except on a
+    CPU, where an array of this dtype is not copied."""
     host = torch.as_tensor(values, dtype=dtype)
     return host if device.type == "cpu" else _pinned_if_large(host).to(device, non_blocking=True)
 

@@ -38,7 +38,7 @@ from specbatch.cli.sweep import sweep
 from specbatch.cli.trace import trace
 from specbatch.cli.train_draft import train_draft
 from specbatch.cli.values import bounded
-from specbatch.errors import FailedError
+from specbatch.errors import FailedError, refuse
 
 # The disk failed or is full: no mistake of the user, so the exit status is 1.
 _WHILE_RUNNING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -72,7 +72,7 @@ def _reported(command: Callable[[], str | None]) -> Iterator[None]:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help of a group of commands
             raise
         where = error.ctx.command_path if error.ctx else command()
-        say(f"error: {' '.join(error.format_message().split()).rstrip('.')} (see {where} --help)")
+        say(f"error: {_wrong_type(error) or ' '.join(error.format_message().split()).rstrip('.')} (see {where} --help)")
         raise typer.Exit(2) from error
     except BrokenPipeError:  # the reader of standard output has ended
         raise
@@ -82,6 +82,15 @@ def _reported(command: Callable[[], str | None]) -> Iterator[None]:
     except KeyboardInterrupt as stop:
         say("; ".join(["interrupted", *_kept(stop)]))
         raise typer.Exit(130) from stop
+
+
+def _wrong_type(error: Any) -> str | None:
+    """A value that is no number, by a Typer whose message has the option, but not the value."""
+    problem = error.__cause__.errors()[0] if hasattr(error.__cause__, "errors") else {"type": ""}
+    for kind, works in (("int_", "use a whole number"), ("float_", "use a number")):
+        if problem["type"].startswith(kind):
+            return str(refuse(error.param.name, problem["input"], works))
+    return None
 
 
 def _kept(stop: BaseException | None) -> list[str]:

@@ -198,6 +198,10 @@ def plan_memory(
     if config.max_model_len and config.max_model_len > model_len:
         raise refuse("max_model_len", config.max_model_len, f"the model supports at most {model_len}")
     wanted = config.max_running * pages_for(longest + slack, size)
+    limit = min(room, _CPU_KV_BYTES) if on_cpu else room
+    if asked_pages is None and limit < own_bytes and size > longest + slack:
+        works = f"a page takes {size_text(own_bytes)} and {size_text(max(limit, 0))} are left for KV; use a smaller one"
+        raise refuse("page_size", size, works)
     each = f" by each of {share.replicas} replicas" if share.replicas > 1 else ""
     if room < own_bytes:
         used = f"weights {size_text(weights + draft_weights)}, workspace {size_text(workspace)}"
@@ -228,7 +232,6 @@ def plan_memory(
     elif share.pages is not None:
         pages = min(share.pages, room // own_bytes) if own_bytes else share.pages
     else:
-        limit = min(room, _CPU_KV_BYTES) if on_cpu else room
         pages = min(wanted, limit // page_bytes) if page_bytes else wanted  # 0 bytes: no attention
     if pages * size < slack + 2:
         if config.kv_pages is not None:

@@ -320,7 +320,7 @@ def test_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"repeats": 0}, "repeats=0:"),
         ({"configs": "v2+piecewise", "sections": "closed"}, "prefill_graph='piecewise': needs a CUDA device"),
         ({"decode_graph": "whole"}, "decode_graph='whole': needs a CUDA device"),
-        ({"decode_graph": "half"}, "graphs.decode='half':"),
+        ({"decode_graph": "half"}, "decode_graph='half':"),
         ({"peers": "none.csv"}, "peers='none.csv': cannot be read"),
         ({"peers": ""}, "peers='': name a CSV file"),
         ({"peers": "wrong.csv"}, "peers='wrong.csv': needs the columns model, dtype"),
