@@ -86,11 +86,11 @@ def _reported(command: Callable[[], str | None]) -> Iterator[None]:
 
 def _wrong_type(error: Any) -> str | None:
     """A value that is no number, by a Typer whose message has the option, but not the value."""
-    problem = error.__cause__.errors()[0] if hasattr(error.__cause__, "errors") else {"type": ""}
-    for kind, works in (("int_", "use a whole number"), ("float_", "use a number")):
-        if problem["type"].startswith(kind):
-            return str(refuse(error.param.name, problem["input"], works))
-    return None
+    if not hasattr(error.__cause__, "errors"):  # of pydantic
+        return None
+    problem = error.__cause__.errors()[0]
+    works = {"int": "use a whole number", "float": "use a number"}.get(problem["type"].split("_")[0])
+    return str(refuse(error.param.name, problem["input"], works)) if works else None
 
 
 def _kept(stop: BaseException | None) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from typer import Option
 
 from specbatch.acceptance_profile import read_profile
-from specbatch.config import DECODE_GRAPHS, PREFILL_GRAPHS, EngineConfig, Graphs, Speculation
+from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.core.sampling_params import SAMPLED, SamplingParams
 from specbatch.errors import at_least, refuse, shown_json
 from specbatch.field_errors import did_you_mean
@@ -215,12 +215,10 @@ class EngineOptions(SimpleNamespace):
             value for value in (self.max_running, each, EngineConfig.max_running) if value is not None
         )
         settings["prefix_cache"] = prefix_cache if self.prefix_cache is None else self.prefix_cache
-        for name, graph, choices in (
-            ("decode_graph", self.decode_graph, DECODE_GRAPHS),
-            ("prefill_graph", self.prefill_graph, PREFILL_GRAPHS),
-        ):
-            if graph is not None and graph not in choices:
-                raise refuse(name, graph, f"use one of {', '.join(choices)}")
+        for item in fields(Graphs):
+            name, rule = f"{item.name}_graph", item.metadata["rule"]
+            if getattr(self, name) is not None and not rule.fits(getattr(self, name)):
+                raise refuse(name, getattr(self, name), rule.works)
         graphs = Graphs(decode=self.decode_graph or "off", prefill=self.prefill_graph or "off")
         config = EngineConfig(**settings | {"speculation": self.speculation(), "graphs": graphs})
         if config.data_parallel == 1 and not elsewhere and not compares:  # else the engine may be in another process

@@ -199,8 +199,9 @@ def plan_memory(
         raise refuse("max_model_len", config.max_model_len, f"the model supports at most {model_len}")
     wanted = config.max_running * pages_for(longest + slack, size)
     limit = min(room, _CPU_KV_BYTES) if on_cpu else room
-    if asked_pages is None and limit < own_bytes and size > longest + slack:
-        works = f"a page takes {size_text(own_bytes)} and {size_text(max(limit, 0))} are left for KV; use a smaller one"
+    least_bytes = own_bytes * (slack + 2) // size  # of a request, in pages of one token
+    if asked_pages is None and size > longest + slack and own_bytes > limit >= least_bytes:
+        works = f"a page takes {size_text(own_bytes)} and {size_text(limit)} are left for KV; use a smaller one"
         raise refuse("page_size", size, works)
     each = f" by each of {share.replicas} replicas" if share.replicas > 1 else ""
     if room < own_bytes:

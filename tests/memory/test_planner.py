@@ -116,6 +116,7 @@ def test_cpu_pool_is_capped_by_default() -> None:
             "or a memory_fraction of at least 0.609",
         ),
         ({"page_size": 2000, "page_bytes": 500 * MIB}, "page_size=2000", "a page takes 500.0 MiB and"),
+        ({"page_size": 2000, "page_bytes": 500 * MIB, "free": 200 * MIB}, "memory_fraction=0.5", "leave no KV page"),
         ({"kv_pages": 2, "page_size": 4}, "kv_pages=2", "at least 3"),
         ({"kv_pages": 11, "page_size": 1}, "kv_pages=11", "at least 12"),
         ({"max_running": 1_000_000}, "memory_fraction=0.5", "lower max_running or prefill_chunk"),
