@@ -27,7 +27,9 @@ _TYPES = {
     "string_type": "str",
     "int_type": "int",
     "int_from_float": "int",
+    "int_parsing": "int",
     "float_type": "float",
+    "float_parsing": "float",
     "bool_type": "bool",
     "list_type": "list",
     "dict_type": "dict",
@@ -70,7 +72,7 @@ def first_problem(
         return f"{field} is missing{more}"
     if first["type"] == "extra_forbidden":
         return f"{field} {_instead(str(loc[-1]), names(loc) if names else ())}{more}"
-    value, works = first["input"], _works(first, problems)
+    value, works = first["input"], what_works(first, problems)
     if names and first["type"] == "model_type":
         works = f"write a table of {', '.join(names([*loc, '']))}"
     has_own_words = first["type"] == "value_error" and isinstance(value, (dict, list))
@@ -94,7 +96,8 @@ def _instead(name: str, names: Iterable[str]) -> str:
     return f"is unknown; {did_you_mean(name, listed)}" if listed else "is not supported; leave it out"
 
 
-def _works(first: ErrorDetails, problems: Sequence[ErrorDetails]) -> str:
+def what_works(first: ErrorDetails, problems: Sequence[ErrorDetails]) -> str:
+    """What a field takes, by the first of its `problems`."""
     tags = [part for part in first["loc"] if _kind(part)]
     if tags:  # a union: what each of its branches takes
         place = first["loc"].index(tags[0])

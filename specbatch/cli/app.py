@@ -39,6 +39,7 @@ from specbatch.cli.trace import trace
 from specbatch.cli.train_draft import train_draft
 from specbatch.cli.values import bounded
 from specbatch.errors import FailedError, refuse
+from specbatch.field_errors import what_works
 
 # The disk failed or is full: no mistake of the user, so the exit status is 1.
 _WHILE_RUNNING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -72,7 +73,7 @@ def _reported(command: Callable[[], str | None]) -> Iterator[None]:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help of a group of commands
             raise
         where = error.ctx.command_path if error.ctx else command()
-        say(f"error: {_wrong_type(error) or ' '.join(error.format_message().split()).rstrip('.')} (see {where} --help)")
+        say(f"error: {_usage_error(error)} (see {where} --help)")
         raise typer.Exit(2) from error
     except BrokenPipeError:  # the reader of standard output has ended
         raise
@@ -84,13 +85,14 @@ def _reported(command: Callable[[], str | None]) -> Iterator[None]:
         raise typer.Exit(130) from stop
 
 
-def _wrong_type(error: Any) -> str | None:
-    """A value that is no number, by a Typer whose message has the option, but not the value."""
-    if not hasattr(error.__cause__, "errors"):  # of pydantic
-        return None
-    problem = error.__cause__.errors()[0]
-    works = {"int": "use a whole number", "float": "use a number"}.get(problem["type"].split("_")[0])
-    return str(refuse(error.param.name, problem["input"], works)) if works else None
+def _usage_error(error: Any) -> str:
+    """Of a value that pydantic refuses Typer's own message has no value."""
+    from pydantic import ValidationError
+
+    if isinstance(error.__cause__, ValidationError):
+        problems = error.__cause__.errors(include_url=False)
+        return str(refuse(error.param.name, problems[0]["input"], what_works(problems[0], problems)))
+    return " ".join(error.format_message().split()).rstrip(".")
 
 
 def _kept(stop: BaseException | None) -> list[str]:
