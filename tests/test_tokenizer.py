@@ -137,11 +137,11 @@ def test_chat_templates(tmp_path: Path, backend: Backend) -> None:
 
 def test_tool_calls_need_a_template_that_renders_them(tmp_path: Path, backend: Backend) -> None:
     template = (
-        "{% for m in messages %}{{ m.content is none }}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
+        "{% for m in messages %}{{ m.content is defined }}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
     )
     messages = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": {"a": 1}}}]}]
     tokenizer = Tokenizer.from_folder(write(tmp_path / "a", backend, chat_template=template))
-    assert tokenizer.apply_chat_template(messages) == 'True{"a": 1}'
+    assert tokenizer.apply_chat_template(messages) == 'False{"a": 1}'  # as in transformers
     other = Tokenizer.from_folder(write(tmp_path / "b", backend, chat_template="{{ messages[0].content }}"))
     with pytest.raises(SpecbatchError, match=r'^messages=\[\{.*"content": null.*does not render tool calls'):
         other.apply_chat_template(messages)
