@@ -1,4 +1,4 @@
-"""Special and added tokens of a tokenizer folder, from tokenizer.json and the files beside it, as transformers loads them.
+"""Special and added tokens of a tokenizer: those of tokenizer.json, and those that other files of its folder add.
 
 transformers 5.24 reads the files in this way. `added_tokens_decoder` of tokenizer_config.json stands in place of
 special_tokens_map.json and added_tokens.json, both of which are ignored where that key is, even if it is empty. Without
@@ -8,11 +8,11 @@ ids: first those with a stated id, in the order of these, then those with a name
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from specbatch.config_values import flag_of, table_of
-from specbatch.errors import SpecbatchError, refuse
+from specbatch.errors import refuse
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 DECODER, EXTRA, ADDITIONAL = "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"
@@ -54,15 +54,16 @@ def add_special_tokens(
         named["pad_token"] = tokenizer["padding"]["pad_token"]
     contents = {key: _content(key, token) for key, token in named.items() if token is not None}
     others = {_content(EXTRA, token): token for token in unnamed}
-    wanted = {}
+    usual = {contents[key] for key in NAMES if key in contents} | others.keys()
+    wanted: dict[str, Any] = {}
     for content in sorted(stated, key=stated.__getitem__):
-        if content in flags:
-            wanted[content] = _token(content, flags[content], special=content in contents.values())
-        elif content not in own:
-            wanted[content] = _token(content, None, special=content in others or content in contents.values())
+        if content in flags or content not in own:
+            token = flags.get(content, {"special": content in usual})
+            wanted[content] = _token(content, token, is_named=content in contents.values())
+    listed = wanted.keys() | own.keys()
     for content, token in [*((contents[key], named[key]) for key in contents), *others.items()]:
-        if content and content not in own and content not in wanted:
-            wanted[content] = _token(content, token, special=True)
+        if content and content not in listed:  # the last one of several tables counts
+            wanted[content] = _token(content, token, is_named=content in contents.values())
     report = _add(backend, wanted, most)
     found = {content: index for content, index in stated.items() if backend.token_to_id(content) is not None}
     differing = [content for content in found if own.get(content, found[content]) != found[content]]
@@ -78,12 +79,15 @@ def add_special_tokens(
 def _special_tokens(config: Table, beside: Table) -> tuple[Table, list[Any]]:
     """Special tokens by name, and those without a name, each a text or a table with its `content`. None: there is no
     token of this name."""
+    beside = {key: _as_special(token) for key, token in beside.items()}
     extra, additional = config.get(EXTRA), config.get(ADDITIONAL)
     if not extra and additional is not None:
         extra, additional = additional, None
     named: Table = {key: {**config, **beside}.get(key) for key in NAMES}
     for table in (beside, config):
-        named |= {key: table[key] for key in table if key not in NAMES and key.endswith("_token") and _is_token(table[key])}
+        named |= {
+            key: table[key] for key in table if key not in NAMES and key.endswith("_token") and _is_token(table[key])
+        }
     lists: list[list[Any]] = []
     for found in (extra, beside.get(EXTRA)):
         if isinstance(found, dict):
@@ -98,6 +102,13 @@ def _special_tokens(config: Table, beside: Table) -> tuple[Table, list[Any]]:
             raise refuse(ADDITIONAL, found, "it must be a list of tokens")
         lists.append(found or [])
     return named, [token for found in lists for token in found]
+
+
+def _as_special(value: Any) -> Any:
+    """A token of special_tokens_map.json, or a list of them. Older versions leave out that they are special."""
+    if isinstance(value, list):
+        return [_as_special(item) for item in value]
+    return value | {"special": True} if isinstance(value, dict) and "content" in value else value
 
 
 def _is_token(value: Any) -> bool:
@@ -118,13 +129,14 @@ def _index(where: str, index: Any) -> int:
     return found
 
 
-def _token(content: str, token: Any, *, special: bool) -> Any:
-    """A token with the flags of its table. special: whatever the table says, or without a table."""
+def _token(content: str, token: Any, *, is_named: bool) -> Any:
+    """A token with the flags of its table. A token that has a name is special, whatever the table says."""
     from tokenizers import AddedToken
 
-    given = token if isinstance(token, dict) else {"normalized": not special}
-    flags = {flag: flag_of(given, flag) for flag in _FLAGS if given.get(flag) is not None}
-    return AddedToken(content, **flags | ({"special": True} if special else {}))
+    given = token if isinstance(token, dict) else {"special": True}
+    found = AddedToken(content, **{flag: flag_of(given, flag) for flag in _FLAGS if given.get(flag) is not None})
+    found.special = found.special or is_named
+    return found
 
 
 def _add(backend: Any, wanted: Mapping[str, Any], most: int | None) -> list[str]:
@@ -148,8 +160,8 @@ def _check_ids(backend: Any, name: str, stated: Mapping[str, int], where: str) -
         found = backend.token_to_id(content)
         if content and found != index:
             works = (
-                f"{where} says that {content!r} has id {index}, and the tokenizers library gives it {found}; list added "
-                "tokens in the order of their ids and without gaps after the vocabulary, or correct the id"
+                f"{where} says that {content!r} has id {index}, and the tokenizers library gives it {found}; list "
+                "added tokens in the order of their ids, without gaps after the vocabulary, or correct the id"
             )
             raise refuse("tokenizer", name, works)
 

@@ -8,14 +8,14 @@ without `tokenizer.json`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specbatch.chat_template import ChatTemplate
 from specbatch.errors import refuse, refuse_json
 from specbatch.token_bytes import token_bytes
-from specbatch.tokenizer_files import Log, read_folder
+from specbatch.tokenizer_files import read_folder
 
 BYTE_EOS = 256
 _USUAL_CHARACTERS = 8  # of a token, at most
@@ -57,12 +57,15 @@ class Tokenizer:
 
     @classmethod
     def from_folder(
-        cls, folder: Path, *, name: str | None = None, log: Log | None = None, most: int | None = None
+        cls, folder: Path, *, name: str | None = None, log: Callable[[str], None] | None = None, most: int | None = None
     ) -> Tokenizer:
         """Read the folder of a model or tokenizer. `log` receives lines about files that disagree. With `most`, the
         number of the model's ids, files beside tokenizer.json add no tokens that it does not have. Raises
         SpecbatchError if that fails."""
-        found = read_folder(folder, log, most)
+        found = read_folder(folder, most, compare=log is not None)
+        if log is not None:
+            for line in found.report:
+                log(f"tokenizer {name or folder.name}: {line}")
         bos, end = (found.backend.token_to_id(found.special_tokens.get(key, "")) for key in ("bos_token", "eos_token"))
         return cls(
             found.backend,

@@ -1,8 +1,8 @@
-"""Whether transformers would split text otherwise than tokenizer.json says, because of the class that a model names.
+"""Whether the `tokenizer_class` of a model makes transformers split text otherwise than tokenizer.json says.
 
-Many tokenizer classes of transformers 5 (GPT2Tokenizer, Qwen2Tokenizer and 48 others in 5.24: those with an
-`__init__` of their own) take only the vocabulary and merges from tokenizer.json, and make normalizer and pre-tokenizer
-anew. Here tokenizer.json is used as it is, which is what the authors' own software wrote, and the difference is reported.
+Many tokenizer classes of transformers 5 (in 5.24 those with an `__init__` of their own: GPT2Tokenizer, Qwen2Tokenizer,
+GemmaTokenizer and others) take the vocabulary and merges from tokenizer.json, and make normalizer and pre-tokenizer
+anew. Here tokenizer.json is used as it is, and the difference is reported.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast", "PreTrainedTokenizer", "PythonBackend")  # use the file as it is
+_USE_THE_FILE = ("TokenizersBackend", "PreTrainedTokenizerFast", "PreTrainedTokenizer", "PythonBackend")
 _PARTS = ("normalizer", "pre_tokenizer")
 _KEPT = ("tokenizer_class", "add_prefix_space", "do_lower_case", "strip_accents", "legacy")
 
 
-def replaced_parts(backend: Any, tokenizer: dict[str, Any], described: dict[str, Any], config: dict[str, Any]) -> list[str]:
+def replaced_parts(
+    backend: Any, tokenizer: dict[str, Any], described: dict[str, Any], config: dict[str, Any]
+) -> list[str]:
     """A line for a class that replaces the normalizer or pre-tokenizer of tokenizer.json, else nothing.
 
     backend    the `tokenizers.Tokenizer` of tokenizer.json
     tokenizer, described, config   tokenizer.json, tokenizer_config.json and config.json
     """
     name = described.get("tokenizer_class") or config.get("tokenizer_class")
-    if not isinstance(name, str) or name in GENERIC:
+    if not isinstance(name, str) or name in _USE_THE_FILE:
         return []
     theirs = _made_by_transformers(tokenizer, {**described, "tokenizer_class": name}, config)
     ours = json.loads(backend.to_str())
@@ -34,8 +36,8 @@ def replaced_parts(backend: Any, tokenizer: dict[str, Any], described: dict[str,
     from transformers import __version__
 
     return [
-        f"transformers {__version__} replaces the {' and '.join(differing)} of tokenizer.json by that of {name}, the "
-        "tokenizer_class, and splits some texts into other tokens; the file is used as it is"
+        f"transformers {__version__} replaces the {' and '.join(differing)} of tokenizer.json for its tokenizer_class "
+        f"{name} and may split texts into other tokens; here the file is used as it is"
     ]
 
 

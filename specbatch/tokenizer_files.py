@@ -1,9 +1,8 @@
-"""Reads a folder with a tokenizer: tokenizer.json, the special tokens that other files add, end tokens, chat template."""
+"""Reads the files of a tokenizer: tokenizer.json, special tokens of other files, end tokens and chat template."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ from specbatch.tokenizer_class import replaced_parts
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")  # a folder with a tokenizer has one of them
 _MOST_IDS = 1 << 24
-Log = Callable[[str], None]
 
 
 class TokenizerFiles(NamedTuple):
@@ -26,6 +24,7 @@ class TokenizerFiles(NamedTuple):
     eos_ids         end tokens of config.json and generation_config.json
     add_bos         whether prompts begin with the bos token; None: the backend decides
     chat_template   the template for conversations
+    report          what users should know about the files, one line each
     """
 
     backend: Any
@@ -33,22 +32,21 @@ class TokenizerFiles(NamedTuple):
     eos_ids: tuple[int, ...]
     add_bos: bool | None
     chat_template: str | None
+    report: list[str]
 
 
-def read_folder(folder: Path, log: Log | None = None, most: int | None = None) -> TokenizerFiles:
-    """Read the folder of a model or tokenizer. log: receives lines about files that disagree; most: see
-    `add_special_tokens`. Raises SpecbatchError if that fails."""
+def read_folder(folder: Path, most: int | None = None, *, compare: bool = True) -> TokenizerFiles:
+    """Read the folder of a model or tokenizer. most: see `add_special_tokens`; compare: with what transformers would
+    make of the files, which takes a second or two. Raises SpecbatchError if that fails."""
     backend = _read_backend(folder)
     described, config = _read_table(folder / "tokenizer_config.json"), _read_table(folder / "config.json")
     if (folder / "tokenizer.json").is_file():
         found = json.loads((folder / "tokenizer.json").read_bytes())  # the library has read it, too
-        beside = [_read_table(folder / f"{name}.json") for name in ("special_tokens_map", "added_tokens")]
-        special, report = add_special_tokens(backend, str(folder), found, described, *beside, most)
-        report += replaced_parts(backend, found, described, config)
+        beside, added = (_read_table(folder / f"{name}.json") for name in ("special_tokens_map", "added_tokens"))
+        special, report = add_special_tokens(backend, str(folder), found, described, beside, added, most)
+        report += replaced_parts(backend, found, described, config) if compare else []
     else:
         backend, special, report = backend.backend_tokenizer, dict(backend.special_tokens_map), []
-    for line in report if log is not None else ():
-        log(f"tokenizer: {line}")
     ends = token_ids(config, "eos_token_id") + token_ids(table_of(config, "text_config"), "eos_token_id")
     return TokenizerFiles(
         backend,
@@ -56,6 +54,7 @@ def read_folder(folder: Path, log: Log | None = None, most: int | None = None) -
         ends + token_ids(_read_table(folder / "generation_config.json"), "eos_token_id"),
         None if described.get("add_bos_token") is None else flag_of(described, "add_bos_token"),
         _read_chat_template(folder, described),
+        report,
     )
 
 

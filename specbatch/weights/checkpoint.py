@@ -185,8 +185,8 @@ def _open_hub(
 
 def open_tokenizer(tokenizer: str, log: Log | None = None) -> Tokenizer:
     """The tokenizer of a known model, of a .gguf file, of a folder (with tokenizer.json or a single .gguf) or of a hub
-    id, in this order. `log` receives lines about downloads and about files that disagree. Raises SpecbatchError if there
-    is none."""
+    id, in this order. `log` receives lines about downloads and about files that disagree. Raises SpecbatchError if
+    there is none."""
     from specbatch.tokenizer import Tokenizer
     from specbatch.weights import hub
     from specbatch.weights.known_models import KNOWN_MODELS, pull
@@ -198,9 +198,8 @@ def open_tokenizer(tokenizer: str, log: Log | None = None) -> Tokenizer:
         return _tokenizer_of_gguf(path, tokenizer, log)
     if not os.path.isdir(path):
         if _looks_like_a_path(tokenizer) or tokenizer.count("/") != 1:
-            works = (
-                f"give a known name ({', '.join(KNOWN_MODELS)}), a folder with tokenizer.json, a .gguf file, or a hub id"
-            )
+            names = ", ".join(KNOWN_MODELS)
+            works = f"give a known name ({names}), a folder with tokenizer.json, a .gguf file or a hub id"
             raise refuse("tokenizer", tokenizer, f"no such name, file or folder; {works}")
         path = hub.snapshot("tokenizer", tokenizer, hub.TOKENIZER_FILES, works="give a folder with tokenizer.json")
     ggufs = sorted(path.glob("*.gguf"))

@@ -23,8 +23,8 @@ _NAMES = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "seperator": "sep_token", "padding": "pad_token",
     "cls": "cls_token", "mask": "mask_token",
 }  # fmt: skip
-# Tokens at which llama.cpp ends an answer (the set of end-of-generation tokens in src/llama-vocab.cpp): those with these
-# roles, and special tokens with these names, of which files declare few or none.
+# Where llama.cpp ends an answer (the end-of-generation tokens of src/llama-vocab.cpp): at tokens with these roles, and
+# at special tokens with these names, few of which a file declares.
 _END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 END_MARKS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
