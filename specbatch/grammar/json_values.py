@@ -119,9 +119,7 @@ def is_of(value: Any, kind: Any) -> bool:
 
 def as_integer(value: Any) -> Any:
     """A value, in which a number without a fraction, such as 1.0 or 2E+1, is an integer."""
-    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
-        return int(Decimal(repr(value)))  # 1e23 is 10^23, and the nearest double is not
-    return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def literal(value: Any, place: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specbatch.errors import refuse
+from specbatch.errors import SpecbatchError, refuse
 from specbatch.models.config import ModelConfig
 from specbatch.text_files import read_json
 from specbatch.tokenizer_files import TOKENIZER_FILES
@@ -214,7 +214,12 @@ def _tokenizer_of_gguf(path: Path, name: str, log: Log | None) -> Tokenizer:
     from specbatch.weights.gguf_tokenizer import write_tokenizer
 
     with TemporaryDirectory() as scratch:
-        write_tokenizer(path, Path(scratch))
+        try:
+            write_tokenizer(path, Path(scratch))
+        except SpecbatchError as error:
+            if error.setting != "model" or error.works is None:
+                raise
+            raise refuse("tokenizer", error.value, error.works) from None
         return Tokenizer.from_folder(Path(scratch), name=name, log=log)
 
 

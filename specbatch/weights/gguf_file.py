@@ -89,13 +89,13 @@ _ROPE_KEYS = {
 
 
 class GgufFile:
-    """An open GGUF file.
+    """An open GGUF file. is_whole: refuse one part of several, of which the first has all metadata.
 
     arch     its `general.architecture`
     tensors  name in the file -> tensor
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_whole: bool = True) -> None:
         from specbatch.weights.gguf_header import GgufError, read_gguf
 
         self.path = path
@@ -103,7 +103,7 @@ class GgufFile:
             self._metadata, self.tensors = read_gguf(path)
         except (GgufError, UnreadableError) as error:
             raise self.refusal(str(error)) from None
-        if self.metadata("split.count", 1) != 1:
+        if is_whole and self.metadata("split.count", 1) != 1:
             raise self.refusal("it is one part of several; merge them with llama-gguf-split --merge")
         self.arch: str = self.required("general.architecture", str)
 

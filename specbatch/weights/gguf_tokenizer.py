@@ -57,7 +57,7 @@ def write_tokenizer(path: Path, folder: Path) -> None:
 
     Raises SpecbatchError for an unknown tokenizer or pre-tokenizer.
     """
-    file = GgufFile(path)
+    file = GgufFile(path, is_whole=False)
     tokens, types = _list(file, "tokens", str), _list(file, "token_type", int)
     if len(tokens) != len(types):
         raise file.refusal(f"its metadata has {len(tokens)} tokens and the types of {len(types)}")
