@@ -19,7 +19,7 @@ from typing import Any
 
 from specbatch import template_worker
 from specbatch.errors import refuse
-from specbatch.template_worker import MEMORY_EXCEEDED, REFUSED
+from specbatch.template_worker import FAILED, MEMORY_EXCEEDED, REFUSED
 
 LONGEST = 1 << 20  # characters of a template
 CPU_SECONDS = 3.0  # for a rendering
@@ -67,6 +67,9 @@ class ChatTemplate:
             kind, text = self._ahead.get(request) or self._ask(marshal.dumps([request]))
         if kind == REFUSED:
             raise refuse("chat_template", self.name, f"it does not accept these messages ({text})")
+        if kind == FAILED:
+            works = f"it has an error, which may show with some messages only ({text}); correct it, or use another"
+            raise refuse("chat_template", self.name, works)
         self._rendered = True
         return text
 
@@ -117,8 +120,8 @@ class ChatTemplate:
         self._owner = os.getpid()
         weakref.finalize(self, _stop, self._process, self._owner)
         kind, text = self._ask(self.source.encode(errors="surrogatepass"))
-        if kind == REFUSED:
-            self._failure = f"it cannot be read ({text})"
+        if kind == FAILED:
+            self._failure = f"it cannot be read ({text}); correct it, or use another"
 
     def _ask(self, request: bytes) -> tuple[int, str]:
         """The kind and the text of the reply. Raises SpecbatchError if there is none because of a limit."""

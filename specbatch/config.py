@@ -402,7 +402,7 @@ class EngineConfig:
         "auto", "dummy: random weights, for a named shape or a config.json.", choices=LOAD_FORMATS
     )
     tokenizer: str | None = setting(
-        None, "Known name, folder or hub id of a tokenizer to use instead of the model's own."
+        None, "Known name, folder, .gguf file or hub id of a tokenizer to use instead of the model's own."
     )
     max_running: int = setting(32, "Requests that decode at the same time.", whole(1))
     max_model_len: int | None = setting(

@@ -13,25 +13,46 @@ import marshal
 import resource
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
 from typing import Any, BinaryIO, NoReturn
 
-TEXT, REFUSED, MEMORY_EXCEEDED = b"tem"
+TEXT, REFUSED, FAILED, MEMORY_EXCEEDED = b"trfm"
 _LONGEST_REASON = 300  # characters
 
 
+class RefusedError(Exception):
+    """What a template raises itself for messages that it does not take. Other errors are faults of the template."""
+
+
 def environment() -> Any:
-    """Jinja's sandbox with the functions and filters that chat templates expect."""
+    """Jinja's sandbox with the functions, filters and tags that chat templates expect, as in transformers 5.24."""
     import jinja2
+    from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    def raise_exception(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
+    class Generation(Extension):
+        """`{% generation %}` marks what the model writes, for training. Its body is rendered."""
 
-    found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    found.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)  # what is set in it is not set after it
+
+    def tojson(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def raise_exception(message: Any) -> NoReturn:
+        raise RefusedError(message)
+
+    found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    found.filters["tojson"] = tojson
     found.globals["raise_exception"] = raise_exception
     found.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return found
@@ -57,10 +78,19 @@ def attempt(call: Callable[[], Any], seconds: float) -> tuple[int, Any]:
         return TEXT, call()
     except MemoryError:
         return MEMORY_EXCEEDED, b""
-    except Exception as error:  # a template can raise any of them
+    except RefusedError as error:
         return REFUSED, reason(error).encode(errors="backslashreplace")
+    except Exception as error:  # a template can raise any of them
+        return FAILED, f"{place(error)}{reason(error)}".encode(errors="backslashreplace")
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def place(error: Exception) -> str:
+    """The line of a template that an error comes from, as the beginning of a reason."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    line = lines[-1] if lines else getattr(error, "lineno", None)
+    return "" if line is None else f"line {line}: "
 
 
 def reason(error: Exception) -> str:

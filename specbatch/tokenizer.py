@@ -8,18 +8,16 @@ without `tokenizer.json`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specbatch.chat_template import ChatTemplate
-from specbatch.config_values import flag_of, table_of, token_ids
 from specbatch.errors import refuse, refuse_json
-from specbatch.text_files import read_json, read_text
 from specbatch.token_bytes import token_bytes
+from specbatch.tokenizer_files import read_folder
 
 BYTE_EOS = 256
-_MOST_IDS = 1 << 24
 _USUAL_CHARACTERS = 8  # of a token, at most
 _PADDING = re.compile(r"|\[PAD\d+\]")  # names of padding ids
 
@@ -46,6 +44,8 @@ class Tokenizer:
         special_tokens: dict[str, str] | None = None,
     ) -> None:
         """`backend` is a `tokenizers.Tokenizer`. With `add_bos` None the backend decides."""
+        backend.no_truncation()  # both are the state of whoever saved the file, and not of the model
+        backend.no_padding()
         self.name = name
         self.eos_ids = frozenset(eos_ids)
         self.bos_id = bos_id
@@ -56,25 +56,25 @@ class Tokenizer:
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @classmethod
-    def from_folder(cls, folder: Path, *, name: str | None = None) -> Tokenizer:
-        """Read the folder of a model or tokenizer. Raises SpecbatchError if that fails."""
-        backend = _read_backend(folder)
-        described = _read_table(folder / "tokenizer_config.json")
-        special = {key: _text(described.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        tokens = {key: text for key, text in special.items() if text is not None}
-        config = _read_table(folder / "config.json")
-        ends = token_ids(config, "eos_token_id") + token_ids(table_of(config, "text_config"), "eos_token_id")
-        ends += token_ids(_read_table(folder / "generation_config.json"), "eos_token_id")
-        end = backend.token_to_id(tokens["eos_token"]) if "eos_token" in tokens else None
-        bos_id = backend.token_to_id(tokens["bos_token"]) if "bos_token" in tokens else None
+    def from_folder(
+        cls, folder: Path, *, name: str | None = None, log: Callable[[str], None] | None = None, most: int | None = None
+    ) -> Tokenizer:
+        """Read the folder of a model or tokenizer. `log` receives lines about files that disagree. With `most`, the
+        number of the model's ids, files beside tokenizer.json add no tokens that it does not have. Raises
+        SpecbatchError if that fails."""
+        found = read_folder(folder, most, compare=log is not None)
+        if log is not None:
+            for line in found.report:
+                log(f"tokenizer {name or folder.name}: {line}")
+        bos, end = (found.backend.token_to_id(found.special_tokens.get(key, "")) for key in ("bos_token", "eos_token"))
         return cls(
-            backend,
+            found.backend,
             name=name or folder.name,
-            eos_ids=ends if end is None else (*ends, end),
-            bos_id=bos_id,
-            add_bos=None if described.get("add_bos_token") is None else flag_of(described, "add_bos_token"),
-            chat_template=_read_chat_template(folder, described),
-            special_tokens=tokens,
+            eos_ids=found.eos_ids if end is None else (*found.eos_ids, end),
+            bos_id=bos,
+            add_bos=found.add_bos,
+            chat_template=found.chat_template,
+            special_tokens=found.special_tokens,
         )
 
     @property
@@ -133,8 +133,10 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, enable_thinking: bool | None
     ) -> dict[str, Any]:
         switch = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        prompt = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        return prompt | switch | self._special_tokens
+        # As in transformers: a key without a value is not there, since many templates write "None" for one.
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        prompt = {"messages": given, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        return self._special_tokens | prompt | switch
 
     def vocabulary(self) -> list[str]:
         """Token strings by id; "" for unused ids."""
@@ -220,60 +222,3 @@ def _without_padding(tokens: list[str]) -> list[str]:
     while used and _PADDING.fullmatch(tokens[used - 1]):
         used -= 1
     return tokens[:used]
-
-
-def _read_backend(folder: Path) -> Any:
-    path = folder / "tokenizer.json"
-    works = "name a folder with tokenizer.json as tokenizer"
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
-        raise refuse("tokenizer", str(folder), f"the folder has no tokenizer; {works}")
-    try:
-        if path.is_file():
-            from tokenizers import Tokenizer as Backend
-
-            found = Backend.from_file(str(path))
-        else:
-            from transformers import AutoTokenizer
-
-            # Without these, transformers offers to run code that tokenizer_config.json names, and looks for files on
-            # the hub.
-            found = AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=False, local_files_only=True
-            ).backend_tokenizer
-        most = max(found.get_vocab(with_added_tokens=True).values(), default=0)
-    except Exception as error:  # for a malformed file both libraries raise plain Exception, among others
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise refuse("tokenizer", str(folder), f"it cannot be read ({lines[0]}); {works}") from None
-    if most >= _MOST_IDS:
-        raise refuse("tokenizer", str(folder), f"it has a token with id {most}; ids are below {_MOST_IDS}")
-    return found
-
-
-def _read_table(path: Path) -> dict[str, Any]:
-    """The object of a JSON file; empty without the file."""
-    if not path.is_file():
-        return {}
-    found = read_json("tokenizer", path, "download it again")
-    if not isinstance(found, dict):
-        raise refuse("tokenizer", str(path), "it must hold a JSON object; download it again")
-    return found
-
-
-def _text(token: Any) -> str | None:
-    """A special token: a string, or an object with its `content`."""
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) else None
-
-
-def _read_chat_template(folder: Path, described: dict[str, Any]) -> str | None:
-    own = folder / "chat_template.jinja"
-    if own.is_file():
-        return read_text("chat_template", own, "download it again")
-    found = described.get("chat_template")
-    if isinstance(found, list):  # several named templates; "default" is for conversations
-        named = [item for item in found if isinstance(item, dict) and item.get("name") == "default"]
-        found = named[0].get("template") if named else None
-    if found is not None and not isinstance(found, str):
-        works = "it must be a text, or a list of named ones; download tokenizer_config.json again"
-        raise refuse("chat_template", found, works)
-    return found

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from chat_templates import REFUSED, RENDERED
 from crossed import slow_but
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from specbatch import chat_template
 from specbatch.chat_template import ChatTemplate
@@ -205,3 +206,80 @@ def test_a_forked_process_starts_its_own() -> None:
         os._exit(0 if template.render(messages=2) == "2" else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert template.render(messages=3) == "3"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("\n{% for %}", "it cannot be read (line 2: Expected an expression"),
+        ("a\n{{ 1 | nofilter }}", "it cannot be read (line 2: No filter named 'nofilter'"),
+        ("{% generation %}x", "it cannot be read (line 1: Unexpected end of template"),
+        ("x{% endgeneration %}", "it cannot be read (line 1: Encountered unknown tag 'endgeneration'"),
+        (
+            "\n\n{{ messages[0].a.b }}",
+            "it has an error, which may show with some messages only (line 3: 'dict object' has",
+        ),
+        (
+            "{% if true %}{{ 1 | nofilter }}{% endif %}",
+            "it has an error, which may show with some messages only (line 1: ",
+        ),
+        ("{{ messages | tojson(colour=1) }}", "it has an error, which may show with some messages only (line 1: "),
+        ("{{ nothing | tojson }}", "line 1: Object of type Undefined is not JSON serializable"),
+        ("{{ raise_exception('no system') }}", "it does not accept these messages (no system)"),
+        ("{% generation %}{{ raise_exception(5) }}{% endgeneration %}", "it does not accept these messages (5)"),
+    ],
+)
+def test_a_template_at_fault_and_messages_at_fault_are_told_apart(template: str, reason: str) -> None:
+    assert reason in (message := refusal(ChatTemplate(template, "mine")))
+    assert ("does not accept these messages" in message) == ("raise_exception" in template)
+
+
+def with_tags(template: str) -> str:
+    return template.replace("{g}", "{% generation %}").replace("{e}", "{% endgeneration %}")
+
+
+def rendered_by_transformers(template: str, messages: Any) -> str:
+    return str(render_jinja_template([messages], chat_template=template)[0][0])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{g}{{ messages[0].content }}{e}",
+        "{% for m in messages %}{%- generation -%}  {{ m.content }}  {%- endgeneration -%}{% endfor %}|",
+        "{% for m in messages %}  {g}\n{{ m.content }}\n  {e}\n{% endfor %}|",
+        "{% for m in messages %}{% if loop.last %}{g}{{ loop.index }}{e}{% endif %}{% endfor %}",
+        "{g}{% for m in messages %}{% if m.content %}{{ m.role }}{% else %}-{% endif %}{% endfor %}{e}",
+        "{g}a{e}{g}{e}{g}b{e}",
+        "{g}{g}{{ messages | length }}{e}{e}",
+        "{% set x = 'a' %}{g}{% set x = 'b' %}{{ x }}{e}{{ x }}",
+        "{% set n = namespace(x='a') %}{g}{% set n.x = 'b' %}{e}{{ n.x }}",
+        "{% macro f(x) %}{g}<{{ x }}>{e}{% endmacro %}{{ f('q') }}{{ f(messages[0].role) }}",
+        "{% for m in messages %}{g}{% set t = m.content | trim %}{{ t | upper }}{e}{% endfor %}",
+    ],
+)
+def test_the_generation_tag_renders_its_body(template: str) -> None:
+    template = with_tags(template)
+    messages = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "4"}]
+    assert ChatTemplate(template, "mine").render(messages=messages) == rendered_by_transformers(template, messages)
+
+
+def test_the_generation_tag_may_hold_a_break() -> None:
+    """In transformers it ends with a SyntaxError, as the tag's body is a function there."""
+    template = with_tags("{% for a in 'xyz' %}{g}{{ a }}{% if a == 'y' %}{% break %}{% endif %}{e}{% endfor %}")
+    assert ChatTemplate(template, "mine").render() == "xy"
+
+
+OPTIONS = (
+    "", "ensure_ascii=False", "ensure_ascii=true", "true", "false, 2", "True, none, [',', ':'], True", "indent=4",
+    "false, 1, [';', '='], true", "separators=(',', ':')", "sort_keys=true, indent=none", "indent='--'",
+    "ensure_ascii=true, indent=2, separators=[',', ': '], sort_keys=true", "indent=0, ensure_ascii=false",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_tojson_takes_the_options_of_transformers(options: str) -> None:
+    value = {"k": "Köln <>&'\"\u2028", "b": [1, 2.5, None, True, {"z": "ß", "a": []}], "a": {}}
+    template = f"{{{{ messages[0].content | tojson({options}) }}}}|{{{{ messages | tojson({options}) }}}}"
+    messages = [{"role": "user", "content": value}]
+    assert ChatTemplate(template, "mine").render(messages=messages) == rendered_by_transformers(template, messages)

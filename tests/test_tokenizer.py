@@ -13,6 +13,7 @@ from limits import limited
 from tokenizers import AddedToken, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel
+from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from specbatch.errors import SpecbatchError
@@ -108,6 +109,30 @@ def test_bos_token_is_added_if_the_files_require_it(
     assert tokenizer.encode("hello", add_special_tokens=False) == plain
 
 
+@pytest.mark.parametrize("direction", ["Left", "Right"])
+def test_truncation_and_padding_of_the_file_are_off(direction: str, tmp_path: Path, backend: Backend) -> None:
+    """Both are the state of whoever saved the file. transformers clears them at each call."""
+    truncation = {"direction": direction, "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    padding = {"direction": direction, "pad_to_multiple_of": None, "pad_id": 297, "pad_type_id": 0}
+    padding["pad_token"] = "<|im_end|>"
+    folder = write(tmp_path, backend)
+    described = json.loads((folder / "tokenizer.json").read_text())
+    for strategy, multiple in (({"Fixed": 100}, None), ("BatchLongest", 64), ({"Fixed": 2}, 8)):
+        saved = padding | {"strategy": strategy, "pad_to_multiple_of": multiple}
+        for cut in (truncation, None):
+            (folder / "tokenizer.json").write_text(json.dumps(described | {"truncation": cut, "padding": saved}))
+            tokenizer, theirs = Tokenizer.from_folder(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+            for text in TEXTS:
+                assert tokenizer.encode(text) == theirs.encode(text) == backend.encode(text).ids
+
+
+def test_truncation_of_files_that_transformers_reads_is_off(tmp_path: Path, backend: Backend) -> None:
+    changed = clone(backend)
+    changed.enable_truncation(3)
+    changed.enable_padding(length=50)
+    assert Tokenizer(changed, name="mine").encode(TEXTS[0]) == backend.encode(TEXTS[0]).ids
+
+
 def test_chat_templates(tmp_path: Path, backend: Backend) -> None:
     messages = [{"role": "user", "content": "1 < 2 & 'x'"}]
     template = """{{ bos_token }}{% for m in messages %}
@@ -135,13 +160,39 @@ def test_chat_templates(tmp_path: Path, backend: Backend) -> None:
         without.apply_chat_template(messages)
 
 
+def test_values_of_none_are_left_out_of_messages(tmp_path: Path, backend: Backend) -> None:
+    """As in transformers: templates write "None" for them, or take a branch with tool calls."""
+    template = "{% for m in messages %}{{ m.content }}{% if 'tool_calls' in m %}!{% endif %}{% endfor %}"
+    messages = [{"role": "assistant", "content": None, "tool_calls": None}, {"role": "user", "content": "x"}]
+    folder = write(tmp_path, backend, chat_template=template)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(messages, tokenize=False)
+    assert Tokenizer.from_folder(folder).apply_chat_template(messages) == theirs == "x"
+
+
+@pytest.mark.parametrize("name", ["tools", "documents"])
+def test_templates_see_that_there_are_no_tools_and_documents(name: str, tmp_path: Path, backend: Backend) -> None:
+    tests = ("is none", "is not none", "== none", "is defined", "| tojson", "", "| default('d')", "or 'o'")
+    template = "".join(f"[{{{{ {name} {test} }}}}]" for test in tests)
+    folder = write(tmp_path, backend, chat_template=template + f"{{% if {name} %}}yes{{% endif %}}")
+    messages = [{"role": "user", "content": "x"}]
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(messages, tokenize=False)
+    assert Tokenizer.from_folder(folder).apply_chat_template(messages) == theirs
+    assert theirs == "[True][False][True][True][null][None][None][o]"
+
+
+def test_special_tokens_do_not_replace_other_variables(tmp_path: Path, backend: Backend) -> None:
+    described = {"extra_special_tokens": {"messages": "<|im_start|>", "tools": "<|im_end|>"}}
+    folder = write(tmp_path, backend, tokenizer_config=described, chat_template="{{ messages[0].content }}{{ tools }}")
+    assert Tokenizer.from_folder(folder).apply_chat_template([{"role": "user", "content": "x"}]) == "xNone"
+
+
 def test_tool_calls_need_a_template_that_renders_them(tmp_path: Path, backend: Backend) -> None:
     template = (
-        "{% for m in messages %}{{ m.content is none }}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
+        "{% for m in messages %}{{ m.content is defined }}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
     )
     messages = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": {"a": 1}}}]}]
     tokenizer = Tokenizer.from_folder(write(tmp_path / "a", backend, chat_template=template))
-    assert tokenizer.apply_chat_template(messages) == 'True{"a": 1}'
+    assert tokenizer.apply_chat_template(messages) == 'False{"a": 1}'  # as in transformers
     other = Tokenizer.from_folder(write(tmp_path / "b", backend, chat_template="{{ messages[0].content }}"))
     with pytest.raises(SpecbatchError, match=r'^messages=\[\{.*"content": null.*does not render tool calls'):
         other.apply_chat_template(messages)

@@ -91,7 +91,7 @@ def types(schema: Mapping[str, Any], place: str) -> list[str] | None:
 
 
 def bounds(schema: Mapping[str, Any], low: str, high: str, place: str) -> tuple[int, int | None]:
-    least, most = schema.get(low, 0), schema.get(high)
+    least, most = as_integer(schema.get(low, 0)), as_integer(schema.get(high))
     for name, value in ((low, least), (high, most)):
         if name in schema and (value is None or not (is_whole(value) and 0 <= value <= MOST)):
             raise SchemaError(f"{place}/{name} must be a whole number from 0 to {MOST}")
@@ -108,12 +108,18 @@ def literals(schema: Mapping[str, Any], keys: Collection[str], place: str) -> st
     for value in values:
         if not any(is_of(value, kind) for kind in kinds):
             raise SchemaError(f"{place} has {json.dumps(value)}, which is not of its type")
-    return any_of([literal(value, place) for value in values])
+    return any_of([literal(value if "number" in kinds else as_integer(value), place) for value in values])
 
 
 def is_of(value: Any, kind: Any) -> bool:
-    """Whether a value has a type."""
-    return isinstance(value, TYPES.get(str(kind), ())) and (kind == "boolean" or not isinstance(value, bool))
+    """Whether a value has a type. 1.0 is an integer (JSON Schema 2020-12, core, section 4.2.3)."""
+    found = as_integer(value) if kind == "integer" else value
+    return isinstance(found, TYPES.get(str(kind), ())) and (kind == "boolean" or not isinstance(found, bool))
+
+
+def as_integer(value: Any) -> Any:
+    """A value, in which a number without a fraction, such as 1.0 or 2E+1, is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def literal(value: Any, place: str) -> str:
@@ -168,7 +174,7 @@ def _inside_string(pattern: str, place: str) -> str:
 def integer(schema: Mapping[str, Any], place: str) -> str:
     least, most = -math.inf, math.inf
     for name in KEYWORDS["integer"] & schema.keys():
-        value = schema[name]
+        value = as_integer(schema[name])
         if not is_number(value):
             raise SchemaError(f"{place}/{name} must be a number")
         if "inimum" in name:

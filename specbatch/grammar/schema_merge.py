@@ -10,7 +10,17 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from specbatch.grammar.json_values import KEYWORDS, TYPES, NoValueError, SchemaError, is_of, list_of, only, types
+from specbatch.grammar.json_values import (
+    KEYWORDS,
+    TYPES,
+    NoValueError,
+    SchemaError,
+    as_integer,
+    is_of,
+    list_of,
+    only,
+    types,
+)
 from specbatch.settings import is_number
 
 _LIMITS: dict[str, Callable[[Sequence[Any]], Any]] = {
@@ -48,7 +58,7 @@ def merged(parts: Sequence[Place]) -> dict[str, Any]:
             found[name] = _limit(name, values) if name in _LIMITS else _only_one(name, values)
     found |= _array(parts) | _object(parts)
     if any(name in part.schema for part in parts for name in ("enum", "const")):
-        return {"enum": _literals(parts, found, where)}
+        return {name: found[name] for name in ("type",) if kinds} | {"enum": _literals(parts, found, where)}
     if kinds is not None:  # what says nothing about these types has no effect
         known = {"type"}.union(*(KEYWORDS[kind] for kind in kinds))
         found = {name: value for name, value in found.items() if name in known}
@@ -175,7 +185,7 @@ def _key(value: Any) -> str:
             return {name: plain(inner) for name, inner in value.items()}
         if isinstance(value, list):
             return [plain(inner) for inner in value]
-        return int(value) if isinstance(value, float) and value.is_integer() else value
+        return as_integer(value)
 
     return json.dumps(plain(value), sort_keys=True)
 
@@ -183,8 +193,6 @@ def _key(value: Any) -> str:
 def _accepts(value: Any, schema: dict[str, Any], where: str) -> bool:
     """Whether a value has a type of the schema and is within its limits."""
     kinds = [kind for kind in TYPES if is_of(value, kind)]
-    if isinstance(value, float) and value.is_integer():
-        kinds.append("integer")
     if not set(kinds) & set(schema.get("type", TYPES)):
         return False
     size = value if is_number(value) else len(value) if isinstance(value, (str, list)) else 0

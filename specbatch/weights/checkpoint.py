@@ -8,9 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specbatch.errors import refuse
+from specbatch.errors import SpecbatchError, refuse
 from specbatch.models.config import ModelConfig
 from specbatch.text_files import read_json
+from specbatch.tokenizer_files import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     import torch
@@ -183,25 +184,43 @@ def _open_hub(
 
 
 def open_tokenizer(tokenizer: str, log: Log | None = None) -> Tokenizer:
-    """The tokenizer of a known model, of a folder with tokenizer.json or of a hub id, in this order. `log` receives
-    lines about downloads. Raises SpecbatchError if there is none."""
+    """The tokenizer of a known model, of a .gguf file, of a folder (with tokenizer.json or a single .gguf) or of a hub
+    id, in this order. `log` receives lines about downloads and about files that disagree. Raises SpecbatchError if
+    there is none."""
     from specbatch.tokenizer import Tokenizer
     from specbatch.weights import hub
     from specbatch.weights.known_models import KNOWN_MODELS, pull
 
+    path = Path(os.path.expanduser(tokenizer))
     if tokenizer in KNOWN_MODELS:
-        from specbatch.weights.gguf_tokenizer import write_tokenizer
-
-        with TemporaryDirectory() as scratch:  # the weights are not converted
-            write_tokenizer(pull(tokenizer, log), Path(scratch))
-            return Tokenizer.from_folder(Path(scratch), name=tokenizer)
-    folder = Path(os.path.expanduser(tokenizer))
-    if not os.path.isdir(folder):
+        return _tokenizer_of_gguf(pull(tokenizer, log), tokenizer, log)
+    if os.path.isfile(path) and path.suffix == ".gguf":
+        return _tokenizer_of_gguf(path, tokenizer, log)
+    if not os.path.isdir(path):
         if _looks_like_a_path(tokenizer) or tokenizer.count("/") != 1:
-            works = f"give a known name ({', '.join(KNOWN_MODELS)}), a folder with tokenizer.json, or a hub id"
-            raise refuse("tokenizer", tokenizer, f"no such name or folder; {works}")
-        folder = hub.snapshot("tokenizer", tokenizer, hub.TOKENIZER_FILES, works="give a folder with tokenizer.json")
-    return Tokenizer.from_folder(folder, name=tokenizer)
+            names = ", ".join(KNOWN_MODELS)
+            works = f"give a known name ({names}), a folder with tokenizer.json, a .gguf file or a hub id"
+            raise refuse("tokenizer", tokenizer, f"no such name, file or folder; {works}")
+        path = hub.snapshot("tokenizer", tokenizer, hub.TOKENIZER_FILES, works="give a folder with tokenizer.json")
+    ggufs = sorted(path.glob("*.gguf"))
+    if len(ggufs) == 1 and not any((path / name).is_file() for name in TOKENIZER_FILES):
+        return _tokenizer_of_gguf(ggufs[0], tokenizer, log)
+    return Tokenizer.from_folder(path, name=tokenizer, log=log)
+
+
+def _tokenizer_of_gguf(path: Path, name: str, log: Log | None) -> Tokenizer:
+    """The tokenizer of a GGUF file, whose weights are not converted."""
+    from specbatch.tokenizer import Tokenizer
+    from specbatch.weights.gguf_tokenizer import write_tokenizer
+
+    with TemporaryDirectory() as scratch:
+        try:
+            write_tokenizer(path, Path(scratch))
+        except SpecbatchError as error:
+            if error.setting != "model" or error.works is None:
+                raise
+            raise refuse("tokenizer", error.value, error.works) from None
+        return Tokenizer.from_folder(Path(scratch), name=name, log=log)
 
 
 def _refuse_safetensors(load_format: str, model: str) -> None:

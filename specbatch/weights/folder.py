@@ -99,6 +99,7 @@ class FolderCheckpoint:
         self.name = name
         self.origin = origin
         self._tokenizer = tokenizer
+        self._log = log
         if not (folder / "config.json").is_file():
             raise refuse("model", str(folder), "the folder has safetensors but no config.json")
         self.config = read(_described(folder))
@@ -144,9 +145,10 @@ class FolderCheckpoint:
         return stored.reshape(-1, 1).expand(self._outputs[name], 1) if name in self._outputs else stored
 
     def tokenizer(self) -> Tokenizer:
-        found = self._tokenizer or Tokenizer.from_folder(self.folder, name=self.name)
-        if found.vocab_size > self.config.vocab_size:
-            works = f"it has {found.vocab_size} ids and {self.name} has embeddings for {self.config.vocab_size}"
+        most = self.config.vocab_size
+        found = self._tokenizer or Tokenizer.from_folder(self.folder, name=self.name, log=self._log, most=most)
+        if found.vocab_size > most:
+            works = f"it has {found.vocab_size} ids and {self.name} has embeddings for {most}"
             raise refuse("tokenizer", found.name, works)
         self._tokenizer = found  # cached: a draft's vocabulary is compared with it
         return found

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 SHARD_BYTES = 1 << 30  # size of the files with converted weights, which bounds the memory in use
-FORMAT = "gguf-2"  # the cache's subfolder; raise the number when the conversion changes
+FORMAT = "gguf-3"  # the cache's subfolder; raise the number when the conversion changes
 
 
 class GgufCheckpoint(FolderCheckpoint):
@@ -45,7 +45,7 @@ class GgufCheckpoint(FolderCheckpoint):
         log: Log | None = None,
         sha256: str | None = None,
     ) -> None:
-        super().__init__(convert(path, log, sha256), name=name, origin=origin, tokenizer=tokenizer)
+        super().__init__(convert(path, log, sha256), name=name, origin=origin, tokenizer=tokenizer, log=log)
         self.path = path
         if self.config.rope.source == "rope_parameters":
             self.config = replace(self.config, rope=replace(self.config.rope, source="gguf"))

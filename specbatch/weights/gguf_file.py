@@ -69,6 +69,7 @@ _NAMES_OF = {"gemma3": _GEMMA3_NAMES, "phi3": _PHI3_NAMES, "lfm2": _LFM2_NAMES}
 _NAMES_OF |= {
     arch: (_LFM2_NAMES if arch == "lfm2moe" else _LAYER_NAMES) | names for arch, names in gguf_mixtures.NAMES.items()
 }
+_NO_TOKEN = (-1, 2**32 - 1, 2**64 - 1)  # llama.cpp's LLAMA_TOKEN_NULL, -1, also as an unsigned number
 _WINDOWED = ("llama", "gemma3", "gpt-oss", "phi3")
 # LongRoPE in a file: name of the tensor -> key of a config.json.
 _FACTORS = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
@@ -88,13 +89,13 @@ _ROPE_KEYS = {
 
 
 class GgufFile:
-    """An open GGUF file.
+    """An open GGUF file. is_whole: refuse one part of several, of which the first has all metadata.
 
     arch     its `general.architecture`
     tensors  name in the file -> tensor
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_whole: bool = True) -> None:
         from specbatch.weights.gguf_header import GgufError, read_gguf
 
         self.path = path
@@ -102,7 +103,7 @@ class GgufFile:
             self._metadata, self.tensors = read_gguf(path)
         except (GgufError, UnreadableError) as error:
             raise self.refusal(str(error)) from None
-        if self.metadata("split.count", 1) != 1:
+        if is_whole and self.metadata("split.count", 1) != 1:
             raise self.refusal("it is one part of several; merge them with llama-gguf-split --merge")
         self.arch: str = self.required("general.architecture", str)
 
@@ -113,6 +114,17 @@ class GgufFile:
         """The value of a key: a text, a number, a boolean or a list of them. A key that starts with a dot gets the
         architecture as prefix."""
         return self._metadata.get(self.full(key), default)
+
+    def token_ids(self, role: str, count: int = 2**31) -> list[int]:
+        """The ids of the tokens with a role, such as "bos", of which the file has `count` tokens. It states one id or
+        a list, or a number that means that there is no such token."""
+        key = f"tokenizer.ggml.{role}_token_id"
+        stated = self.metadata(key)
+        listed = stated if isinstance(stated, list) else [] if stated is None else [stated]
+        found = list(dict.fromkeys(index for index in listed if index not in _NO_TOKEN))
+        if not all(type(index) is int and 0 <= index < count for index in found):
+            raise refuse(key, stated, f"it must be the id of one of {count} tokens")
+        return found
 
     def required(self, key: str, *kinds: type) -> Any:
         """The value of a key, of one of these types, if any are given."""
@@ -197,8 +209,8 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "rope_parameters": _rope(file, head_dim),
-        "bos_token_id": file.metadata("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": file.metadata("tokenizer.ggml.eos_token_id"),
+        "bos_token_id": next(iter(file.token_ids("bos")), None),
+        "eos_token_id": file.token_ids("eos"),
     } | own
 
 

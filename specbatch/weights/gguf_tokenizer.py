@@ -18,8 +18,21 @@ from specbatch.weights.gguf_file import GgufFile
 _ADD_BOS = "tokenizer.ggml.add_bos_token"
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
 
-# Control tokens that end a response. Files declare only one of them as the end token.
-END_MARKS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>")
+# Roles of tokens in a file, and their names in tokenizer_config.json. "seperator" is how the format spells it.
+_NAMES = {
+    "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "seperator": "sep_token", "padding": "pad_token",
+    "cls": "cls_token", "mask": "mask_token",
+}  # fmt: skip
+# Where llama.cpp ends an answer (the end-of-generation tokens of src/llama-vocab.cpp): at tokens with these roles, and
+# at special tokens with these names, few of which a file declares.
+_END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+END_MARKS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>",
+    "<eos>", "<turn|>", "<|tool_response>",
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
+    "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+)  # fmt: skip
 
 # GPT-2's rule with other groups of digits, and one leading punctuation mark or space joined to letters.
 _SPLIT = (
@@ -44,39 +57,35 @@ def write_tokenizer(path: Path, folder: Path) -> None:
 
     Raises SpecbatchError for an unknown tokenizer or pre-tokenizer.
     """
-    file = GgufFile(path)
+    file = GgufFile(path, is_whole=False)
     tokens, types = _list(file, "tokens", str), _list(file, "token_type", int)
     if len(tokens) != len(types):
         raise file.refusal(f"its metadata has {len(tokens)} tokens and the types of {len(types)}")
     backend = _backend(file, tokens, types)
 
-    def token(key: str) -> str | None:
-        found = _identity(file, key, tokens)
-        return None if found is None else tokens[found]
-
-    ends = [_identity(file, "eot", tokens)]  # in addition to the eos token below
-    ends += [tokens.index(mark) for mark in END_MARKS if mark in tokens and types[tokens.index(mark)] == CONTROL]
     pre = file.required("tokenizer.ggml.pre", str)
     described = {
         "add_bos_token": flag_of({_ADD_BOS: file.metadata(_ADD_BOS)}, _ADD_BOS, pre in _LIKE_LLAMA3),
-        "bos_token": token("bos"),
-        "eos_token": token("eos"),
-        "pad_token": token("padding"),
         "chat_template": file.metadata("tokenizer.chat_template"),
     }
-    unique = list(dict.fromkeys(end for end in ends if end is not None))
-    write_atomic(folder / "generation_config.json", json.dumps({"eos_token_id": unique}) + "\n")
+    described |= {name: tokens[ids[0]] for role, name in _NAMES.items() if (ids := file.token_ids(role, len(tokens)))}
+    ends = json.dumps({"eos_token_id": _end_tokens(file, tokens, types)})
+    write_atomic(folder / "generation_config.json", ends + "\n")
     write_json(folder / "tokenizer_config.json", described)
     write_atomic(folder / "tokenizer.json", backend.to_str())  # last: it marks the files as complete
 
 
-def _identity(file: GgufFile, key: str, tokens: list[str]) -> int | None:
-    """The id of a token with a role, such as "bos"; None if the file states none."""
-    name = f"tokenizer.ggml.{key}_token_id"
-    found = file.metadata(name)
-    if found is not None and (type(found) is not int or not 0 <= found < len(tokens)):
-        raise refuse(name, found, f"it must be the id of one of {len(tokens)} tokens")
-    return found
+def _end_tokens(file: GgufFile, tokens: list[str], types: list[int]) -> list[int]:
+    """The ids that end an answer."""
+    special = {token: index for index, token in enumerate(tokens) if types[index] in (CONTROL, USER_DEFINED)}
+    marks = {mark: special[mark] for mark in END_MARKS if mark in special}
+    calls = not marks.keys().isdisjoint({"<|call|>", "<|calls|>"})
+    if calls and not marks.keys().isdisjoint({"<|return|>", "<|flush|>"}):
+        marks.pop("<|end|>", None)  # gpt-oss and Solar Open: the end of one message of several
+    if "<|tool_response>" in marks:
+        marks.pop("</s>", None)  # Gemma 4: no end mark
+    ids = [index for role in _END_ROLES for index in file.token_ids(role, len(tokens))]
+    return list(dict.fromkeys((*ids, *marks.values())))
 
 
 def _list(file: GgufFile, key: str, kind: type) -> list[Any]:
@@ -132,11 +141,11 @@ def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
             pairs = [(token[:place], token[place:]) for place in range(1, len(token))]
             known = [(one, two) for one, two in pairs if one in vocabulary and two in vocabulary]
             merges += sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-    unknown = _identity(file, "unknown", tokens)
-    if unknown is None:
+    unknown = file.token_ids("unknown", len(tokens))
+    if not unknown:
         raise file.refusal("its metadata has no tokenizer.ggml.unknown_token_id")
     try:
-        model = models.BPE(vocabulary, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
+        model = models.BPE(vocabulary, merges, unk_token=tokens[unknown[0]], fuse_unk=True, byte_fallback=True)
     except Exception as error:  # the library raises plain Exception, among others
         raise file.refusal(f"its tokenizer cannot be read ({error})") from None
     backend = Tokenizer(model)

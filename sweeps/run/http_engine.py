@@ -281,7 +281,7 @@ class HttpEngine:
         try:
             return open_tokenizer(name, self._log)
         except SpecbatchError as error:
-            works = f"that of the server's model {name} is not available here; give the same one as a folder ({error})"
+            works = f"that of the server's model {name} is not available here; give its folder or .gguf file ({error})"
             raise refuse("tokenizer", None, works) from None
 
     def _version(self) -> str | None:

@@ -275,3 +275,57 @@ def deep(depth: int) -> dict[str, Any]:
 def test_what_cannot_be_expressed_is_refused(schema: Any, why: str) -> None:
     with pytest.raises(SchemaError, match=why):
         regex_of_schema(schema if isinstance(schema, str) else json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ('{"type": "integer", "const": 1.0}', ["1"], ["1.0", "2", "10"]),
+        ('{"type": "integer", "const": 1e2}', ["100"], ["1e2", "1"]),
+        ('{"type": "integer", "const": -0}', ["0"], ["-0", "1"]),
+        ('{"type": "integer", "const": -0.0}', ["0"], ["-0.0", "1"]),
+        ('{"type": "integer", "const": 1e16}', ["10000000000000000"], ["1e16"]),
+        ('{"type": "integer", "enum": [2E+1, 100.0, 3]}', ["20", "100", "3"], ["2", "20.0"]),
+        ('{"type": ["integer", "string"], "enum": [1.0, "1.0"]}', ["1", '"1.0"'], ["1.0"]),
+        ('{"type": ["null", "number"], "enum": [1.0, null]}', ["1.0", "null"], ["2"]),
+        ('{"const": 1.0}', ["1.0"], ["2"]),
+        ('{"anyOf": [{"type": "integer", "const": 3.0}, {"type": "null"}]}', ["3", "null"], ["3.0"]),
+        ('{"allOf": [{"type": "integer"}, {"const": 1.0}]}', ["1"], ["1.0"]),
+        ('{"allOf": [{"type": "integer"}, {"enum": [1.0, 1.5, 2]}]}', ["1", "2"], ["1.5"]),
+        ('{"type": "integer", "minimum": 1.0, "maximum": 3e0}', ["1", "3"], ["0", "4"]),
+        ('{"type": "integer", "exclusiveMinimum": 1.0, "exclusiveMaximum": 3.0}', ["2"], ["1", "3"]),
+        ('{"type": "integer", "minimum": 1.5, "maximum": 2.5}', ["2"], ["1", "3"]),
+        ('{"type": "array", "items": {"const": 1, "type": "integer"}, "minItems": 2.0}', ["[1,1]"], ["[1]", "[]"]),
+        ('{"type": "array", "items": {"type": "null"}, "maxItems": 1e0}', ["[null]", "[]"], ["[null,null]"]),
+        ('{"type": "string", "minLength": 1.0, "maxLength": 2.0}', ['"a"', '"ab"'], ['""', '"abc"']),
+        (
+            '{"type": "object", "properties": {"a": {"type": "integer", "enum": [1.0]}}, "required": ["a"]}',
+            ['{"a": 1}'],
+            ['{"a": 2}'],
+        ),
+    ],
+)  # fmt: skip
+def test_a_number_without_a_fraction_is_an_integer(schema: str, good: list[str], bad: list[str]) -> None:
+    """JSON Schema 2020-12, core, section 4.2.3, and validation, section 6.1.1."""
+    rule = re.compile(regex_of_schema(schema), re.ASCII)
+    for text in good:
+        assert rule.fullmatch(text)
+        jsonschema.validate(json.loads(text), json.loads(schema))
+    assert not [text for text in bad if rule.fullmatch(text)]
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ('{"type": "integer", "const": 1.5}', "# has 1.5, which is not of its type"),
+        ('{"type": "integer", "enum": [1, 2.5]}', "# has 2.5, which is not of its type"),
+        ('{"type": "integer", "const": true}', "# has true, which is not of its type"),
+        ('{"type": "integer", "const": "1"}', "which is not of its type"),
+        ('{"type": "integer", "const": 1e400}', "# has Infinity, which is not of its type"),
+        ('{"type": "string", "minLength": 1.5}', "#/minLength must be a whole number"),
+        ('{"type": "integer", "minimum": 1.1, "maximum": 1.9}', "no integer is within its minimum and maximum"),
+    ],
+)
+def test_other_numbers_are_no_integers(schema: str, reason: str) -> None:
+    with pytest.raises(SchemaError, match=re.escape(reason)):
+        regex_of_schema(schema)

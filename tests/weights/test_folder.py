@@ -150,6 +150,31 @@ def test_invalid_folders_are_refused(tmp_path: Path, tiny_model: Make, save: Mak
     assert "a.gguf, b.gguf" in refusal(folder, load_format="gguf")
 
 
+def test_tokens_beyond_the_embeddings_are_left_out_and_reported(tiny_model: Make, save: Make) -> None:
+    """Old fine-tunes name a padding token that their model does not have."""
+    folder = save(tiny_model("llama"))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"pad_token": "[PAD]", "eos_token": "<|endoftext|>"}))
+    lines: list[str] = []
+    tokenizer = open_checkpoint(str(folder), log=lines.append).tokenizer()
+    assert lines == ["tokenizer model: '[PAD]' is not a token: it would have id 300, and the model has 300 ids"]
+    assert (tokenizer.vocab_size, tokenizer.eos_ids) == (300, {2, 297})  # 2 of config.json
+    roomy = save(tiny_model("llama", vocab_size=301), name="roomy")
+    (roomy / "special_tokens_map.json").write_text(json.dumps({"pad_token": "[PAD]"}))
+    assert open_checkpoint(str(roomy)).tokenizer().encode("[PAD]") == [300]
+
+
+def test_a_class_that_replaces_the_pre_tokenizer_is_reported_once(tiny_model: Make, save: Make) -> None:
+    folder = save(tiny_model("llama"))
+    described = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(described | {"tokenizer_class": "Qwen2Tokenizer"}))
+    lines: list[str] = []
+    checkpoint = open_checkpoint(str(folder), log=lines.append)
+    for _ in range(2):
+        checkpoint.tokenizer()
+    assert [line for line in lines if "Qwen2Tokenizer" in line] == lines
+    assert len(lines) == 1
+
+
 def test_the_tokenizer_must_fit_the_model(tiny_model: Make, save: Make) -> None:
     checkpoint = open_checkpoint(str(save(tiny_model("llama", vocab_size=299))))
     with pytest.raises(SpecbatchError, match="300 ids and model has embeddings for 299"):

@@ -292,7 +292,9 @@ def test_known_name_provides_a_tokenizer_without_weights(
     assert [found.encode(text) for text in texts] == [own.encode(text) for text in texts]
     assert found.apply_chat_template(lines) == own.apply_chat_template(lines)
     assert (found.name, found.eos_ids, found.bos_id) == ("tiny", own.eos_ids, own.bos_id) == (own.name, {297, 299}, 298)
-    with pytest.raises(SpecbatchError, match=r"tokenizer='tinny': no such name or folder; .*smollm2-135m.* hub id"):
+    with pytest.raises(
+        SpecbatchError, match=r"tokenizer='tinny': no such name, file or folder; .*smollm2-135m.* hub id"
+    ):
         open_checkpoint("toy", "dummy", tokenizer="tinny")
 
 

@@ -10,6 +10,7 @@ import types
 from contextlib import ExitStack
 
 import pytest
+from checkpoints import gguf_bytes
 from openai_server import Script, serving
 
 from specbatch.core.request import SamplingParams
@@ -17,6 +18,7 @@ from specbatch.errors import SpecbatchError
 from specbatch.sweeps.run.http_answer import Answer
 from specbatch.sweeps.run.http_engine import HttpEngine, Server
 from specbatch.sweeps.run.server_counters import accepted, counters_of
+from specbatch.weights import open_tokenizer
 
 BYTES = types.SimpleNamespace(
     name="bytes", vocab_size=256, eos_ids=frozenset(), bos_id=1,
@@ -288,6 +290,18 @@ def test_model_must_be_named_if_there_are_several(serve):
     assert (engine.model, engine.tokenizer) == ("b", BYTES)
     with pytest.raises(SpecbatchError, match=r"tokenizer=None: that of the server's model a is not available .*no a"):
         serve(Script(models=models), model="a")
+
+
+def test_the_model_of_a_server_may_be_the_path_of_its_gguf_file(serve, monkeypatch, tmp_path):
+    """As llama.cpp's server names it by default."""
+    monkeypatch.setattr("specbatch.weights.open_tokenizer", open_tokenizer)
+    path = tmp_path / "a.gguf"
+    path.write_bytes(gguf_bytes())
+    found = serve(Script(models=[{"id": str(path), "owned_by": "llamacpp"}])).tokenizer
+    assert (found.name, found.eos_ids) == (str(path), {257})
+    assert serve(Script(), tokenizer=str(path)).tokenizer.encode("abc") == found.encode("abc")
+    with pytest.raises(SpecbatchError, match=r"tokenizer=None: .*give its folder or \.gguf file"):
+        serve(Script(models=[{"id": f"{path}x"}]))
 
 
 def test_invalid_addresses_and_servers_are_refused():
