@@ -85,6 +85,7 @@ def test_checkpoints_that_are_not_heads_are_refused(write: Any, algorithm: str, 
     assert "these are not tensors of an EAGLE head" in refusal(algorithm, write(heads.llama(), tensors))
 
 
+LAYERS = "eagle_aux_hidden_state_layer_ids"
 OF_CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"vocab_size": 14}, "vocabulary is 14 and that of target is 13", "layers.0"),
     ({"target_hidden_size": 36}, "features is 36", "layers.0"),
@@ -105,11 +106,18 @@ OF_CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"norm_after_fc": True}, "norm_after_fc=True", "layers.0"),
     ({"eagle_config": {"use_mtp_layernorm": True}}, "eagle_config.use_mtp_layernorm=True", "layers.0"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state=False", "layers.0"),
-    ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, "the head reads 3 different features", "layers.0"),
-    ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "boundaries from 1 to 8", "layers.0"),
-    ({"eagle_aux_hidden_state_layer_ids": [0, 4, 8]}, "boundaries from 1 to 8", "layers.0"),
-    ({"eagle_aux_hidden_state_layer_ids": [2, 2, 8]}, "3 different features", "layers.0"),
-    ({"eagle_aux_hidden_state_layer_ids": "2,4,5"}, "must list whole numbers from 0", "layers.0"),
+    ({LAYERS: [2, 4]}, "the head reads 3 different features", "layers.0"),
+    (
+        {LAYERS: [2, 4, 9]},
+        f"{LAYERS}=[2, 4, 9]: the head reads 3 different features of 8 layers; list 1 to 8",
+        "layers.0",
+    ),
+    ({LAYERS: [0, 4, 8]}, f"{LAYERS}=[0, 4, 8]: the head reads 3 ", "layers.0"),
+    ({"eagle_config": {LAYERS: [1, 4, 8]}}, f"eagle_config.{LAYERS}=[1, 4, 8]: the head reads 3 ", "layers.0"),
+    ({"eagle_config": {LAYERS: [1, 4, 8]}}, "list 0 to 7 (k is the output of layer k, ", "layers.0"),
+    ({"eagle_config": {LAYERS: [2, 4, 9]}}, "list 1 to 8 (k is the input of layer k, the output", "layers.0"),
+    ({LAYERS: [2, 2, 8]}, "3 different features", "layers.0"),
+    ({LAYERS: "2,4,5"}, "must list whole numbers from 0", "layers.0"),
     ({"speculators_model_type": "peagle"}, "speculators_model_type='peagle'", "layers.0"),
     ({"quantization_config": {"bits": 4}}, "quantization_config", "layers.0"),
     ({"architectures": ["DeepseekV3ForCausalLMEagle3"]}, "architectures", "layers.0"),
@@ -122,17 +130,19 @@ def test_mismatched_eagle3_configs_are_refused(write: Any, changes: dict[str, An
     folder = write(config, heads.eagle3(), stem)
     found = refusal("eagle3", folder)
     assert message in found
-    assert found.startswith((f"draft='{folder}': ", "aux_layers="))
+    assert found.startswith((f"draft='{folder}': ", LAYERS, f"eagle_config.{LAYERS}"))
 
 
 @pytest.mark.parametrize("asked", [(2, 4), (2, 2, 4), (2, 4, 9)])
 def test_requested_layers_must_exist(usual: str, asked: tuple[int, ...]) -> None:
     message = refusal("eagle3", usual, aux_layers=asked)
-    assert message.startswith(f"aux_layers={asked}: from aux_layers: the head reads 3 different features")
+    assert message.startswith(f"aux_layers={asked}: the head reads 3 different features")
 
 
 def test_too_few_layers_for_the_default_are_refused(usual: str) -> None:
-    assert "aux_layers=(2, 2, 1)" in refusal("eagle3", usual, heads.TargetStub(4))
+    message = refusal("eagle3", usual, heads.TargetStub(4))
+    assert message.startswith("aux_layers=(2, 2, 1): the head reads 3 different features of 4 layers; list 1 to 4 ")
+    assert message.endswith("the default: its config lists none")
 
 
 @pytest.mark.parametrize(("place", "offset"), [(8, 5), (0, -1), (0, heads.ids(heads.eagle3())[1])])
