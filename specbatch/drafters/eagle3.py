@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from specbatch.draft_shape import MOST
 from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.feature_head import ChainKind, FeatureChain, feature_chain, head_plan
-from specbatch.drafters.head_checks import expect, fit, usual_head, without_maps
+from specbatch.drafters.head_checks import expect, fit, stated_drafts, usual_head, without_maps
 from specbatch.drafters.layer_offset import compare_layer_offsets
 from specbatch.errors import of_draft, refuse
 from specbatch.models.config import ModelConfig
@@ -19,6 +20,7 @@ from specbatch.models.decoder import Decoder
 from specbatch.models.draft_head import Shapes
 from specbatch.models.eagle3 import NESTED, Eagle3, Eagle3Config, default_aux
 from specbatch.models.feature_layers import FeatureLayers
+from specbatch.models.speculators import speculative_tokens
 from specbatch.runtime.device import find_device
 from specbatch.runtime.loader import Loader
 from specbatch.weights.draft_heads import DraftFiles, dummy_config, dummy_draft, open_draft
@@ -33,7 +35,7 @@ USUAL_VOCABULARY = 32000  # draft vocabulary of most published heads
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     """The draft is a checkpoint of SpecForge or speculators. Raises SpecbatchError if it does not fit the target."""
-    return eagle3_plan(target, config, log, "eagle3", lambda files: None)
+    return eagle3_plan(target, config, log, "eagle3", lambda files: None, MOST)
 
 
 def eagle3_plan(
@@ -42,8 +44,10 @@ def eagle3_plan(
     log: Log,
     algorithm: Literal["eagle3", "peagle"],
     kind: Callable[[DraftFiles], ChainKind | None],
+    most: int,
 ) -> DraftPlan:
-    """The plan of a head of EAGLE-3 or P-EAGLE. kind: how it drafts, see `feature_chain`."""
+    """The plan of a head of EAGLE-3 or P-EAGLE. kind: how it drafts, see `feature_chain`; most: drafts that it can
+    make."""
     asked = config.speculation
     assert asked.draft is not None
     with of_draft(asked.draft):
@@ -53,10 +57,12 @@ def eagle3_plan(
             files = open_draft(asked.draft)
             expect(files, algorithm)
         described = Eagle3Config.from_dict(files.config, files.shapes, algorithm)
-        chosen = kind(files)
+        chosen, stated = kind(files), speculative_tokens(files.config)
     if asked.shape.topk > described.draft_vocabulary:
         works = f"the head drafts {described.draft_vocabulary} tokens; use at most that"
         raise refuse("draft_topk", asked.shape.topk, works)
+    count = stated_drafts(stated, most, asked, log)
+    config = replace(config, speculation=asked.with_most(count))
     layer = fit(described.layer, described.target_hidden, files, target, asked, log)
     aux = _aux(described, target, asked, files, log)
     check_tensors(described.shapes(len(aux), files.shapes), files.shapes, files.origin, "draft")
@@ -75,7 +81,8 @@ def eagle3_plan(
 
     layers = tuple(boundary - 1 for boundary in aux)  # a boundary is the input of its layer
     needs_all_hidden = target.config.ends_in(layers)
-    return head_plan(build, layer, config, shapes_of=shapes_of, needs_all_hidden=needs_all_hidden, aux=layers)
+    found = head_plan(build, layer, config, shapes_of=shapes_of, needs_all_hidden=needs_all_hidden, aux=layers)
+    return replace(found, drafted=count)
 
 
 def _aux(

@@ -23,6 +23,7 @@ from specbatch.models.decoder import Decoder
 from specbatch.models.feature_layers import FeatureLayers
 from specbatch.models.layers import Attention, Reader
 from specbatch.models.quantization import MatrixShape
+from specbatch.models.speculators import speculative_tokens
 from specbatch.plurals import counted
 
 _LAYERS, _BOUNDARIES = "target_layer_ids", "aux_hidden_state_layer_ids"
@@ -57,6 +58,7 @@ class DFlashConfig(ModelConfig):
     whole_file     the file contains copies of the target's embedding and output matrix, which are not read
     draft_vocab    number of tokens that it can draft, if not all of the target's. The file then has its own output
                    matrix for them, and `d2t`, the offset from a draft token's index to its id
+    stated_drafts  the number of drafts that the config names, see `speculative_tokens`
     """
 
     algorithm: ClassVar[str] = "dflash"
@@ -70,6 +72,7 @@ class DFlashConfig(ModelConfig):
     from_anchor: bool = False
     whole_file: bool = False
     draft_vocab: int | None = None
+    stated_drafts: int | None = None
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Self:
@@ -79,7 +82,7 @@ class DFlashConfig(ModelConfig):
         The keys of the block are at the top level or inside `dflash_config` or `dspark_config`, which take precedence.
         """
         if config.get("speculators_model_type") is not None:
-            return cls._from_speculators(config)
+            return replace(cls._from_speculators(config), stated_drafts=speculative_tokens(config))
         own = dict(config)
         for inside in ("dflash_config", "dspark_config"):
             own |= {key: value for key, value in table_of(config, inside).items() if value is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,29 @@ def test_plan_and_log_of_a_dummy() -> None:
     ):
         with pytest.raises(SpecbatchError, match=message):
             planned("dflash", "qwen3-8b", **asked)
+
+
+@pytest.mark.parametrize(
+    ("count", "asked", "drafted", "logged"),
+    [
+        (7, {}, 7, "speculative_tokens=7 of its config"),
+        (16, {}, 15, "speculative_tokens=16 of its config, of which it can make 15"),
+        (7, {"draft_tokens": 9}, 9, "up to 9 drafts as asked, not speculative_tokens=7 of its config"),
+        (7, {"draft_tokens": "auto"}, 7, "speculative_tokens=7 of its config"),
+        (7, {"draft_tokens": "auto", "draft_steps": 4}, 4, "up to 4 drafts as asked"),
+        (7, {"draft_topk": 2}, None, "features of layers"),
+        (None, {}, 15, "features of layers"),
+    ],
+)
+def test_number_of_drafts_that_it_was_published_with(
+    tmp_path: Path, count: int | None, asked: dict[str, Any], drafted: int | None, logged: str
+) -> None:
+    method = {"proposal_type": "greedy", "speculative_tokens": count}
+    table = {"proposal_methods": [method], "default_proposal_method": "greedy"}
+    (tmp_path / "config.json").write_text(json.dumps(speculators(speculators_config=table)))
+    plan, text = planned("dflash", "qwen3-8b", draft=str(tmp_path / "config.json"), **asked)
+    assert plan.drafted == drafted
+    assert logged in text
 
 
 def test_draft_for_another_target_is_refused(tmp_path: Path) -> None:
