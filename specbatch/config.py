@@ -7,7 +7,7 @@ options. Invalid values and combinations are rejected here, before anything is l
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from specbatch.acceptance_profile import AcceptanceProfile, geometric
@@ -77,7 +77,8 @@ class Speculation:
     draft_tokens: int | Literal["auto"] | None = setting(
         None,
         "Draft tokens per step, excluding the last committed token (root). Default: the "
-        "algorithm's usual number; for block drafts, as many as the block. SGLang counts the root: 4 "
+        "algorithm's usual number; for block drafts, as many as the block; for drafts of speculators, that of their "
+        "config (speculative_tokens). SGLang counts the root: 4 "
         "there is 3 here. "
         "auto: 0 up to the default or --draft-steps, chosen from measured step times and acceptance.",
     )
@@ -199,6 +200,12 @@ class Speculation:
                 raise refuse("draft_topk", self.draft_topk, "draft_tokens='auto' drafts chains only; use 1")
             tokens = None
         return shape_of(self.algorithm, self.draft_steps, self.draft_topk, tokens)
+
+    def with_most(self, drafts: int | None) -> Speculation:
+        """With chains of that many drafts, at most as many if their length is chosen as it runs; None: unchanged."""
+        if drafts is None:
+            return self
+        return replace(self, draft_steps=drafts) if self.is_auto else replace(self, draft_tokens=drafts)
 
     @property
     def quantizes_draft(self) -> bool:

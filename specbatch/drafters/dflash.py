@@ -15,6 +15,7 @@ from specbatch.core.step_input import Proposal, StepInput
 from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.choose import choose_at_once, draft_states, takes_argmax
+from specbatch.drafters.head_checks import stated_drafts
 from specbatch.drafters.tree import expand_block, expand_given, likeliest
 from specbatch.errors import of_draft, refuse
 from specbatch.kernels.attention.context_kv import write_context_kv, write_verified_kv
@@ -177,7 +178,8 @@ def block_plan(target: Checkpoint, config: EngineConfig, log: Log, parts: Block)
             works = f"its d2t must have offsets to {len(ids)} different tokens of {shape.vocab_size}"
             raise refuse("draft", asked.draft, works)
     most = shape.most_drafts
-    count = asked.shape.steps if is_tree else (asked.draft_steps if asked.is_auto else asked.draft_tokens) or most
+    usual = stated_drafts(shape.stated_drafts, most, asked, log) or most
+    count = asked.shape.steps if is_tree else (asked.draft_steps if asked.is_auto else asked.draft_tokens) or usual
     assert isinstance(count, int)
     if count > most:
         setting = "draft_steps" if is_tree else "draft_tokens"

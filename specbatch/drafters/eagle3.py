@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from specbatch.draft_shape import MOST
 from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.feature_head import ChainKind, FeatureChain, feature_chain, head_plan
-from specbatch.drafters.head_checks import expect, fit, usual_head, without_maps
+from specbatch.drafters.head_checks import expect, fit, stated_drafts, usual_head, without_maps
 from specbatch.drafters.layer_offset import compare_layer_offsets
 from specbatch.errors import of_draft, refuse
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.draft_head import Shapes
-from specbatch.models.eagle3 import Eagle3, Eagle3Config, default_aux
+from specbatch.models.eagle3 import NESTED, Eagle3, Eagle3Config, default_aux
+from specbatch.models.feature_layers import FeatureLayers
+from specbatch.models.speculators import speculative_tokens
 from specbatch.runtime.device import find_device
 from specbatch.runtime.loader import Loader
 from specbatch.weights.draft_heads import DraftFiles, dummy_config, dummy_draft, open_draft
@@ -32,7 +35,7 @@ USUAL_VOCABULARY = 32000  # draft vocabulary of most published heads
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     """The draft is a checkpoint of SpecForge or speculators. Raises SpecbatchError if it does not fit the target."""
-    return eagle3_plan(target, config, log, "eagle3", lambda files: None)
+    return eagle3_plan(target, config, log, "eagle3", lambda files: None, MOST)
 
 
 def eagle3_plan(
@@ -41,8 +44,10 @@ def eagle3_plan(
     log: Log,
     algorithm: Literal["eagle3", "peagle"],
     kind: Callable[[DraftFiles], ChainKind | None],
+    most: int,
 ) -> DraftPlan:
-    """The plan of a head of EAGLE-3 or P-EAGLE. kind: how it drafts, see `feature_chain`."""
+    """The plan of a head of EAGLE-3 or P-EAGLE. kind: how it drafts, see `feature_chain`; most: drafts that it can
+    make."""
     asked = config.speculation
     assert asked.draft is not None
     with of_draft(asked.draft):
@@ -52,10 +57,12 @@ def eagle3_plan(
             files = open_draft(asked.draft)
             expect(files, algorithm)
         described = Eagle3Config.from_dict(files.config, files.shapes, algorithm)
-        chosen = kind(files)
+        chosen, stated = kind(files), speculative_tokens(files.config)
     if asked.shape.topk > described.draft_vocabulary:
         works = f"the head drafts {described.draft_vocabulary} tokens; use at most that"
         raise refuse("draft_topk", asked.shape.topk, works)
+    count = stated_drafts(stated, most, asked, log)
+    config = replace(config, speculation=asked.with_most(count))
     layer = fit(described.layer, described.target_hidden, files, target, asked, log)
     aux = _aux(described, target, asked, files, log)
     check_tensors(described.shapes(len(aux), files.shapes), files.shapes, files.origin, "draft")
@@ -74,25 +81,28 @@ def eagle3_plan(
 
     layers = tuple(boundary - 1 for boundary in aux)  # a boundary is the input of its layer
     needs_all_hidden = target.config.ends_in(layers)
-    return head_plan(build, layer, config, shapes_of=shapes_of, needs_all_hidden=needs_all_hidden, aux=layers)
+    found = head_plan(build, layer, config, shapes_of=shapes_of, needs_all_hidden=needs_all_hidden, aux=layers)
+    return replace(found, drafted=count)
 
 
 def _aux(
     described: Eagle3Config, target: Checkpoint, asked: Speculation, files: DraftFiles, log: Log
 ) -> tuple[int, ...]:
     """Boundary indices of the target's layers whose inputs are the features."""
-    layers = target.config.depth
-    aux, source = described.aux, described.aux_source
+    layers, found, note = target.config.depth, described.features, ""
     if asked.aux_layers is not None:
-        aux, source = asked.aux_layers, "aux_layers"
-    if aux is None:
-        aux = default_aux(layers)
+        found = FeatureLayers("aux_layers", asked.aux_layers, first=1)
+    elif found is None:
+        found, note = FeatureLayers("aux_layers", default_aux(layers), first=1), ", the default: its config lists none"
+    elif found.key == NESTED:
+        note = ", read as inputs of layers: a guess, see --aux-layers" if found.first else ", read as outputs of layers"
     columns = files.shapes["fc.weight"][-1] if "fc.weight" in files.shapes else 0
     count = columns // described.target_hidden
-    if len(set(aux)) != len(aux) or not all(1 <= boundary <= layers for boundary in aux) or len(aux) != count:
-        works = f"from {source}: the head reads {count} different features; give boundaries from 1 to {layers}"
-        raise refuse("aux_layers", aux, f"{works} (k is the input of layer k, the output of layer k - 1)")
-    log(f"draft: features are the inputs of layers {', '.join(map(str, aux))} of {layers} (from {source})")
+    if not found.within(layers) or len(found.listed) != count:
+        works = f"the head reads {count} different features of {layers} layers; list {found.valid(layers)}{note}"
+        raise refuse(found.key, found.listed, works)
+    aux = found.boundaries
+    log(f"draft: features are the inputs of layers {', '.join(map(str, aux))} of {layers} (from {found}{note})")
     return aux
 
 
@@ -122,7 +132,7 @@ def _dummy(target: Checkpoint, draft: str, seed: int, algorithm: str, device: st
         if len(set(usual)) < 3 or not all(1 <= boundary <= layers for boundary in usual):  # too few layers for it
             config["eagle_aux_hidden_state_layer_ids"] = list(range(1, min(layers, 3) + 1))
     described = Eagle3Config.from_dict(config, None, algorithm)
-    count = len(described.aux or default_aux(layers))
+    count = len(described.features.listed if described.features else default_aux(layers))
     shapes = described.shapes(count, {})
     if algorithm == "peagle":
         shapes["mask_hidden"] = (1, 1, count * described.target_hidden)

@@ -78,6 +78,21 @@ def fit(
     return replace(layer, rope=rope, max_position=max(layer.max_position, beside.max_position))
 
 
+def stated_drafts(stated: int | None, most: int, asked: Speculation, log: Log) -> int | None:
+    """The number of drafts of a chain, at most `most`, that the config of a draft has (`speculative_tokens`), if none
+    is asked for; else None. Which of the two counts is logged."""
+    given = asked.draft_steps if asked.is_auto else asked.draft_tokens or asked.draft_steps
+    if stated is None or asked.drafts_trees:
+        return None
+    if given is not None:
+        if given != stated:
+            log(f"draft: up to {given} drafts as asked, not speculative_tokens={stated} of its config")
+        return None
+    note = f", of which it can make {most}" if stated > most else ""
+    log(f"draft: the number of drafts is speculative_tokens={stated} of its config{note}")
+    return min(stated, most)
+
+
 def parameters(shapes: Shapes) -> int:
     """Number of parameters, without the maps between vocabularies."""
     return sum(math.prod(shape) for shape in without_maps(shapes).values())

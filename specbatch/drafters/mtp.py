@@ -93,7 +93,7 @@ def _drafted(asked: Speculation, layers: int, name: str) -> Speculation:
         raise refuse("draft_steps", asked.draft_steps, f"{has}; use at most {layers}")
     if isinstance(asked.draft_tokens, int):
         raise refuse("draft_tokens", asked.draft_tokens, f"{has}; use at most {layers}")
-    return replace(asked, draft_steps=layers) if asked.is_auto else replace(asked, draft_tokens=layers)
+    return asked.with_most(layers)
 
 
 def _without(found: Shapes, layers: range) -> Shapes:

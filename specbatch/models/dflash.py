@@ -20,10 +20,13 @@ from specbatch.kernels.attention.context_kv import ContextKVLayout
 from specbatch.kernels.attention.verify_attention import Mask
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
+from specbatch.models.feature_layers import FeatureLayers
 from specbatch.models.layers import Attention, Reader
 from specbatch.models.quantization import MatrixShape
+from specbatch.models.speculators import speculative_tokens
 from specbatch.plurals import counted
 
+_LAYERS, _BOUNDARIES = "target_layer_ids", "aux_hidden_state_layer_ids"
 ARCHITECTURE = "DFlashDraftModel"
 SECOND = "DFlash2DraftModel"
 DEEPSPEC = ("Qwen3DSparkModel", "DSparkDraftModel")  # of DeepSpec and SpecForge
@@ -47,7 +50,7 @@ class DFlashConfig(ModelConfig):
 
     block_size     tokens of a pass: the newest token (the anchor), then mask tokens
     mask_token     id of the mask token in the target's vocabulary
-    target_layers  the layers, counted from 0, whose output the draft reads, in this order
+    features       the target's layers that the draft reads, in this order
     target_depth   layers of the target it was trained for, if the config states it
     masks          attention mask within a block, per layer
     from_anchor    each row drafts the token after its position, also that of the anchor. Else each row drafts the token
@@ -55,6 +58,7 @@ class DFlashConfig(ModelConfig):
     whole_file     the file contains copies of the target's embedding and output matrix, which are not read
     draft_vocab    number of tokens that it can draft, if not all of the target's. The file then has its own output
                    matrix for them, and `d2t`, the offset from a draft token's index to its id
+    stated_drafts  the number of drafts that the config names, see `speculative_tokens`
     """
 
     algorithm: ClassVar[str] = "dflash"
@@ -62,12 +66,13 @@ class DFlashConfig(ModelConfig):
 
     block_size: int
     mask_token: int
-    target_layers: tuple[int, ...]
+    features: FeatureLayers
     target_depth: int | None
     masks: tuple[Mask, ...]
     from_anchor: bool = False
     whole_file: bool = False
     draft_vocab: int | None = None
+    stated_drafts: int | None = None
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Self:
@@ -77,7 +82,7 @@ class DFlashConfig(ModelConfig):
         The keys of the block are at the top level or inside `dflash_config` or `dspark_config`, which take precedence.
         """
         if config.get("speculators_model_type") is not None:
-            return cls._from_speculators(config)
+            return replace(cls._from_speculators(config), stated_drafts=speculative_tokens(config))
         own = dict(config)
         for inside in ("dflash_config", "dspark_config"):
             own |= {key: value for key, value in table_of(config, inside).items() if value is not None}
@@ -93,13 +98,15 @@ class DFlashConfig(ModelConfig):
         if config.get("model_type") != "qwen3":
             raise refuse("model_type", config.get("model_type"), "the layers of a block draft are 'qwen3'")
         depth = None if own.get("num_target_layers") is None else count_of(own, "num_target_layers")
-        layers = places_of(own, "target_layer_ids")
-        if layers is None:
-            if depth is None:
-                raise refuse("target_layer_ids", None, "the config must give it, or num_target_layers")
-            layers = published_layers(depth, count_of(own, "num_hidden_layers"))
+        layers = places_of(own, _LAYERS)
+        if layers is None and depth is None:
+            raise refuse(_LAYERS, None, "the config must give it, or num_target_layers")
+        features = FeatureLayers(_LAYERS, layers or [])
+        if layers is None and depth is not None:
+            usual = published_layers(depth, count_of(own, "num_hidden_layers"))
+            features = FeatureLayers(f"num_target_layers={depth}, the usual {_LAYERS}", usual)
         causal = None if own.get("is_causal") is None else flag_of(own, "is_causal")
-        read = cls._of(config, own, layers, depth, causal, from_anchor=of_deepspec)
+        read = cls._of(config, own, features, depth, causal, from_anchor=of_deepspec)
         return replace(read, whole_file=of_deepspec)
 
     @classmethod
@@ -130,12 +137,12 @@ class DFlashConfig(ModelConfig):
         if config.get("target_hidden_size") not in (None, inner.get("hidden_size")):
             works = f"it must be the draft's hidden_size={inner.get('hidden_size')}"
             raise refuse("target_hidden_size", config["target_hidden_size"], works)
-        boundaries = places_of(config, "aux_hidden_state_layer_ids")
+        boundaries = places_of(config, _BOUNDARIES)
         if boundaries is None:
-            raise refuse("aux_hidden_state_layer_ids", None, "the config must list the layers")
+            raise refuse(_BOUNDARIES, None, "the config must list the layers")
         causal = False if flag_of(config, "sliding_window_non_causal") else None
-        layers = [boundary - 1 for boundary in boundaries]
-        read = cls._of(inner, config, layers, None, causal, from_anchor=kind == "dspark")
+        features = FeatureLayers(_BOUNDARIES, boundaries, first=1)
+        read = cls._of(inner, config, features, None, causal, from_anchor=kind == "dspark")
         return replace(read, whole_file=True, draft_vocab=None if known == total else known)
 
     @classmethod
@@ -143,7 +150,7 @@ class DFlashConfig(ModelConfig):
         cls,
         inner: dict[str, Any],
         own: dict[str, Any],
-        layers: list[int],
+        features: FeatureLayers,
         depth: int | None,
         causal: bool | None,
         *,
@@ -157,10 +164,10 @@ class DFlashConfig(ModelConfig):
             inner | {"architectures": None, "model_type": "qwen3", "layer_types": None, "use_sliding_window": False}
         )
         _one_rope(inner)
-        if not layers or min(layers) < 0:
-            raise refuse("target_layer_ids", layers, "list layers of the target, counted from 0")
-        if len(set(layers)) < len(layers):
-            raise refuse("target_layer_ids", layers, "each layer may occur once")
+        if not features.listed or min(features.outputs) < 0:
+            raise refuse(features.key, features.listed, f"list layers of the target, from {features.first} on")
+        if len(set(features.listed)) < len(features.listed):
+            raise refuse(features.key, features.listed, "each layer may occur once")
         block, from_anchor = count_of(own, "block_size"), flag_of(own, "sample_from_anchor", from_anchor)
         most = MOST if from_anchor else MOST + 1
         if not 2 <= block <= most:
@@ -169,7 +176,7 @@ class DFlashConfig(ModelConfig):
             **vars(plain) | {"tie_embeddings": False},
             block_size=block,
             mask_token=count_of(own, "mask_token_id", least=0),
-            target_layers=tuple(layers),
+            features=features,
             target_depth=depth,
             masks=_masks(inner, plain.num_layers, causal, block),
             from_anchor=from_anchor,
@@ -184,6 +191,11 @@ class DFlashConfig(ModelConfig):
     def with_drafts(self, count: int) -> Self:
         """This config for passes that make at most `count` drafts."""
         return self
+
+    @property
+    def target_layers(self) -> tuple[int, ...]:
+        """The layers, counted from 0, whose output the draft reads."""
+        return self.features.outputs
 
     @property
     def most_drafts(self) -> int:
@@ -234,11 +246,10 @@ class DFlashConfig(ModelConfig):
         )
         found = [f"{name} is {ours} and the target has {theirs}" for name, ours, theirs in pairs if ours != theirs]
         # After the last layer some drafts read the hidden state with the final norm and others without it.
-        far = [layer for layer in self.target_layers if layer >= depth - 1]
-        if far:
-            found.append(f"feature layer {far[0]} is not among the target's 0 to {depth - 2}")
+        if not self.features.within(depth - 1):
+            found.append(f"{self.features}, and of the target's {depth} layers list {self.features.valid(depth - 1)}")
         if self.mask_token >= target.vocab_size:
-            found.append(f"mask token {self.mask_token} is outside the target's vocabulary of {target.vocab_size}")
+            found.append(f"mask_token_id is {self.mask_token}, outside the target's vocabulary of {target.vocab_size}")
         return found
 
     def lines(self) -> list[str]:

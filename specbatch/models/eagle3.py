@@ -29,6 +29,7 @@ from specbatch.models.draft_head import (
     layer_config,
     recorded_shapes,
 )
+from specbatch.models.feature_layers import FeatureLayers
 from specbatch.models.layers import Reader
 from specbatch.models.llama import qkv_rows
 
@@ -36,6 +37,7 @@ from specbatch.models.llama import qkv_rows
 _USUAL = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular")
 _SWITCHES = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
+NESTED = f"eagle_config.{_LAYERS}"
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,7 @@ class Eagle3Config:
     layer                 sizes of its layers
     target_hidden         hidden size of the target that it was trained for
     draft_vocabulary      number of tokens that it can draft
-    aux                   boundary indices of the features (k is the input of layer k, which is the output of layer
-                          k - 1); None if the config has none
-    aux_source            the config key they were read from
+    features              the target's layers that it reads; None if the config lists none
     norm_before_residual  the residual stream is hidden_norm(h), not h. A speculators config without the key means h,
                           as the class that writes it; vLLM takes hidden_norm(h)
     norm_output           the next hidden state is norm(y), not y
@@ -58,8 +58,7 @@ class Eagle3Config:
     layer: ModelConfig
     target_hidden: int
     draft_vocabulary: int
-    aux: tuple[int, ...] | None
-    aux_source: str
+    features: FeatureLayers | None
     norm_before_residual: bool
     norm_output: bool
     norm_before_fc: bool
@@ -86,13 +85,11 @@ class Eagle3Config:
             raise refuse(
                 "draft_vocab_size", vocabulary, f"the head's vocab_size is {layer.vocab_size}; use at most that"
             )
-        aux, source = _aux_layers(config, nested)
         return cls(
             layer=layer,
             target_hidden=count_of(config, "target_hidden_size", layer.hidden_size),
             draft_vocabulary=vocabulary,
-            aux=aux,
-            aux_source=source,
+            features=_features(config, nested),
             **switches,
         )
 
@@ -125,24 +122,20 @@ def _refuse_switches(config: dict[str, Any], nested: dict[str, Any]) -> None:
             raise refuse(f"eagle_config.{key}", False, "only heads with true are supported")
 
 
-def _aux_layers(config: dict[str, Any], nested: dict[str, Any]) -> tuple[tuple[int, ...] | None, str]:
-    """Boundary indices, and the key they were read from. The same key has two meanings: at the top level (speculators,
-    vLLM) it lists boundaries, in eagle_config (SpecForge, SGLang) in most files layers whose output is meant."""
-    found, source = places_of(config, _LAYERS), _LAYERS
+def _features(config: dict[str, Any], nested: dict[str, Any]) -> FeatureLayers | None:
+    """The same key has two meanings: at the top level (speculators, vLLM) it lists boundaries, in eagle_config
+    (SpecForge, SGLang) in most files layers whose output is meant."""
+    boundaries, listed = places_of(config, _LAYERS), places_of(nested, _LAYERS)
+    if boundaries:
+        return FeatureLayers(_LAYERS, boundaries, first=1)
+    if not listed:
+        return None
     # The usual list of outputs starts with 1. Published lists that do not were found to be boundaries.
-    if not found:
-        found, source = places_of(nested, _LAYERS), f"eagle_config.{_LAYERS}"
-    if not found:
-        return None, "default"
-    if source == _LAYERS:
-        return tuple(found), source
-    shift = 1 if found[0] == 1 else 0
-    note = ", read as outputs of layers" if shift else ", read as inputs of layers: a guess, see --aux-layers"
-    return tuple(k + shift for k in found), f"{source}={found}{note}"
+    return FeatureLayers(NESTED, listed, first=0 if listed[0] == 1 else 1)
 
 
 def default_aux(layers: int) -> tuple[int, int, int]:
-    """Boundary indices of heads whose config has none, for a target with that many layers."""
+    """Boundaries that heads read whose config lists none, of a target with that many layers."""
     return 2, layers // 2, layers - 3
 
 

@@ -7,14 +7,17 @@
 
 The first of eight values is in the lowest bits, but AWQ (AutoAWQ's "gemm") has the outputs 0, 2, 4, 6, 1, 3, 5, 7 in
 this order. GPTQ stores zero points less 1, "gptq_v2" as they are (AutoGPTQ, GPTQModel).
+
+Symmetric weights have the zero point 8. GPTQ's `qzeros` then hold 7, 8 or something else, or are missing, and are not
+read, as in kernels of the Marlin kind. Scales may be negative: half of those of auto-round's symmetric weights are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Self
 
 from specbatch.errors import refuse
 from specbatch.models.quantization import Quantization, Shape, Shapes
@@ -30,6 +33,7 @@ WHOLE = -1  # a group of all inputs
 _WHOLE_STEP = 128  # the groups that such a group becomes here
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where the outputs are: the inverse of 0, 2, 4, 6, 1, 3, 5, 7
 _ZERO = 8  # of symmetric weights
+_ZEROS = ".qzeros"
 _PARTS = (".qweight", ".qzeros", ".scales", ".weight_packed", ".weight_zero_point", ".weight_scale")
 ORDERS = (".g_idx", ".weight_g_idx")  # the group of each input
 _UNUSED = (*ORDERS, ".weight_shape")
@@ -39,7 +43,7 @@ INTEGERS = (*VALUES, *_UNUSED)
 
 @dataclass(frozen=True)
 class Int4Weights(Quantization):
-    """group: inputs that share a scale, or `WHOLE`; has_zeros: whether zero points are stored."""
+    """group: inputs that share a scale, or `WHOLE`; has_zeros: whether stored zero points count, else all are 8."""
 
     packing: Packing = "awq"
     group: int = 128
@@ -67,7 +71,7 @@ class Int4Weights(Quantization):
             zeros = {f"{name}_zero_point": (out // PACKED, groups)} if self.has_zeros else {}
             return {f"{name}_packed": (out, inner // PACKED), f"{name}_scale": (out, groups), **zeros}
         packed = (inner, out // PACKED) if self.packing == "awq" else (inner // PACKED, out)
-        zeros = {f"{stem}.qzeros": (groups, out // PACKED)}
+        zeros = {f"{stem}.qzeros": (groups, out // PACKED)} if self.has_zeros else {}
         return {f"{stem}.qweight": packed, **zeros, f"{stem}.scales": (groups, out)}
 
     def memory(self, shape: Shape) -> int:
@@ -84,7 +88,14 @@ class Int4Weights(Quantization):
         return None
 
     def is_unused(self, name: str) -> bool:
-        return super().is_unused(name) or name.endswith(_UNUSED)
+        is_unread = self.packing in ("gptq", "gptq_v2") and not self.has_zeros and name.endswith(_ZEROS)
+        return super().is_unused(name) or name.endswith(_UNUSED) or is_unread
+
+    def fit(self, found: Shapes) -> Self:
+        """AWQ's zero points count wherever the files have some: gptqmodel and auto-round write them (8) with
+        `zero_point: false`, too."""
+        has_zeros = self.has_zeros or (self.packing == "awq" and any(name.endswith(_ZEROS) for name in found))
+        return replace(super().fit(found), has_zeros=has_zeros)
 
     def weight(self, name: str, read: Callable[[str], torch.Tensor]) -> Weight:
         """The whole weight `name` [out, in] from the tensors on disk, on their device."""
@@ -98,14 +109,12 @@ class Int4Weights(Quantization):
             values, scales = _unpacked(read(f"{name}_packed")), read(f"{name}_scale")
             zeros = _unpacked(read(f"{name}_zero_point").t()).t() if self.has_zeros else None
         else:
-            packed, zeros, scales = (read(f"{stem}.{part}") for part in ("qweight", "qzeros", "scales"))
-            zeros, scales = _unpacked(zeros), scales.t()
-            if self.packing == "awq":
-                values, zeros = _ordered(_unpacked(packed)).t(), _ordered(zeros)
-            else:
-                values = _unpacked(packed.t())
-                zeros = zeros + 1 & 15 if self.packing == "gptq" else zeros
-            zeros = zeros.t()
+            packed, scales = read(f"{stem}.qweight"), read(f"{stem}.scales").t()
+            zeros = _unpacked(read(stem + _ZEROS)) if self.has_zeros else None
+            is_awq = self.packing == "awq"
+            values = _ordered(_unpacked(packed)).t() if is_awq else _unpacked(packed.t())
+            if zeros is not None:
+                zeros = (_ordered(zeros) if is_awq else zeros + 1 & 15 if self.packing == "gptq" else zeros).t()
         if zeros is None:
             zeros = torch.full_like(scales, _ZERO, dtype=torch.uint8)
         if self.group == WHOLE:

@@ -1,8 +1,9 @@
-"""Reads the `quantization_config` of a config.json: FP8 (transformers, compressed-tensors, ModelOpt), AWQ and GPTQ.
+"""Reads the `quantization_config` of a config.json: FP8 (transformers, compressed-tensors, ModelOpt), AWQ, GPTQ and
+auto-round.
 
 compressed-tensors: vllm-project/compressed-tensors, `QuantizationConfig`. ModelOpt: NVIDIA/TensorRT-Model-Optimizer,
 whose older files have the same settings in a file of their own, hf_quant_config.json. AWQ: casper-hansen/AutoAWQ. GPTQ:
-AutoGPTQ, ModelCloud/GPTQModel.
+AutoGPTQ, ModelCloud/GPTQModel. auto-round: intel/auto-round, whose files hold tensors of GPTQ or AWQ.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from specbatch.models.int4 import WHOLE, Int4Weights, Packing
 from specbatch.models.quantization import PATTERN, Quantization
 
 KEY = "quantization_config"
+_UNQUANTIZED = (16, 32)  # bits of what auto-round leaves as it is
 _BLOCKS = [SCALE_BLOCK, SCALE_BLOCK]
 
 
@@ -52,11 +54,11 @@ def _modelopt(found: dict[str, Any]) -> Quantization:
 
 def _awq(found: dict[str, Any]) -> Quantization:
     _expect(found, "bits", 4)
-    _expect(found, "zero_point", True)
     version = found.get("version") or "gemm"
     if str(version).lower() != "gemm":
         raise _refuse("version", version, "it must be 'gemm'")
-    return Int4Weights(*_plain(found, "modules_to_not_convert"), packing="awq", group=_group(found))
+    plain, has_zeros = _plain(found, "modules_to_not_convert"), flag_of(found, "zero_point", True)
+    return Int4Weights(*plain, packing="awq", group=_group(found), has_zeros=has_zeros)
 
 
 def _gptq(found: dict[str, Any]) -> Quantization:
@@ -67,7 +69,27 @@ def _gptq(found: dict[str, Any]) -> Quantization:
     if others:
         raise _refuse("dynamic", others, "all weights must be quantized in one way")
     packing: Packing = "gptq_v2" if found.get("checkpoint_format") == "gptq_v2" else "gptq"
-    return Int4Weights(*_plain(found, "modules_to_not_convert"), packing=packing, group=_group(found))
+    return _grouped(found, packing, _plain(found, "modules_to_not_convert"))
+
+
+def _auto_round(found: dict[str, Any]) -> Quantization:
+    """auto-round's own method: tensors of GPTQ or AWQ, with settings of single layers in `extra_config`."""
+    _expect(found, "bits", 4)
+    _expect(found, "data_type", "int", default="int")
+    _expect(found, "packing_format", *_AUTO_ROUND)
+    if found.get("rotation_config"):
+        raise _refuse("rotation_config", found["rotation_config"], "weights must not need rotated activations")
+    _expect(found, "act_bits", *_UNQUANTIZED, default=16)
+    layers = table_of(found, "extra_config")
+    for name in layers:  # or a regular expression
+        _expect(table_of(layers, name), "bits", *_UNQUANTIZED, where=f"extra_config.{name}")
+    names = [name if re.fullmatch(r"[\w.]+", name) else PATTERN + name for name in layers]
+    return _grouped(found, _AUTO_ROUND[found["packing_format"]], _plain({"extra_config": names}, "extra_config"))
+
+
+def _grouped(found: dict[str, Any], packing: Packing, plain: tuple[frozenset[str], tuple[str, ...]]) -> Quantization:
+    """Symmetric weights (`sym`) have the zero point 8, whatever their `qzeros` hold: 7, 8 or nothing."""
+    return Int4Weights(*plain, packing=packing, group=_group(found), has_zeros=not flag_of(found, "sym"))
 
 
 def _group(found: dict[str, Any], where: str = "") -> int:
@@ -136,6 +158,17 @@ _METHODS = {
     "modelopt": _modelopt,
     "awq": _awq,
     "gptq": _gptq,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,  # of older versions
+}
+# Packing formats of auto-round 0.16.1, and the tensors that they are. Only those of auto_gptq have zero points less 1.
+_AUTO_ROUND: dict[str, Packing] = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round:auto_awq": "awq",
+    "auto_round:awq": "awq",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round": "gptq_v2",
 }
 
 

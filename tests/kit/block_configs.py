@@ -58,8 +58,8 @@ def check_another_target(algorithm: str, published: dict[str, Any], folder: Path
         "not trained for toy",
         "vocab_size is 151936 and the target has 257",
         "num_target_layers is 3 and the target has 4",
-        "feature layer 9 is not among the target's 0 to 2",
-        "mask token 151669 is outside the target's vocabulary of 257",
+        "target_layer_ids=[1, 9, 17, 25, 33], and of the target's 4 layers list 0 to 2 (k is the output of layer k, ",
+        "mask_token_id is 151669, outside the target's vocabulary of 257",
     ):
         assert part in str(caught.value)
     return str(caught.value)

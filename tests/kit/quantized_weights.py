@@ -29,14 +29,16 @@ def fp8(scales: str, suffix: str, inputs: str | None = None) -> Store:
 
 
 def int4(packing: str, group: int, *, symmetric: bool = False) -> Store:
-    """Values are packed one by one into words of 32 bits. group: -1 is all inputs."""
+    """Values are packed one by one into words of 32 bits. group: -1 is all inputs; symmetric: the largest value of a
+    group is -8 times its scale, which is negative in half of the groups, as auto-round writes it."""
 
     def store(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
         stem, (out, inner) = name.removesuffix(".weight"), weight.shape
         size = inner if group == -1 else group
         groups = weight.view(out, -1, size)
         if symmetric:
-            scales = (groups.abs().amax(2) / 7).half()
+            largest = groups.abs().argmax(2, keepdim=True)
+            scales = (groups.gather(2, largest)[..., 0] / -8).half()
             zeros = torch.full(scales.shape, 8)
         else:
             scales = ((groups.amax(2) - groups.amin(2)) / 15).half()

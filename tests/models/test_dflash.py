@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def speculators(**changes: Any) -> dict[str, Any]:
 def test_speculators_format() -> None:
     found, same = (vars(config) for config in (DFlashConfig.from_dict(speculators()), read()))
     differ = {key for key in same if found[key] != same[key]}
-    assert differ == {"rope", "target_depth", "whole_file"}  # rope: where it was read
+    assert differ == {"features", "rope", "target_depth", "whole_file"}  # rope: where it was read
     inner = {**speculators()["transformer_layer_config"], **SLIDING}
     both = [
         DFlashConfig.from_dict(speculators(transformer_layer_config=inner, sliding_window_non_causal=free)).masks
@@ -154,7 +155,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (speculators(draft_vocab_size=200000), "draft_vocab_size=200000: the target's vocabulary has 151936"),
     (speculators(target_hidden_size=64), "target_hidden_size=64"),
     (speculators(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids=None"),
-    (speculators(aux_hidden_state_layer_ids=[0, 3]), "counted from 0"),
+    (speculators(aux_hidden_state_layer_ids=[0, 3]), r"aux_hidden_state_layer_ids=\[0, 3\]: list .* from 1 on"),
+    (speculators(aux_hidden_state_layer_ids=[3, 3]), r"aux_hidden_state_layer_ids=\[3, 3\]: each layer may occur once"),
     (speculators(sample_from_anchor=1), "sample_from_anchor=1"),
     (speculators(sample_from_anchor=True, block_size=64), "use 2 to 63"),
     ({"markov_rank": 256}, "markov_rank=256: a draft with a Markov head has architectures=.*Qwen3DSparkModel"),
@@ -169,8 +171,28 @@ def test_unsupported_configs_are_refused(changes: dict[str, Any], message: str) 
 
 def test_dummy_has_the_published_shape() -> None:
     target = open_checkpoint("qwen3-8b", "dummy").config
-    ours, theirs = vars(DFlashConfig.from_dict(published_shape(target))), vars(read())
-    assert {key for key in ours if ours[key] != theirs[key]} <= {"eos_ids", "bos_id", "dtype"}
+    dummy = DFlashConfig.from_dict(published_shape(target))
+    assert dummy.target_layers == read().target_layers
+    ours, theirs = vars(dummy), vars(read())
+    assert {key for key in ours if ours[key] != theirs[key]} <= {"eos_ids", "bos_id", "dtype", "features"}
+
+
+def test_layers_that_do_not_fit_are_named_as_in_the_file() -> None:
+    """With the key and the numbers of each format."""
+    target = open_checkpoint("toy", "dummy").config
+    boundaries = (
+        "aux_hidden_state_layer_ids=[2, 10, 18, 26, 34], and of the target's 4 layers list 1 to 3 (k is the input"
+    )
+    assert any(line.startswith(boundaries) for line in DFlashConfig.from_dict(speculators()).differences(target))
+    assert DFlashConfig.from_dict(speculators(aux_hidden_state_layer_ids=[1, 3])).features.within(3)
+    assert not DFlashConfig.from_dict(speculators(aux_hidden_state_layer_ids=[1, 4])).features.within(3)
+    usual = (
+        "num_target_layers=36, the usual target_layer_ids=[1, 9, 17, 25, 33], and of the target's 4 layers list 0 to 2"
+    )
+    found = read(dflash_config={"mask_token_id": 3}).differences(target)
+    assert any(line.startswith(usual) for line in found)
+    with pytest.raises(SpecbatchError, match=r"num_target_layers=2, the usual target_layer_ids=\[1, .*list layers"):
+        read(dflash_config={"mask_token_id": 3}, num_target_layers=2)
 
 
 def test_plan_and_log_of_a_dummy() -> None:
@@ -185,6 +207,29 @@ def test_plan_and_log_of_a_dummy() -> None:
     ):
         with pytest.raises(SpecbatchError, match=message):
             planned("dflash", "qwen3-8b", **asked)
+
+
+@pytest.mark.parametrize(
+    ("count", "asked", "drafted", "logged"),
+    [
+        (7, {}, 7, "speculative_tokens=7 of its config"),
+        (16, {}, 15, "speculative_tokens=16 of its config, of which it can make 15"),
+        (7, {"draft_tokens": 9}, 9, "up to 9 drafts as asked, not speculative_tokens=7 of its config"),
+        (7, {"draft_tokens": "auto"}, 7, "speculative_tokens=7 of its config"),
+        (7, {"draft_tokens": "auto", "draft_steps": 4}, 4, "up to 4 drafts as asked"),
+        (7, {"draft_topk": 2}, None, "features of layers"),
+        (None, {}, 15, "features of layers"),
+    ],
+)
+def test_number_of_drafts_that_it_was_published_with(
+    tmp_path: Path, count: int | None, asked: dict[str, Any], drafted: int | None, logged: str
+) -> None:
+    method = {"proposal_type": "greedy", "speculative_tokens": count}
+    table = {"proposal_methods": [method], "default_proposal_method": "greedy"}
+    (tmp_path / "config.json").write_text(json.dumps(speculators(speculators_config=table)))
+    plan, text = planned("dflash", "qwen3-8b", draft=str(tmp_path / "config.json"), **asked)
+    assert plan.drafted == drafted
+    assert logged in text
 
 
 def test_draft_for_another_target_is_refused(tmp_path: Path) -> None:

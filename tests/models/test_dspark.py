@@ -77,7 +77,7 @@ def speculators(**changes: Any) -> dict[str, Any]:
 
 def test_speculators_format() -> None:
     found, same = (vars(config) for config in (DSparkConfig.from_dict(speculators()), read()))
-    assert {key for key in same if found[key] != same[key]} == {"target_depth"}
+    assert {key for key in same if found[key] != same[key]} == {"features", "target_depth"}
     fewer = DSparkConfig.from_dict(speculators(sample_from_anchor=False, draft_vocab_size=32000))
     assert (fewer.most_drafts, fewer.weight_shapes()["markov_head.markov_w2.weight"]) == (6, (32000, 256))
     plain = DSparkConfig.from_dict(speculators(confidence_head_bias=False, confidence_head_with_markov=False))

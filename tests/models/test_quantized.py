@@ -153,6 +153,57 @@ def test_group_of_all_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert (logits(load(checkpoint.config, checkpoint.tensor)) - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
+GPTQ_V2 = {"checkpoint_format": "gptq_v2"}
+IN_AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
+AS_AWQ, PLAIN_AUTO_ROUND = ({"packing_format": f"auto_round{suffix}"} for suffix in (":auto_awq", ""))
+
+
+@pytest.mark.parametrize(
+    ("packing", "changes", "stored"),
+    [
+        *(
+            ("gptq", {"sym": True} | method, word)
+            for method in ({}, GPTQ_V2, IN_AUTO_ROUND)
+            for word in range(0, 16, 3)
+        ),
+        *(("gptq", {"sym": True, "desc_act": True} | method, None) for method in ({}, GPTQ_V2, IN_AUTO_ROUND)),
+        ("gptq", {"checkpoint_format": None}, 7),
+        ("gptq", {"sym": False}, 7),
+        ("gptq", {"sym": False} | GPTQ_V2, 8),
+        ("gptq", IN_AUTO_ROUND | {"sym": False}, 7),
+        ("gptq", IN_AUTO_ROUND | PLAIN_AUTO_ROUND | {"sym": False}, 8),
+        ("gptq", {"quant_method": "intel/auto-round", "packing_format": "auto_round:gptqmodel", "sym": False}, 8),
+        ("awq", {"zero_point": False}, 8),
+        ("awq", {"zero_point": False}, None),
+        ("awq", {"zero_point": True}, 8),
+        ("awq", IN_AUTO_ROUND | AS_AWQ | {"sym": True}, 8),
+        ("awq", IN_AUTO_ROUND | AS_AWQ | {"sym": True}, None),
+        ("awq", IN_AUTO_ROUND | AS_AWQ | {"sym": False}, 8),
+    ],
+)
+def test_zero_points_of_symmetric_weights(
+    packing: str, changes: dict[str, Any], stored: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights with the zero point 8, as `sym` and `zero_point` describe them; every zero point is stored as this
+    number, or none is."""
+    described = (AWQ if packing == "awq" else GPTQ) | changes
+    if described["quant_method"] != "awq":
+        described.pop("version", None), described.pop("zero_point", None)
+    monkeypatch.setitem(FORMATS, "this", (described, int4(packing, 32, symmetric=True)))
+    meant = write(tmp_path, LLAMA, "this")
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".qzeros")]:
+        zeros = tensors.pop(name)
+        word = int(f"{stored or 0:x}" * 8, 16)
+        if stored is not None:
+            tensors[name] = torch.full_like(zeros, word - (1 << 32) if word >= 1 << 31 else word)
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(str(tmp_path))
+    found = load(checkpoint.config, checkpoint.tensor)
+    expected = load(ModelConfig.from_dict(LLAMA), meant.__getitem__)
+    assert torch.equal(logits(found), logits(expected))
+
+
 def test_packed_words_are_those_of_the_formats() -> None:
     """Written out by hand: outputs 0, 1, 2, ... of the first input are 0, 1, 2, ..., and their zero points 8."""
 
@@ -233,7 +284,9 @@ def test_scales_that_are_not_finite_are_refused(
     ("scale", "message"),
     [
         (64.0, "largest scale is 64; on a GPU use less than 64"),
+        (-64.0, "largest scale is 64; on a GPU use less than 64"),
         (1e-6, "scales, up to .*e-07, are too small for float16"),
+        (-1e-6, "scales, up to .*e-07, are too small for float16"),
     ],
 )
 def test_scales_that_gemms_cannot_take_are_refused(
@@ -299,6 +352,10 @@ def with_group(**changes: Any) -> dict[str, Any]:
 TWO = scheme()
 TWO["config_groups"]["group_1"] = {"weights": {"num_bits": 8, "type": "float", "strategy": "block"}}
 AWQ, GPTQ, PACKED = (FORMATS[form][0] for form in ("awq", "gptq", "symmetric"))
+AUTO_ROUND = {
+    "quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "int", "sym": True,
+    "packing_format": "auto_round:auto_gptq",
+}  # fmt: skip
 PACKED_GROUP = PACKED["config_groups"]["group_0"]
 IGNORING = scheme() | {"ignore": ["re:.*mlp.(gate|up)_proj", "lm_head", "model.layers.1.self_attn"]}
 
@@ -321,11 +378,18 @@ IGNORING = scheme() | {"ignore": ["re:.*mlp.(gate|up)_proj", "lm_head", "model.l
         (scheme() | {"ignore": ["re:("]}, r"ignore='re:\(': it is no regular expression"),
         ({"quant_method": "awq", "bits": 8}, "bits=8: it must be 4"),
         (AWQ | {"version": "gemv"}, "version='gemv': it must be 'gemm'"),
-        (AWQ | {"zero_point": False}, "zero_point=False"),
         (AWQ | {"group_size": 48}, "group_size=48: it must be 32 or 64 or 128 or -1"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         (GPTQ | {"dynamic": {"+:.*down": {"bits": 8}}}, "dynamic=.*quantized in one way"),
         (PACKED | {"config_groups": {"a": PACKED_GROUP | {"input_activations": {"type": "int"}}}}, "input_activations"),
+        (AUTO_ROUND | {"bits": 8}, "bits=8: it must be 4"),
+        (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type='mx_fp': it must be 'int'"),
+        (AUTO_ROUND | {"act_bits": 8}, "act_bits=8"),
+        (AUTO_ROUND | {"packing_format": "auto_round:mlx"}, "packing_format='auto_round:mlx': it must be 'auto_round"),
+        (AUTO_ROUND | {"packing_format": None}, "packing_format=None: it must be 'auto_round:auto_gptq' or"),
+        (AUTO_ROUND | {"extra_config": {"a": {"bits": 8}}}, "extra_config.a.bits=8: it must be 16 or 32"),
+        (AUTO_ROUND | {"extra_config": {"(a": {"bits": 16}}}, r"extra_config='re:\(a': it is no regular expression"),
+        (AUTO_ROUND | {"rotation_config": {"a": 1}}, "rotation_config="),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4': it must be 'FP8'"),
     ],
 )
@@ -339,3 +403,15 @@ def test_ignored_modules_are_not_quantized() -> None:
     scaled = {name for name in config.tensor_shapes() if name.endswith("_scale")}
     attention = {f"model.layers.0.self_attn.{part}_proj.weight_scale" for part in "qkvo"}
     assert scaled == attention | {f"model.layers.{layer}.mlp.down_proj.weight_scale" for layer in range(2)}
+
+
+def test_layers_that_auto_round_left_unquantized() -> None:
+    """By name or regular expression."""
+    layers = {
+        "model.layers.0.mlp.up_proj": {"bits": 16, "data_type": "float"},
+        r".*layers\.1\.(mlp|self).*": {"bits": 16},
+    }
+    config = ModelConfig.from_dict(LLAMA | {"quantization_config": AUTO_ROUND | {"extra_config": layers}})
+    scaled = {name.removesuffix(".scales") for name in config.tensor_shapes() if name.endswith(".scales")}
+    parts = [*(f"self_attn.{part}_proj" for part in "qkvo"), "mlp.gate_proj", "mlp.down_proj"]
+    assert scaled == {f"model.layers.0.{part}" for part in parts}

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from specbatch import EngineConfig, SpecbatchError, Speculation
 from specbatch.drafters import eagle
-from specbatch.drafters.head_checks import parameters
+from specbatch.drafters.head_checks import parameters, usual_head
 from specbatch.engine.prepare import prepare
 from specbatch.models.config import ModelConfig
 from specbatch.weights import open_checkpoint
@@ -85,6 +85,7 @@ def test_checkpoints_that_are_not_heads_are_refused(write: Any, algorithm: str, 
     assert "these are not tensors of an EAGLE head" in refusal(algorithm, write(heads.llama(), tensors))
 
 
+LAYERS = "eagle_aux_hidden_state_layer_ids"
 OF_CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"vocab_size": 14}, "vocabulary is 14 and that of target is 13", "layers.0"),
     ({"target_hidden_size": 36}, "features is 36", "layers.0"),
@@ -105,11 +106,18 @@ OF_CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"norm_after_fc": True}, "norm_after_fc=True", "layers.0"),
     ({"eagle_config": {"use_mtp_layernorm": True}}, "eagle_config.use_mtp_layernorm=True", "layers.0"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state=False", "layers.0"),
-    ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, "the head reads 3 different features", "layers.0"),
-    ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "boundaries from 1 to 8", "layers.0"),
-    ({"eagle_aux_hidden_state_layer_ids": [0, 4, 8]}, "boundaries from 1 to 8", "layers.0"),
-    ({"eagle_aux_hidden_state_layer_ids": [2, 2, 8]}, "3 different features", "layers.0"),
-    ({"eagle_aux_hidden_state_layer_ids": "2,4,5"}, "must list whole numbers from 0", "layers.0"),
+    ({LAYERS: [2, 4]}, "the head reads 3 different features", "layers.0"),
+    (
+        {LAYERS: [2, 4, 9]},
+        f"{LAYERS}=[2, 4, 9]: the head reads 3 different features of 8 layers; list 1 to 8",
+        "layers.0",
+    ),
+    ({LAYERS: [0, 4, 8]}, f"{LAYERS}=[0, 4, 8]: the head reads 3 ", "layers.0"),
+    ({"eagle_config": {LAYERS: [1, 4, 8]}}, f"eagle_config.{LAYERS}=[1, 4, 8]: the head reads 3 ", "layers.0"),
+    ({"eagle_config": {LAYERS: [1, 4, 8]}}, "list 0 to 7 (k is the output of layer k, ", "layers.0"),
+    ({"eagle_config": {LAYERS: [2, 4, 9]}}, "list 1 to 8 (k is the input of layer k, the output", "layers.0"),
+    ({LAYERS: [2, 2, 8]}, "3 different features", "layers.0"),
+    ({LAYERS: "2,4,5"}, "must list whole numbers from 0", "layers.0"),
     ({"speculators_model_type": "peagle"}, "speculators_model_type='peagle'", "layers.0"),
     ({"quantization_config": {"bits": 4}}, "quantization_config", "layers.0"),
     ({"architectures": ["DeepseekV3ForCausalLMEagle3"]}, "architectures", "layers.0"),
@@ -122,17 +130,19 @@ def test_mismatched_eagle3_configs_are_refused(write: Any, changes: dict[str, An
     folder = write(config, heads.eagle3(), stem)
     found = refusal("eagle3", folder)
     assert message in found
-    assert found.startswith((f"draft='{folder}': ", "aux_layers="))
+    assert found.startswith((f"draft='{folder}': ", LAYERS, f"eagle_config.{LAYERS}"))
 
 
 @pytest.mark.parametrize("asked", [(2, 4), (2, 2, 4), (2, 4, 9)])
 def test_requested_layers_must_exist(usual: str, asked: tuple[int, ...]) -> None:
     message = refusal("eagle3", usual, aux_layers=asked)
-    assert message.startswith(f"aux_layers={asked}: from aux_layers: the head reads 3 different features")
+    assert message.startswith(f"aux_layers={asked}: the head reads 3 different features")
 
 
 def test_too_few_layers_for_the_default_are_refused(usual: str) -> None:
-    assert "aux_layers=(2, 2, 1)" in refusal("eagle3", usual, heads.TargetStub(4))
+    message = refusal("eagle3", usual, heads.TargetStub(4))
+    assert message.startswith("aux_layers=(2, 2, 1): the head reads 3 different features of 4 layers; list 1 to 4 ")
+    assert message.endswith("the default: its config lists none")
 
 
 @pytest.mark.parametrize(("place", "offset"), [(8, 5), (0, -1), (0, heads.ids(heads.eagle3())[1])])
@@ -362,3 +372,90 @@ def test_random_weights_in_place_of_stored_ones_are_refused(tmp_path: Path, algo
         f"draft='{tmp_path}': with load_format='dummy' its weights are not read; use 'dummy' or its config.json for "
         "random weights, or leave out load_format='dummy'"
     )
+
+
+def methods(*counts: int | None, default: str = "1") -> dict[str, Any]:
+    """A config of speculators with a proposal method for each number of drafts, of types "0", "1", ..."""
+    listed = [{"proposal_type": str(place), "speculative_tokens": count} for place, count in enumerate(counts)]
+    return {"speculators_config": {"proposal_methods": listed, "default_proposal_method": default}}
+
+
+@pytest.mark.parametrize(
+    ("stated", "asked", "drafted", "logged"),
+    [
+        (methods(5), {}, 5, "the number of drafts is speculative_tokens=5 of its config"),
+        (methods(5, 4), {}, 4, "speculative_tokens=4 of its config"),
+        (methods(5, None), {}, 5, "speculative_tokens=5 of its config"),
+        (methods(1), {}, 1, "speculative_tokens=1 of its config"),
+        ({"speculative_tokens": 6}, {}, 6, "speculative_tokens=6 of its config"),
+        (methods(5), {"draft_topk": 1}, 5, "speculative_tokens=5 of its config"),
+        (methods(5), {"draft_tokens": "auto"}, 5, "speculative_tokens=5 of its config"),
+        (
+            methods(5),
+            {"draft_tokens": "auto", "draft_steps": 2},
+            None,
+            "up to 2 drafts as asked, not speculative_tokens=5",
+        ),
+        (methods(5), {"draft_tokens": 2}, None, "up to 2 drafts as asked, not speculative_tokens=5 of its config"),
+        (methods(5), {"draft_steps": 2}, None, "up to 2 drafts as asked, not speculative_tokens=5 of its config"),
+        (methods(5), {"draft_tokens": 5}, None, None),
+        (methods(5), {"draft_topk": 2}, None, None),
+        (methods(), {}, None, None),
+        ({}, {}, None, None),
+    ],
+)
+def test_number_of_drafts_that_a_head_was_published_with(
+    write: Any, stated: dict[str, Any], asked: dict[str, Any], drafted: int | None, logged: str | None
+) -> None:
+    """It is the default; what the user asks for wins. Trees keep their shape."""
+    folder, lines = write(heads.llama(draft_vocab_size=9) | stated, heads.eagle3()), []
+    config = EngineConfig(model="target", speculation=Speculation("eagle3", draft=folder, **asked))
+    found = heads.plan_of("eagle3")(heads.TargetStub(8), config, lines.append)
+    assert found.drafted == drafted
+    if drafted is not None:
+        assert found.uncached_tail == drafted + 1
+    assert [line for line in lines if "speculative_tokens" in line] == [
+        line for line in lines if logged and logged in line
+    ]
+    assert logged is None or any(logged in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        (methods(0), "speculative_tokens=0: the config must give a positive whole number"),
+        (methods(64), "speculative_tokens=64: the config must give a positive whole number up to 63"),
+        ({"speculative_tokens": "5"}, "speculative_tokens='5'"),
+        (
+            {"speculators_config": {"proposal_methods": {"a": 1}}},
+            "proposal_methods={'a': 1}: the config must list tables",
+        ),
+    ],
+)
+def test_numbers_of_drafts_that_are_none_are_refused(write: Any, stated: dict[str, Any], message: str) -> None:
+    folder = write(heads.llama(draft_vocab_size=9) | stated, heads.eagle3())
+    assert message in refusal("eagle3", folder)
+
+
+def test_number_of_drafts_of_a_parallel_head(write: Any) -> None:
+    """At most 32, as its pass has two rows for each."""
+    tensors = heads.eagle3() | {"mask_hidden": torch.zeros(1, 1, 3 * heads.HIDDEN)}
+    for count, drafted in ((6, 6), (40, 32)):
+        folder = write(heads.llama(draft_vocab_size=9, mask_token_id=heads.MASK) | methods(count), tensors)
+        config = EngineConfig(model="target", speculation=Speculation("peagle", draft=folder))
+        lines: list[str] = []
+        found = heads.plan_of("peagle")(heads.TargetStub(8), config, lines.append)
+        assert (found.drafted, found.scratch_slots) == (drafted, 2 * drafted)
+        note = "" if count == drafted else ", of which it can make 32"
+        assert f"draft: the number of drafts is speculative_tokens={count} of its config{note}" in lines
+
+
+@pytest.mark.parametrize(("asked", "shape"), [({}, "5 drafted"), ({"draft_tokens": 2}, "2 drafted")])
+def test_engine_drafts_as_many_as_the_head_was_published_with(
+    tmp_path: Path, asked: dict[str, int], shape: str
+) -> None:
+    described = usual_head(open_checkpoint("toy", "dummy").config) | methods(5)
+    (tmp_path / "config.json").write_text(json.dumps(described | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}))
+    speculation = Speculation("eagle3", draft=str(tmp_path / "config.json"), **asked)
+    config = EngineConfig("toy", load_format="dummy", device="cpu", speculation=speculation)
+    assert str(prepare(config, lambda line: None).config.speculation.shape) == shape

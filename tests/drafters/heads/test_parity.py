@@ -110,7 +110,10 @@ def test_eagle3_matches_reference(write: Any, start: Any, count: int, chunk: int
     config = heads.llama(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=9)
     run = start(stub, "eagle3", write(config, tensors, "midlayer"), count, chunk)
     check(run, heads.RefEagle3(tensors, stub), (2, 4, 5), heads.ids(tensors), turns=7)
-    assert any("inputs of layers 2, 4, 5 of 8 (from default)" in line for line in run.lines)
+    assert any(
+        "inputs of layers 2, 4, 5 of 8 (from aux_layers=[2, 4, 5], the default: its config lists none)" in line
+        for line in run.lines
+    )
     assert any("rope theta 10000 (from class default), the target's theta is 77" in line for line in run.lines)
     assert any("drafts 9 of the target's 13 tokens" in line for line in run.lines)
 

@@ -28,12 +28,17 @@ def interpreted_assembly(device: torch.device, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_inline_asm", create_inline_asm)
 
 
+def random_scales(*shape: int) -> torch.Tensor:
+    """Half of them are negative, as those of symmetric weights of auto-round."""
+    return (torch.rand(shape) / 60 + 1e-3) * torch.randint(0, 2, shape).mul(2).sub(1)
+
+
 def random_weight(
     n: int, k: int, group: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Int4Tiles, torch.Tensor]:
     """A weight for x of a type, and its values in float64, one by one."""
     values, zeros = torch.randint(0, 16, (n, k)), torch.randint(0, 16, (n, k // group))
-    scales = (torch.rand(n, k // group) / 60 + 1e-3).to(SCALES[dtype])
+    scales = random_scales(n, k // group).to(SCALES[dtype])
     meant = torch.zeros(n, k, dtype=torch.float64)
     for j in range(k):
         meant[:, j] = (values[:, j] - zeros[:, j // group]) * scales[:, j // group].double()
@@ -54,7 +59,7 @@ def test_tiles_hold_the_weight(
 ) -> None:
     out, inputs = tiles * unit, chunks * group
     values, zeros = torch.randint(0, 16, (*experts, out, inputs)), torch.randint(0, 16, (*experts, out, chunks))
-    weight = Weight(pack_int4(values.byte()), torch.rand(zeros.shape).to(dtype), zeros.byte())
+    weight = Weight(pack_int4(values.byte()), random_scales(*zeros.shape).to(dtype), zeros.byte())
     found = int4_tiles(weight)
     assert found.shape == weight.shape
     assert found.group == group
@@ -81,7 +86,7 @@ def test_a_tile_is_contiguous() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_scales_get_the_type_of_activations(dtype: torch.dtype, stored: torch.dtype) -> None:
     """BF16 scales change a weight by 1/256 of it at most, and FP16 scales by 1/2048."""
-    scales = (torch.rand(8, 4) / 60 + 1e-3).to(stored)
+    scales = random_scales(8, 4).to(stored)
     weight = Weight(pack_int4(torch.randint(0, 16, (8, 128)).byte()), scales, torch.full((8, 4), 8).byte())
     found = with_short_scales(weight, dtype)
     assert found.scales is not None
@@ -128,17 +133,18 @@ def test_int4_linear_matches_reference(
     assert (out[:, n + 2 :] == 7).all()
 
 
+@pytest.mark.parametrize("scale", [1.0, -1.0])
 @pytest.mark.parametrize(("rows", "tile"), [(1, None), (40, None), (300, None), *((16, tile) for tile in TILES)])
 def test_every_value_and_zero_point_is_exact(
-    rows: int, tile: Int4FewRowsTile | None, dtype: torch.dtype, device: torch.device
+    rows: int, tile: Int4FewRowsTile | None, scale: float, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Each is the only term of its sum."""
     values, zeros = torch.arange(256)[:, None] % 16, torch.arange(256)[:, None] // 16
-    parts = pack_int4(values.byte().expand(256, 32)), torch.ones(256, 1).to(SCALES[dtype]), zeros.byte()
+    parts = pack_int4(values.byte().expand(256, 32)), torch.full((256, 1), scale).to(SCALES[dtype]), zeros.byte()
     weight = int4_tiles(Weight(*(part.to(device) for part in parts)))
     column = torch.arange(rows, device=device) * 7 % 32
     y = int4_linear(F.one_hot(column, 32).to(dtype), weight, tile=tile)
-    assert torch.equal(y.float(), (values - zeros).float().t().expand(rows, 256).to(device))
+    assert torch.equal(y.float(), (values - zeros).mul(scale).t().expand(rows, 256).to(device))
 
 
 @pytest.mark.parametrize("tile", TILES)

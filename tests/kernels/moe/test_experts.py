@@ -294,7 +294,7 @@ def test_int4_weights(
     for matrices in (case.up, case.down):
         *outer, inputs = matrices.shape
         values, zeros = torch.randint(0, 16, (*outer, inputs)), torch.randint(0, 16, (*outer, inputs // group))
-        scales = torch.rand(*outer, inputs // group).half() / 40
+        scales = (torch.rand(*outer, inputs // group).half() - 0.5) / 20  # half of them are negative
         parts = (part.to(device) for part in (pack_int4(values.byte()), scales, zeros.byte()))
         packed.append(int4_tiles(Weight(*parts)))
     up, down = packed
@@ -335,7 +335,7 @@ def test_whole_and_half_blocks(
         if device.type != "cuda":
             monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_inline_asm", create_inline_asm)
         values, zeros = torch.randint(0, 16, (1, 128, 128)), torch.randint(0, 16, (1, 128, 4))
-        scales = torch.rand(1, 128, 4).half() / 40
+        scales = (torch.rand(1, 128, 4).half() - 0.5) / 20
         weight = int4_tiles(Weight(*(part.to(device) for part in (pack_int4(values.byte()), scales, zeros.byte()))))
     x, rule = torch.randn(192, 128).to(device, dtype), Routing(1, 1)
     plan = route(torch.zeros(192, 1, device=device), rule, 128)[2]
