@@ -13,10 +13,12 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from specbatch.atomic_file import is_leftover
 from specbatch.errors import refuse, shown_json
 
 DEEPEST = 100  # levels of lists and objects
 LARGEST = {"JSON": 256 << 20, "TOML": 1 << 20, "YAML": 1 << 20}  # bytes; the readers of TOML and YAML are slow
+TEMPORARY = "is a temporary file of specbatch, which its next run removes; give it another name"
 _LONGEST = 200  # characters of a library's reason
 
 
@@ -25,8 +27,10 @@ class UnreadableError(ValueError):
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading. Raises UnreadableError for whatever cannot be opened, and for pipes, devices and
-    folders."""
+    """Open a regular file for reading. Raises UnreadableError for whatever cannot be opened, for pipes, devices and
+    folders, and for a temporary file of this package, which a later run removes."""
+    if is_leftover(path):
+        raise UnreadableError(TEMPORARY)
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
