@@ -279,14 +279,15 @@ def _claimed(kept: PartialRows | None, overwrite: bool) -> Iterator[tuple[Mappin
     works = "the same command with this --out continues"
     with kept.claim(starts_over=overwrite) as keep:
         try:
-            with reporting(lambda: f"kept the finished answers ({len(kept.rows)}) in {kept.path}; {works}"):
+            done = f"kept the finished answers ({{}}) in {kept.path}; {works}"
+            with reporting(lambda: kept.or_lost(done.format(len(kept.rows)))):
                 yield kept.rows, keep
         except KeyboardInterrupt:
             if kept.rows:
                 raise
-            kept.path.unlink()
+            kept.remove()
             raise KeyboardInterrupt from None
-        kept.path.unlink()
+        kept.remove()
 
 
 def _scores(task: EvalTask, results: dict[str, Any]) -> Iterator[Score]:

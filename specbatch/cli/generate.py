@@ -113,20 +113,22 @@ def generate(
     params = SamplingParams(stop=tuple(stop or ()), **sampling)
     engine, workers = clustered(engine, cluster)
     config = engine.config(concurrency=concurrency, elsewhere=workers is not None)
-    job = BatchJob.open(
-        source,
-        output,
-        config,
-        params,
-        given=[name for name in (*sampling, "stop") if is_given(context, name)],
-        chat_template=chat_template,
-        overwrite=overwrite,
-        retry_failed=retry_failed,
-        split=split,
-        column=column,
-        skip_bad=skip_bad,
-        log=say,
-    )
+    with progress(f"reading {source}", "rows") as report:
+        job = BatchJob.open(
+            source,
+            output,
+            config,
+            params,
+            given=[name for name in (*sampling, "stop") if is_given(context, name)],
+            chat_template=chat_template,
+            overwrite=overwrite,
+            retry_failed=retry_failed,
+            split=split,
+            column=column,
+            skip_bad=skip_bad,
+            log=say,
+            report=report,
+        )
     if job.finished:
         say(f"continuing: {len(job.finished)} of {job.total} are finished")
     with open_replicas(config, workers) as running:

@@ -19,9 +19,9 @@ from specbatch.atomic_file import is_leftover, replacing
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.extras import needs
 from specbatch.jobs.files import is_remote, open_input
+from specbatch.jobs.input_version import HUB
 from specbatch.text_files import TEMPORARY, UnreadableError
 
-HUB = "hf:"
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _ARROW = (".parquet", ".arrow")
 BATCH = 1_000  # rows that are read or written at a time

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
@@ -29,6 +30,7 @@ from specbatch.jobs.formats import COLUMNS, SOMETIMES
 from specbatch.jobs.partial_output import Row
 from specbatch.text_files import UnreadableError, parse_json
 
+_EARLIER = r"\.(part|old)\d+"
 _ERRORS, _PARTIAL, _RECORD = "errors.jsonl", "partial", "record.json"
 
 
@@ -72,12 +74,17 @@ class OutputFiles:
         return self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
 
     def check_is_not(self, source: str | Path) -> None:
-        """Refuse an output that would change the input: the same file, by links too, or a folder of it."""
+        """Refuse an output that would change the input: the same file, by links too, or a folder of it. Refused, too, is
+        an input with the name that earlier versions gave to this output before it was complete."""
         given = [self.name, self.errors, self.record] if self.url is not None else []
         written = [self.path, *(_beside(self.path, suffix) for suffix in (_PARTIAL, _RECORD, _ERRORS))]
         same = str(source) in given or (not is_remote(source) and any(_holds(path, source) for path in written))
         if same:
             raise refuse("output", self.name, f"would replace the input {source}; name another one")
+        earlier = re.escape(os.path.abspath(self.path)) + _EARLIER
+        if not is_remote(source) and re.fullmatch(earlier, os.path.abspath(local_path(source))):
+            works = f"the input {source} has the name of an unfinished output of an earlier version; rename it"
+            raise refuse("output", self.name, works)
 
     def prepare(self) -> None:
         """Make the folder of the output. Raises UnwritableError."""

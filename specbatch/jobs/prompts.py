@@ -23,6 +23,7 @@ from specbatch.core.request import SamplingParams
 from specbatch.core.sampling_params import FOREIGN_NAMES
 from specbatch.errors import SpecbatchError, refuse, refuse_json, shown_json
 from specbatch.field_errors import did_you_mean
+from specbatch.jobs.input_version import InputVersion
 from specbatch.jobs.prompt_file import location, parse_line, stream_rows
 from specbatch.text_files import UnreadableError
 from specbatch.tokenizer import refuse_longer
@@ -145,9 +146,11 @@ class PromptReader:
     def __init__(self, forms: tuple[str, ...] = FORMS, column: str | None = None) -> None:
         self._forms = forms if column is None else (column,)
 
-    def rows(self, setting: str, source: str | Path, split: str | None) -> Iterator[tuple[int, bytes | Any]]:
+    def rows(
+        self, setting: str, source: str | Path, split: str | None, *, version: InputVersion | None = None
+    ) -> Iterator[tuple[int, bytes | Any]]:
         """As `stream_rows`."""
-        return stream_rows(setting, source, self._forms, (*_IDS, SAMPLING), split)
+        return stream_rows(setting, source, self._forms, (*_IDS, SAMPLING), split, version=version)
 
     def read(self, number: int, row: bytes | Any) -> Prompt | MalformedLine:
         """The prompt of a line, or of a row of a data set."""
@@ -183,10 +186,12 @@ def _prompt(row: Any, forms: tuple[str, ...], number: int) -> Prompt:
     if not _well_formed(form, value):
         expected = _EXPECTED[form] if form == name else "a string, a list of whole numbers from 0, or of messages"
         raise MalformedRowError(f"{name} must be {expected}")
-    if (place := no_text_in(value, name)) is not None:
-        raise MalformedRowError(f"{place} {HALF_PAIR}")
-    if _PLACEHOLDER in str(value):
-        raise MalformedRowError(f"{name} is a placeholder: prepare the data set with the script of SPEED-Bench first")
+    if form != "prompt_token_ids":
+        if (place := no_text_in(value, name)) is not None:
+            raise MalformedRowError(f"{place} {HALF_PAIR}")
+        if _PLACEHOLDER in str(value):
+            works = "prepare the data set with the script of SPEED-Bench first"
+            raise MalformedRowError(f"{name} is a placeholder: {works}")
     own = row.get(_IDS[1] if form == TURNS else _IDS[0])
     if own is not None and (not isinstance(own, (str, int)) or isinstance(own, bool)):
         raise MalformedRowError(f"id={shown_json(own)}: use a string or a whole number")
