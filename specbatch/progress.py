@@ -13,7 +13,7 @@ from typing import Any, Protocol
 Report = Callable[[int, int], None]  # (done, total); total 0: it is not known
 Work = tuple[float, float]  # done and total, in a unit that always takes about as long
 SECONDS_BETWEEN_LINES = 60.0
-SECONDS_OF_SILENCE = 1.0  # before the first line of a phase whose total is not known, which may end soon
+SECONDS_OF_SILENCE = 0.5  # before the first line of a phase whose total is not known, which may end soon
 LONG = 600.0  # seconds that are shown as minutes
 SECONDS_OF_SPEED = 10.0
 

@@ -85,7 +85,7 @@ def parse_json(text: bytes | str, *, unique: bool = False) -> Any:
     twice is wrong, too; else the last value counts."""
     decoded = text if isinstance(text, str) else _decoded(text)
     try:
-        found = json.loads(decoded, object_pairs_hook=_unique if unique else None)
+        found = (_UNIQUE if unique else _PLAIN).decode(decoded)
     except json.JSONDecodeError as error:
         place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
         raise UnreadableError(f"is not JSON ({error.msg.removesuffix(' at')} at {place})") from None
@@ -163,6 +163,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+_PLAIN, _UNIQUE = json.JSONDecoder(), json.JSONDecoder(object_pairs_hook=_unique)
 _TOO_DEEP = "is not {form} that can be read (nested too deeply)"
 
 

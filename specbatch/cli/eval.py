@@ -172,7 +172,7 @@ def evaluate(
         with open_replicas(config, workers) as running, progress(f"eval {task}", "requests", done) as report:
             result = ready.run(running, report, kept)
     text = f"{result.table()}\n\nresults: {folder}"
-    show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json)
+    show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json, kept=str(folder))
 
 
 def _check_grid(engine: EngineOptions, configs: str | None, ablation: bool, distributed: str | None) -> None:
@@ -233,6 +233,11 @@ def _compare(
             log=say,
             progress=report,
         )
-    show(f"{found.table()}\n\nresults: {folder}", {**found.as_dict(), "output": str(folder)}, as_json=as_json)
+    show(
+        f"{found.table()}\n\nresults: {folder}",
+        {**found.as_dict(), "output": str(folder)},
+        as_json=as_json,
+        kept=str(folder),
+    )
     if failed.keys() - left_out.keys():
         raise typer.Exit(1)

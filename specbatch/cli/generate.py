@@ -161,7 +161,7 @@ def generate(
     }
     count = f"answers to {counted(prompts, 'prompt')}"
     text = f"{count} in {job.output.name}{left_out}; configuration and metrics: {job.output.record}"
-    show(text, result, as_json=as_json)
+    show(text, result, as_json=as_json, kept=job.output.name)
     if job.failed > max_failures:
         raise Exit(1)
 

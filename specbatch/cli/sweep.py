@@ -375,7 +375,12 @@ def sweep(
                     rows += [{"model": name, **row} for row in found]
             if len(statuses) == len(models):
                 raise typer.Exit(2 if set(statuses) == {2} else 1)
-    show(f"{summary}\n{results(folder, wide=wide)}", {"output": str(folder), "rows": rows}, as_json=as_json)
+    show(
+        f"{summary}\n{results(folder, wide=wide)}",
+        {"output": str(folder), "rows": rows},
+        as_json=as_json,
+        kept=str(folder),
+    )
     if statuses or any(row.get("failed") for row in rows) or (has_servers and _failed(folder)):
         raise typer.Exit(1)
 

@@ -102,7 +102,7 @@ def train_draft(
     with fresh_folder(output, "train-draft", resumes=resumes) as folder:
         record = run(config, source, recipe, folder, open_engine=open_engine, progress=progress, log=say)
     text = f"{_table(record['history']['measured'])}\n\nhead: {folder}"
-    show(text, {**record, "output": str(folder)}, as_json=as_json)
+    show(text, {**record, "output": str(folder)}, as_json=as_json, kept=str(folder))
 
 
 def _asked(

@@ -26,7 +26,15 @@ from specbatch.config import EngineConfig
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse, reporting
 from specbatch.jobs.formats import BadRow, JobFormat, JobRow, PromptRows, Request
-from specbatch.jobs.input_scan import SHOWN, BadLines, InputScan, job_rows, rendered_ahead, scan
+from specbatch.jobs.input_scan import (
+    SECONDS_BETWEEN_REPORTS,
+    SHOWN,
+    BadLines,
+    InputScan,
+    job_rows,
+    rendered_ahead,
+    scan,
+)
 from specbatch.jobs.openai_batch import OpenAIBatch, is_openai_batch
 from specbatch.jobs.output_files import OutputFiles, column_types
 from specbatch.jobs.partial_output import MAKES_TOKENS, PartialRows, Row, RowsOnDisk
@@ -40,7 +48,6 @@ if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
 
 FORMAT = 3
-SECONDS_BETWEEN_REPORTS = 0.2
 CHECKED_TOKENS = 1 << 19  # of prompts that are encoded before the first one runs: a second or two
 Keep = Callable[[Row], None]
 

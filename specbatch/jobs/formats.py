@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,6 +130,7 @@ class PromptRows(JobFormat):
         self._chat_template, self._split = chat_template, split
         self._reader = PromptReader(column=column)
         self._version = InputVersion("input", source)
+        self._updated = lru_cache(256)(lambda sampling: params.updated(json.loads(sampling)))
 
     def rows(self) -> Iterator[JobRow | BadRow]:
         for number, raw in self._reader.rows("input", self._source, self._split, version=self._version):
@@ -138,7 +141,7 @@ class PromptRows(JobFormat):
             self._note(item.misplaced, number)
             identity = [number - 1, item.form, item.value, item.id] + ([item.sampling] if item.sampling else [])
             try:
-                params = self._params.updated(item.sampling) if item.sampling else self._params
+                params = self._updated(json.dumps(item.sampling)) if item.sampling else self._params
             except SpecbatchError as error:  # together with the parameters of the job
                 yield BadRow(number - 1, item.id, f"sampling: {error}")
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from array import array
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
 
 ROWS_AHEAD = 32
-ROWS_BETWEEN_REPORTS = 200
+SECONDS_BETWEEN_REPORTS = 0.2
 SHOWN = 20  # malformed lines that are listed one by one
 
 
@@ -93,9 +94,11 @@ def scan(form: JobFormat, bad: BadLines, report: Report | None = None) -> InputS
     """
     found, digest = InputScan(), hashlib.sha256()
     ids, places = array("Q"), array("q")
+    reported, params = time.monotonic(), None
     for number, row in enumerate(form.rows(), start=1):
-        if report is not None and number % ROWS_BETWEEN_REPORTS == 0:
+        if report is not None and (now := time.monotonic()) - reported > SECONDS_BETWEEN_REPORTS:
             report(number, 0)
+            reported = now
         if isinstance(row, BadRow) and not form.keeps_bad_rows:
             bad.add(row.index, row.problem)
             continue
@@ -108,7 +111,8 @@ def scan(form: JobFormat, bad: BadLines, report: Report | None = None) -> InputS
             if form.unique_ids:
                 ids.append(int.from_bytes(hashlib.blake2b(str(row.id).encode(), digest_size=8).digest()))
                 places.append(row.index)
-        if isinstance(row, JobRow):
+        if isinstance(row, JobRow) and row.params is not params:
+            params = row.params
             wanted = {"sample": row.params.n > 1, "logprobs": row.params.logprobs}
             wanted |= {"top_logprobs": row.params.top_logprobs > 0, "prompt_logprobs": row.params.prompt_logprobs}
             found.present |= {name for name, there in wanted.items() if there}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ class InputVersion:
     def __init__(self, setting: str, source: str | Path) -> None:
         self._setting, self._source = setting, source
         self._is_local = not is_remote(source) and not str(source).startswith(HUB)
+        self._path = local_path(source)
+        self._is_folder = self._is_local and self._path.is_dir()
+        self._name = str(self._path)
         self._first = self._now()
 
     def check(self, *, remote: bool = False) -> None:
@@ -35,19 +39,17 @@ class InputVersion:
             raise ChangedError(line, setting=self._setting, value=str(self._source), works=works)
 
     def _now(self) -> Any:
-        if self._is_local:
-            path = local_path(self._source)
-            return _states([path, *sorted(path.rglob("*"))] if path.is_dir() else [path])
-        return version_of(str(self._source)) if is_remote(self._source) else None
+        if not self._is_local:
+            return version_of(str(self._source)) if is_remote(self._source) else None
+        if self._is_folder:
+            return [state for path in sorted(self._path.rglob("*")) if (state := _state(str(path)))]
+        return _state(self._name)
 
 
-def _states(paths: list[Path]) -> list[tuple[int, ...]]:
-    """Of the files and folders that are there."""
-    found = []
-    for path in paths:
-        try:
-            state = path.stat()
-        except (OSError, ValueError):  # it is gone, or no valid path
-            continue
-        found.append((state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns))
-    return found
+def _state(path: str) -> tuple[int, ...]:
+    """Of the file or folder; empty if there is none."""
+    try:
+        found = os.stat(path)  # called for every row
+    except (OSError, ValueError):  # it is gone, or no valid path
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

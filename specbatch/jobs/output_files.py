@@ -74,8 +74,8 @@ class OutputFiles:
         return self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
 
     def check_is_not(self, source: str | Path) -> None:
-        """Refuse an output that would change the input: the same file, by links too, or a folder of it. Refused, too, is
-        an input with the name that earlier versions gave to this output before it was complete."""
+        """Refuse an output that would change the input: the same file, by links too, or a folder of it, and an
+        input with the name that earlier versions gave to this output before it was complete."""
         given = [self.name, self.errors, self.record] if self.url is not None else []
         written = [self.path, *(_beside(self.path, suffix) for suffix in (_PARTIAL, _RECORD, _ERRORS))]
         same = str(source) in given or (not is_remote(source) and any(_holds(path, source) for path in written))
@@ -193,6 +193,8 @@ def _rows_of(output: str | Path) -> Iterator[Row]:
 
 
 def _local_output(output: str) -> Path:
+    if output == "-":
+        raise refuse("output", output, "standard output cannot be continued after an interruption; name a .jsonl file")
     path = local_path(output)
     if path.suffix in (".jsonl", ".parquet"):
         if path.is_dir():

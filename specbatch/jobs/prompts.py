@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,7 +190,7 @@ def _prompt(row: Any, forms: tuple[str, ...], number: int) -> Prompt:
     if form != "prompt_token_ids":
         if (place := no_text_in(value, name)) is not None:
             raise MalformedRowError(f"{place} {HALF_PAIR}")
-        if _PLACEHOLDER in str(value):
+        if _PLACEHOLDER in (value if isinstance(value, str) else str(value)):
             works = "prepare the data set with the script of SPEED-Bench first"
             raise MalformedRowError(f"{name} is a placeholder: {works}")
     own = row.get(_IDS[1] if form == TURNS else _IDS[0])
@@ -218,12 +219,18 @@ def _sampling(value: Any) -> dict[str, Any]:
         if name not in PER_ROW:
             works = FOREIGN_NAMES.get(name) or did_you_mean(name, PER_ROW)
             raise MalformedRowError(f"{SAMPLING} has no parameter {shown_json(name)}; {works}")
-    try:
-        SamplingParams(**value)
-    except SpecbatchError as error:
-        given = refuse_json(str(error.setting), error.value, error.works or "")
-        raise MalformedRowError(f"{SAMPLING}.{given}") from None
+    if (problem := _sampling_problem(json.dumps(value))) is not None:
+        raise MalformedRowError(f"{SAMPLING}.{problem}")
     return value
+
+
+@lru_cache(256)  # rows of a file often have the same parameters
+def _sampling_problem(text: str) -> str | None:
+    try:
+        SamplingParams(**json.loads(text))
+    except SpecbatchError as error:
+        return str(refuse_json(str(error.setting), error.value, error.works or ""))
+    return None
 
 
 def _form_of(value: Any) -> str:
@@ -244,7 +251,7 @@ def is_text(value: str) -> bool:
 
 def no_text_in(value: Any, name: str = "") -> str | None:
     """The field of a JSON value, or the key, with half of a surrogate pair; None if there is none."""
-    if is_text(json.dumps(value, ensure_ascii=False)):
+    if is_text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)):
         return None
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
