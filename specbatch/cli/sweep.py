@@ -315,6 +315,8 @@ def sweep(
         thinking=thinking,
         read_task=task_prompts,
     )
+    for note in workload.notes():
+        say(note)
     precise = None if until_precise is None else share("until_precise", until_precise)
     if precise is None and is_given(context, "most_repeats"):
         raise refuse("most_repeats", most_repeats, "goes with --until-precise; leave it out, or use --repeats")

@@ -15,7 +15,7 @@ rejected with the differences.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from itertools import tee
@@ -77,6 +77,7 @@ class BatchJob:
     encoded    requests of rows that were checked and have not begun
     stopped    the limit that ended the last run before the job was finished, or None
     written    rows of the output, without the error file of an OpenAI batch: each sample of a prompt is one
+    complete   the record of the output, if an earlier run of this job has finished it: nothing is left to run
     """
 
     source: str
@@ -94,6 +95,7 @@ class BatchJob:
     encoded: dict[int, list[Request]] = field(default_factory=dict)
     stopped: str | None = None
     written: int = 0
+    complete: dict[str, Any] | None = None
 
     @classmethod
     def open(
@@ -178,7 +180,8 @@ class BatchJob:
         if replaces and retry_failed:
             job._check_record()
         elif replaces and not overwrite and not continues:
-            raise job._exists()
+            job.complete = job._complete()
+            return job
         elif retry_failed and not continues:
             works = f"there are no failed rows, neither in {files.name} nor in {files.partial}; leave it out"
             raise refuse("retry_failed", True, works)
@@ -225,6 +228,8 @@ class BatchJob:
         prompt that fails while it runs has an `error` in place of an answer.
         After KeyboardInterrupt, an error or a limit the finished rows stay in the partial file.
         """
+        if self.complete is not None:
+            return True
         if not self.form.keeps_bad_rows:
             self._check_prompts(engine)
         with self.kept.claim(starts_over=self.overwrite) as keep:
@@ -290,11 +295,31 @@ class BatchJob:
             if name in self.found.present:
                 raise refuse("output", self.output.name, f"has no column for {name}; name a .jsonl file")
 
+    def counts(self) -> dict[str, int]:
+        """What the record of the output has of it. prompts: those with a row in the output."""
+        prompts = len(self.finished) - (self.failed if self.is_batch else 0)
+        return {"prompts": prompts, "rows": self.written, "failed": self.failed, "skipped": self.skipped}
+
+    def _complete(self) -> dict[str, Any]:
+        """The record of the existing output. Refused: an output that this job did not finish, or that was changed."""
+        try:
+            record = self.output.record_of()
+        except SpecbatchError:
+            raise self._exists() from None
+        counts = record["workload"].get("output")
+        rows = counts.get("rows") if isinstance(counts, dict) else None
+        if self._differs(record["workload"]) or rows is None or rows != self.output.count():
+            raise self._exists()
+        return record
+
+    def _differs(self, workload: Mapping[str, Any]) -> list[str]:
+        """The settings of the job that the workload of a record has not."""
+        return [name for name, value in self.kept.header.items() if workload.get(name) != value]
+
     def _check_record(self) -> None:
         """Refuse to complete an output that another job wrote."""
-        workload = self.output.workload()
-        differs = [name for name, value in self.kept.header.items() if workload.get(name) != value]
-        if differs:
+        workload = self.output.record_of()["workload"]
+        if differs := self._differs(workload):
             other = describe_differences(workload, self.kept.header, differs)
             works = f"was made with another {other}; only the same job can complete it"
             raise refuse("retry_failed", self.output.name, works)

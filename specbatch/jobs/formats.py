@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +16,7 @@ from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.input_version import InputVersion
 from specbatch.jobs.partial_output import Row, row_seed
-from specbatch.jobs.prompt_file import location
-from specbatch.jobs.prompts import MalformedLine, Prompt, PromptReader
+from specbatch.jobs.prompts import MalformedLine, Prompt, PromptReader, misplaced_note, params_of
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -130,7 +127,6 @@ class PromptRows(JobFormat):
         self._chat_template, self._split = chat_template, split
         self._reader = PromptReader(column=column)
         self._version = InputVersion("input", source)
-        self._updated = lru_cache(256)(lambda sampling: params.updated(json.loads(sampling)))
 
     def rows(self) -> Iterator[JobRow | BadRow]:
         for number, raw in self._reader.rows("input", self._source, self._split, version=self._version):
@@ -141,7 +137,7 @@ class PromptRows(JobFormat):
             self._note(item.misplaced, number)
             identity = [number - 1, item.form, item.value, item.id] + ([item.sampling] if item.sampling else [])
             try:
-                params = self._updated(json.dumps(item.sampling)) if item.sampling else self._params
+                params = params_of(item, self._params)
             except SpecbatchError as error:  # together with the parameters of the job
                 yield BadRow(number - 1, item.id, f"sampling: {error}")
                 continue
@@ -151,8 +147,7 @@ class PromptRows(JobFormat):
         """Log names that a user may take for settings, each once."""
         if new := set(misplaced) - self._noted:
             self._noted |= new
-            where, names = location(self._source, number), ", ".join(sorted(new))
-            self._log(f'note: {where}: {names} beside the prompt has no effect; parameters of a row go into "sampling"')
+            self._log(misplaced_note(self._source, number, new))
 
     def encode(self, row: JobRow, engine: InferenceEngine) -> list[Request]:
         prompt: Prompt = row.request

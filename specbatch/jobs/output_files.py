@@ -96,15 +96,25 @@ class OutputFiles:
         """The rows of an existing output."""
         return _rows_of(self.name)
 
-    def workload(self) -> dict[str, Any]:
-        """The workload in the record of an existing output. Raises SpecbatchError if there is none."""
+    def record_of(self) -> dict[str, Any]:
+        """The record of an existing output. Raises SpecbatchError if there is none."""
         try:
             with open_input("output", self.record) as file:
-                workload = parse_json(file.read())["workload"]
+                record = parse_json(file.read())
+            if not isinstance(record["workload"], dict) or not isinstance(record["metrics"], dict):
+                raise TypeError
         except (SpecbatchError, UnreadableError, KeyError, TypeError) as error:
             works = f"has no record in {self.record}, which names the settings of its job; use --overwrite"
             raise refuse("output", self.name, works) from error
-        return workload if isinstance(workload, dict) else {}
+        found: dict[str, Any] = record
+        return found
+
+    def count(self) -> int | None:
+        """Rows of an existing output; None if it cannot be read."""
+        try:
+            return sum(1 for _ in self.read())
+        except (SpecbatchError, UnreadableError, OSError):
+            return None
 
     def publish(self, rows: Iterable[Row], types: Mapping[str, str]) -> int:
         """Write the rows of the output and replace an existing one. Returns how many rows it has."""

@@ -106,15 +106,39 @@ class MalformedLine:
     problem: str
 
 
-def read_prompts(path: Path, setting: str = "input", forms: tuple[str, ...] = FORMS) -> list[Prompt]:
+def read_prompts(
+    path: Path, setting: str = "input", forms: tuple[str, ...] = FORMS, *, takes_sampling: bool = False
+) -> list[Prompt]:
     """All prompts of a JSONL file or a data set, in one of the `forms`; blank lines are skipped. Raises SpecbatchError
-    with the number of the first malformed line."""
+    with the number of the first malformed line.
+
+    takes_sampling   whether the caller uses the sampling parameters of lines; else a line that has some is refused
+    """
     prompts: list[Prompt] = []
     for item in scan_prompts(path, setting, forms):
         if isinstance(item, MalformedLine):
             raise refuse(setting, location(path, item.line), item.problem)
+        if item.sampling and not takes_sampling:
+            works = f"has {SAMPLING}, which this command does not use for single rows; leave it out"
+            raise refuse(setting, location(path, item.line), works)
         prompts.append(item)
     return prompts
+
+
+def params_of(prompt: Prompt, params: SamplingParams) -> SamplingParams:
+    """The parameters of the job with those that the line sets. Raises SpecbatchError if these do not go together."""
+    return _updated(params, json.dumps(prompt.sampling)) if prompt.sampling else params
+
+
+@lru_cache(1024)  # rows of a file often have the same parameters
+def _updated(params: SamplingParams, sampling: str) -> SamplingParams:
+    return params.updated(json.loads(sampling))
+
+
+def misplaced_note(source: str | Path, line: int, names: Iterable[str]) -> str:
+    """What to log of names in a row that a user may take for settings."""
+    where, listed = location(source, line), ", ".join(sorted(names))
+    return f'note: {where}: {listed} beside the prompt has no effect; parameters of a row go into "{SAMPLING}"'
 
 
 def scan_prompts(
@@ -224,7 +248,7 @@ def _sampling(value: Any) -> dict[str, Any]:
     return value
 
 
-@lru_cache(256)  # rows of a file often have the same parameters
+@lru_cache(1024)
 def _sampling_problem(text: str) -> str | None:
     try:
         SamplingParams(**json.loads(text))
