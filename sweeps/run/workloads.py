@@ -291,9 +291,10 @@ class Workload:
 
     def describe(self, prompts: list[list[int]]) -> dict[str, Any]:
         """Describe a point's prompts for its record. output_len is the maximum, input_len is None if prompts differ;
-        input_range and output_range hold the smallest and the largest of random lengths."""
+        input_range and output_range hold the smallest and the largest of random lengths, and of those that rows set.
+        Without prompts: all rows."""
         inputs, outputs = self.input_range, _bounds(self.output_len)
-        params = self.params(len(prompts))
+        params = self.params(len(prompts) or len(self.rows) or 1)
         own = [row.sampling for row in self.rows if row.sampling]
         if own:
             lengths = [one.max_new_tokens for one in params]
