@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.atomic_file import writing
-from specbatch.errors import refuse, reporting
+from specbatch.errors import SpecbatchError, refuse, reporting
 from specbatch.evals.finished import PARTIAL, Answer, Row, Scored, finished_rows, with_earlier
 from specbatch.evals.likelihoods import likelihood_fields
 from specbatch.evals.options import EvalOptions
@@ -36,6 +36,7 @@ from specbatch.evals.task import ROLLING, EvalTask, fallbacks, load_task, quiet,
 from specbatch.jobs.partial_output import PartialRows
 from specbatch.records.answers import Score
 from specbatch.records.metrics import Better
+from specbatch.records.store import RECORD
 from specbatch.weights import open_checkpoint
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from specbatch.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]  # answers finished, answers wanted
+JOB = "job"  # of a record's workload: all settings that the results depend on
 RESAMPLES = 1000  # bootstrap, for metrics that are not a mean (perplexity); the error of a mean has a closed form
 _LONG = ("itl_s", "emitted_histogram", "acceptance")  # details that are only in requests.jsonl, at the same index
 
@@ -77,6 +79,27 @@ class PreparedEval:
         if self.options.output is None:
             return None
         return finished_rows(self.options, self.task.num_fewshot, config, generates=self.task.generates)
+
+    def complete(self, config: EngineConfig) -> EvalReport | None:
+        """The report of this evaluation with engine `config`, if an earlier run has finished it in the output folder.
+
+        Refused: the report of another evaluation, and `overwrite`, as results are never overwritten.
+        """
+        folder = self.options.output
+        if folder is None or not (folder / RECORD).exists() or (folder / PARTIAL).exists():
+            return None
+        try:
+            found = EvalReport.load(folder)
+        except SpecbatchError:
+            raise _not_empty(folder) from None
+        if self.options.overwrite or found.record.workload.get(JOB) != self._job(self.finished(config)):
+            raise _not_empty(folder)
+        return found
+
+    def _job(self, kept: PartialRows | None) -> dict[str, Any] | None:
+        """All settings that the results depend on; None without an output folder."""
+        sources = {"data_source": self.task.data_source, "fewshot_source": self.task.fewshot_source}
+        return None if kept is None else kept.header | sources
 
     def check_lengths(self, config: EngineConfig) -> None:
         """Refuse a `max_model_len` into which a question and its answer do not fit. Of the model only the tokenizer is
@@ -115,9 +138,12 @@ class PreparedEval:
 
         options = self.options
         self.engine_config(engine.config)
+        if (found := self.complete(engine.config)) is not None:
+            return found
         if options.chat_template and not engine.tokenizer.has_chat_template:
             raise refuse("chat_template", True, "the model's tokenizer has no chat template; leave it out")
-        with _claimed(kept or self.finished(engine.config), options.overwrite) as (rows, keep):
+        kept = kept or self.finished(engine.config)
+        with _claimed(kept, options.overwrite) as (rows, keep):
             done = len(rows)
 
             def on_answer(answer: Answer | Scored, wanted: int) -> None:
@@ -145,6 +171,7 @@ class PreparedEval:
             with quiet():
                 report = self._report(engine, model, results)
             if options.output is not None:
+                report.record.workload[JOB] = self._job(kept)
                 report.save(options.output)
         return report
 
@@ -264,9 +291,13 @@ def _refuse_unused(options: EvalOptions, task: EvalTask) -> None:
 def _open_folder(folder: Path) -> None:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()) and not (folder / PARTIAL).exists():
-            raise refuse("output", str(folder), "exists and is not empty; name a new folder")
+        if any(folder.iterdir()) and not any((folder / name).exists() for name in (PARTIAL, RECORD)):
+            raise _not_empty(folder)
         tempfile.TemporaryFile(dir=folder).close()  # fail now if the folder is not writable
+
+
+def _not_empty(folder: Path) -> SpecbatchError:
+    return refuse("output", str(folder), "exists and is not empty; name a new folder")
 
 
 @contextmanager
@@ -279,14 +310,15 @@ def _claimed(kept: PartialRows | None, overwrite: bool) -> Iterator[tuple[Mappin
     works = "the same command with this --out continues"
     with kept.claim(starts_over=overwrite) as keep:
         try:
-            with reporting(lambda: f"kept the finished answers ({len(kept.rows)}) in {kept.path}; {works}"):
+            done = f"kept the finished answers ({{}}) in {kept.path}; {works}"
+            with reporting(lambda: kept.or_lost(done.format(len(kept.rows)))):
                 yield kept.rows, keep
         except KeyboardInterrupt:
             if kept.rows:
                 raise
-            kept.path.unlink()
+            kept.remove()
             raise KeyboardInterrupt from None
-        kept.path.unlink()
+        kept.remove()
 
 
 def _scores(task: EvalTask, results: dict[str, Any]) -> Iterator[Score]:

@@ -1,22 +1,28 @@
-"""Atomic replacement of files and folders: readers see the old contents or the complete new ones."""
+"""Atomic replacement of files and folders: readers see the old contents or the complete new ones.
+
+Temporary files and folders are beside the path that they replace: FILE.specbatch-part-0123456789abcdef is being
+written, FOLDER.specbatch-old-0123456789abcdef is being replaced. Half of the digits are random. The other half is a
+checksum of them and of FILE: a file of a user, or one that was renamed, has another one and is never removed.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_PART = "part"  # FILE.part1234 is being written by process 1234
-_OLD = "old"  # FOLDER.old1234 is being replaced by it
-_SCRATCH = ".part-"
-_LEFTOVER = re.compile(rf"(?P<name>.+)\.(?P<kind>{_PART}|{_OLD})\d+")
+_PART, _OLD = "part", "old"
+_TEMPORARY = re.compile(
+    r"(?P<name>.*)\.specbatch-(?P<kind>part|old)-(?P<drawn>[0-9a-f]{8})(?P<check>[0-9a-f]{8})", re.S
+)
 
 
 class UnwritableError(OSError):
@@ -50,7 +56,7 @@ def replacing(path: Path, *, folder: bool = False) -> Iterator[Path]:
     """
     with writing(path):
         remove_leftovers(path)
-        part = _beside(path, _PART)
+        part = temporary_path(path)
         if folder:
             part.mkdir()
         locked = _locked(part, os.O_RDONLY if folder else os.O_RDONLY | os.O_CREAT)
@@ -62,6 +68,11 @@ def replacing(path: Path, *, folder: bool = False) -> Iterator[Path]:
         finally:
             os.close(locked)
             _remove(part)
+
+
+def temporary_path(path: Path, kind: str = _PART) -> Path:
+    """A new name beside `path` for what replaces it ("part") or for what it was ("old")."""
+    return path.parent / _temporary_name(path.name, kind)
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -78,27 +89,30 @@ def write_json(path: Path, value: Any) -> None:
 def remove_leftovers(path: Path) -> None:
     """Remove temporary files and folders of `path` whose process was killed. A folder that it had moved away to replace
     it is moved back if the new one is missing."""
-    if not path.parent.is_dir():
-        return
-    for left in path.parent.iterdir():
-        found = _LEFTOVER.fullmatch(left.name)
-        if found and found["name"] == path.name and not _is_locked(left):
-            if found["kind"] == _OLD and not path.exists():
-                os.replace(left, path)
+    if path.parent.is_dir():
+        _remove_leftovers(path.parent, path.name)
+
+
+def _remove_leftovers(folder: Path, name: str) -> None:
+    for left in folder.iterdir():
+        found = _parts(left)
+        if found and found["name"] == name and not _is_locked(left):
+            if found["kind"] == _OLD and not (folder / name).exists():
+                os.replace(left, folder / name)
             else:
                 _remove(left)
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether the name is that of a temporary file or folder."""
-    return _LEFTOVER.fullmatch(path.name) is not None
+    """Whether it is a temporary file or folder of this module, by its name."""
+    return _parts(path) is not None
 
 
 def remove_all_leftovers(folder: Path) -> None:
     """`remove_leftovers` of everything below a folder of results."""
-    for left in [path for path in folder.rglob("*") if is_leftover(path)]:
-        if found := _LEFTOVER.fullmatch(left.name):
-            remove_leftovers(left.with_name(found["name"]))
+    for left in list(folder.rglob("*")):
+        if (found := _parts(left)) and left.parent.is_dir():
+            _remove_leftovers(left.parent, found["name"])
 
 
 @contextmanager
@@ -108,17 +122,16 @@ def scratch_folder(root: Path) -> Iterator[Path]:
     with writing(root):
         guard = _locked(root, os.O_RDONLY)
         try:
-            for left in root.glob(f"{_SCRATCH}*"):
-                if not _is_locked(left):
-                    _remove(left)
-            made = tempfile.TemporaryDirectory(dir=root, prefix=_SCRATCH, ignore_cleanup_errors=True)
-            locked = _locked(Path(made.name), os.O_RDONLY)
+            _remove_leftovers(root, "")
+            made = root / _temporary_name("", _PART)
+            made.mkdir()
+            locked = _locked(made, os.O_RDONLY)
         finally:
             os.close(guard)
     try:
-        with made as name:
-            yield Path(name)
+        yield made
     finally:
+        _remove(made)
         os.close(locked)
 
 
@@ -126,7 +139,7 @@ def _replace(part: Path, path: Path) -> None:
     if not (part.is_dir() and path.is_dir() and any(path.iterdir())):
         os.replace(part, path)
         return
-    old = _beside(path, _OLD)  # a folder cannot replace a non-empty one in one step
+    old = temporary_path(path, _OLD)  # a folder cannot replace a non-empty one in one step
     os.replace(path, old)
     try:
         os.replace(part, path)
@@ -136,8 +149,19 @@ def _replace(part: Path, path: Path) -> None:
     _remove(old)
 
 
-def _beside(path: Path, kind: str) -> Path:
-    return path.with_name(f"{path.name}.{kind}{os.getpid()}")
+def _temporary_name(name: str, kind: str) -> str:
+    drawn = secrets.token_hex(4)
+    return f"{name}.specbatch-{kind}-{drawn}{_checksum(name, kind, drawn)}"
+
+
+def _checksum(*parts: str) -> str:
+    return hashlib.blake2b(b"\0".join(map(os.fsencode, parts)), digest_size=4).hexdigest()
+
+
+def _parts(path: Path) -> re.Match[str] | None:
+    """The parts of the name if `_temporary_name` made it."""
+    found = _TEMPORARY.fullmatch(path.name)
+    return found if found and _checksum(*found.group("name", "kind", "drawn")) == found["check"] else None
 
 
 def _locked(path: Path, flags: int) -> int:

@@ -20,6 +20,8 @@ class SpecbatchError(ValueError):
     single setting
     """
 
+    kept: str | None = None  # what is finished and how to continue, if a command knows it
+
     def __init__(
         self, message: str, *, setting: str | None = None, value: object = None, works: str | None = None
     ) -> None:
@@ -30,12 +32,11 @@ class SpecbatchError(ValueError):
 
 
 class FailedError(SpecbatchError):
-    """Something else than the user has failed, such as a process that was killed. Commands exit with status 1.
+    """Something else than the user has failed, such as a process that was killed. Commands exit with status 1."""
 
-    kept: what is finished and how to continue, if a command knows it
-    """
 
-    kept: str | None = None
+class ChangedError(SpecbatchError):
+    """A file was changed or removed by something else while a command read or wrote it."""
 
 
 def refuse(setting: str, value: object, works: str) -> SpecbatchError:
@@ -111,14 +112,15 @@ def of_draft(draft: str) -> Iterator[None]:
 
 @contextmanager
 def reporting(kept: Callable[[], str]) -> Iterator[None]:
-    """Add what is kept, and how to continue, to an interruption or failure of the block and to an error of reading or
-    writing."""
+    """Add what is kept, and how to continue, to an interruption or failure of the block, and to an error of reading
+    or writing."""
     try:
         yield
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(*stop.args or (kept(),)) from None
-    except FailedError as error:
-        error.kept = error.kept or kept()
+    except (FailedError, ChangedError) as error:
+        if error.kept is None:
+            error.kept = kept()
         raise
     except OSError as error:
         error.add_note(kept())

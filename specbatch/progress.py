@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-Report = Callable[[int, int], None]  # (done, total)
+Report = Callable[[int, int], None]  # (done, total); total 0: it is not known
 Work = tuple[float, float]  # done and total, in a unit that always takes about as long
 SECONDS_BETWEEN_LINES = 60.0
+SECONDS_OF_SILENCE = 0.5  # before the first line of a phase whose total is not known, which may end soon
 LONG = 600.0  # seconds that are shown as minutes
 SECONDS_OF_SPEED = 10.0
 
@@ -136,7 +137,8 @@ class _Pace:
             self._first = done, worked, now
         self._last = done, worked
         before, worked_before, start = self._first
-        count, passed, new = f"{done}/{total} {self._unit}", now - start, done - before
+        of_total = f"/{total}" if total else ""
+        count, passed, new = f"{done}{of_total} {self._unit}", now - start, done - before
         if new <= 0 or passed <= 0:
             return count, ""
         rest = passed / (worked - worked_before) * (all_work - worked)
@@ -198,19 +200,20 @@ class _Bar(_Shown):
 
     def __call__(self, done: int, total: int, note: str = "", *, work: Work | None = None) -> None:
         count, left = self._pace(done, total, work)
-        self._update(completed=done, total=total, count=count, left=left, note=note)
+        self._update(completed=done, total=total or None, count=count, left=left, note=note)
 
 
 class _Lines(_Shown):
     def __init__(self, label: str, unit: str) -> None:
         super().__init__(label, unit)
         self._start = self._last = time.monotonic()
+        self._printed = False
 
     def __call__(self, done: int, total: int, note: str = "", *, work: Work | None = None) -> None:
         now = time.monotonic()
         count, left = self._pace(done, total, work)
-        if now - self._last < SECONDS_BETWEEN_LINES:
+        if now - self._last < (SECONDS_BETWEEN_LINES if total or self._printed else SECONDS_OF_SILENCE):
             return
-        self._last = now
+        self._last, self._printed = now, True
         parts = filter(None, (count, f"{now - self._start:.0f} s elapsed", left, note))
         print(f"{self._label}: {', '.join(parts)}", file=sys.stderr, flush=True)

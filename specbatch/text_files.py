@@ -13,10 +13,12 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from specbatch.atomic_file import is_leftover
 from specbatch.errors import refuse, shown_json
 
 DEEPEST = 100  # levels of lists and objects
 LARGEST = {"JSON": 256 << 20, "TOML": 1 << 20, "YAML": 1 << 20}  # bytes; the readers of TOML and YAML are slow
+TEMPORARY = "is a temporary file of specbatch, which its next run removes; give it another name"
 _LONGEST = 200  # characters of a library's reason
 
 
@@ -25,8 +27,10 @@ class UnreadableError(ValueError):
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading. Raises UnreadableError for whatever cannot be opened, and for pipes, devices and
-    folders."""
+    """Open a regular file for reading. Raises UnreadableError for whatever cannot be opened, for pipes, devices and
+    folders, and for a temporary file of this package, which a later run removes."""
+    if is_leftover(path):
+        raise UnreadableError(TEMPORARY)
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
@@ -81,7 +85,7 @@ def parse_json(text: bytes | str, *, unique: bool = False) -> Any:
     twice is wrong, too; else the last value counts."""
     decoded = text if isinstance(text, str) else _decoded(text)
     try:
-        found = json.loads(decoded, object_pairs_hook=_unique if unique else None)
+        found = (_UNIQUE if unique else _PLAIN).decode(decoded)
     except json.JSONDecodeError as error:
         place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
         raise UnreadableError(f"is not JSON ({error.msg.removesuffix(' at')} at {place})") from None
@@ -159,6 +163,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+_PLAIN, _UNIQUE = json.JSONDecoder(), json.JSONDecoder(object_pairs_hook=_unique)
 _TOO_DEEP = "is not {form} that can be read (nested too deeply)"
 
 

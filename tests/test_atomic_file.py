@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from specbatch.atomic_file import UnwritableError, remove_leftovers, replacing, scratch_folder, write_atomic
+from specbatch.atomic_file import (
+    UnwritableError,
+    is_leftover,
+    remove_all_leftovers,
+    remove_leftovers,
+    replacing,
+    scratch_folder,
+    temporary_path,
+    write_atomic,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -88,12 +97,12 @@ with replacing(Path(sys.argv[1]), folder=len(sys.argv) > 2):
 def test_part_of_a_killed_process_is_removed_and_that_of_a_running_one_is_kept(tmp_path: Path, kind: list[str]) -> None:
     path = tmp_path / "record.json"
     (tmp_path / "record.json.partial").touch()  # the names of other files
-    (tmp_path / "other.json.part12").touch()
+    temporary_path(tmp_path / "other.json").touch()
     before = names(tmp_path)
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(path), *kind], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "writing\n"
-    part = f"record.json.part{process.pid}"
+    (part,) = set(names(tmp_path)) - set(before)
     remove_leftovers(path)
     assert part in names(tmp_path), "its writer lives"
     process.send_signal(signal.SIGKILL)
@@ -129,10 +138,45 @@ def test_scratch_folder_of_a_killed_process_is_removed_and_that_of_a_running_one
 
 
 def test_folder_that_was_moved_away_by_a_killed_process_is_moved_back(tmp_path: Path) -> None:
-    (tmp_path / "rows.old77").mkdir()
-    (tmp_path / "rows.old77/kept").touch()
+    old = temporary_path(tmp_path / "rows", "old")
+    old.mkdir()
+    (old / "kept").touch()
     remove_leftovers(tmp_path / "rows")
     assert names(tmp_path) == ["rows"]
-    (tmp_path / "rows.old78").mkdir()
+    temporary_path(tmp_path / "rows", "old").mkdir()
     remove_leftovers(tmp_path / "rows")
     assert names(tmp_path) == ["rows"]
+
+
+def test_files_of_the_user_are_never_temporary(tmp_path: Path) -> None:
+    """Names of earlier versions, of split files and backups, names in the form of ours, and one of ours renamed."""
+    ours = temporary_path(tmp_path / "out").name
+    renamed = "other" + ours.removeprefix("out")
+    invented = f"out.specbatch-part-{'0123456789abcdef'}"
+    mine = [
+        "out.part1",
+        "out.old1",
+        "out.part",
+        "out.specbatch-part-1",
+        "out.tmp",
+        ".part-7",
+        invented,
+        renamed,
+        ours + ".gz",
+    ]
+    for name in mine:
+        assert not is_leftover(tmp_path / name)
+        (tmp_path / name).mkdir()
+    (tmp_path / renamed.replace("other", "rows")).touch()
+    for folder in (False, True):
+        with replacing(tmp_path / ("rows" if folder else "out"), folder=folder), scratch_folder(tmp_path):
+            pass
+    remove_all_leftovers(tmp_path)
+    assert names(tmp_path) == sorted([*mine, renamed.replace("other", "rows"), "out", "rows"])
+    assert is_leftover(tmp_path / ours)
+
+
+def test_names_of_temporary_files_differ() -> None:
+    """Also with the same process number, as on two machines or in two containers that share a disk."""
+    assert len({temporary_path(Path("out.jsonl")).name for _ in range(100)}) == 100
+    assert is_leftover(temporary_path(Path("na\udcffme\nof bytes")))

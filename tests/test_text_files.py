@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from specbatch import SpecbatchError, text_files
-from specbatch.text_files import UnreadableError, parse_json, read_json, read_text, read_toml, read_yaml
+from specbatch.atomic_file import temporary_path
+from specbatch.text_files import UnreadableError, open_regular, parse_json, read_json, read_text, read_toml, read_yaml
 
 READERS = {"JSON": read_json, "TOML": read_toml, "YAML": read_yaml}
 
@@ -113,3 +114,12 @@ def test_large_files_are_refused_before_they_are_parsed(tmp_path: Path, monkeypa
     assert "is larger than 1 MiB" in refusal(read_toml, path)
     with pytest.raises(UnreadableError, match="is larger than 1 MiB"):
         text_files.read_bytes(path, 1 << 20)
+
+
+def test_temporary_file_is_not_an_input(tmp_path):
+    """A later run would remove it."""
+    path = temporary_path(tmp_path / "out.jsonl")
+    path.write_text("{}")
+    with pytest.raises(UnreadableError, match=r"is a temporary file of specbatch, .* give it another name"):
+        open_regular(path)
+    assert open_regular(path.rename(tmp_path / f"{path.name}.jsonl")).read() == b"{}"

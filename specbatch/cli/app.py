@@ -63,12 +63,9 @@ def _reported(command: Callable[[], str | None]) -> Iterator[None]:
     """Report errors in one line. command: which help to see where the error does not know it."""
     try:
         yield
-    except FailedError as error:
-        say(f"error: {'; '.join(filter(None, [str(error), error.kept]))}")
-        raise typer.Exit(1) from error
     except SpecbatchError as error:
-        say(f"error: {error}")
-        raise typer.Exit(2) from error
+        say(f"error: {'; '.join(filter(None, [str(error), error.kept]))}")
+        raise typer.Exit(1 if isinstance(error, FailedError) else 2) from error
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help of a group of commands
             raise

@@ -114,6 +114,11 @@ def bench(
     records = load_sections(folder)
     rows = rows_of(records)
     text, every = markdown(folder, records, rows, brief=not wide), json_rows(joined(rows.values()))
-    show(f"{text}\n{results(folder, wide=wide)}", {"output": str(folder), "rows": every}, as_json=as_json)
+    show(
+        f"{text}\n{results(folder, wide=wide)}",
+        {"output": str(folder), "rows": every},
+        as_json=as_json,
+        kept=str(folder),
+    )
     if any(record.error for own in records.values() for record in own):
         raise typer.Exit(1)

@@ -58,6 +58,11 @@ def check(
     with fresh_folder(output, "check") as folder, progress("check", unit) as report:
         run = run_sampled if options.sampled else run_check
         result: CheckReport | SampledReport = run(config, options, folder, log=say, report=report)
-    show(f"{result.markdown()}\n\nresults: {folder}", {"output": str(folder), **result.as_dict()}, as_json=as_json)
+    show(
+        f"{result.markdown()}\n\nresults: {folder}",
+        {"output": str(folder), **result.as_dict()},
+        as_json=as_json,
+        kept=str(folder),
+    )
     if result.fails:
         raise typer.Exit(1)

@@ -46,4 +46,4 @@ def compare(
             write_atomic(folder / "summary.md", result.markdown())
             write_atomic(folder / "summary.csv", result.csv())
             write_json(folder / "compare.json", result.as_dict())
-    show(result.markdown(), result.as_dict(), as_json=as_json)
+    show(result.markdown(), result.as_dict(), as_json=as_json, kept=None if output is None else str(output))

@@ -21,6 +21,7 @@ from specbatch.progress import progress
 if TYPE_CHECKING:
     from specbatch.config import EngineConfig
     from specbatch.evals.grid import GridOptions
+    from specbatch.evals.report import EvalReport
 
 
 _GRID = "Comparison"  # a box of --help
@@ -127,6 +128,7 @@ def evaluate(
     from specbatch.evals.finished import PARTIAL
     from specbatch.evals.grid import GridOptions
     from specbatch.evals.run import prepare
+    from specbatch.records.store import RECORD
     from specbatch.records.sweep_plan import PLAN
 
     steps = None if concurrency is None else whole_numbers("concurrency", concurrency)
@@ -139,8 +141,8 @@ def evaluate(
         raise refuse("repeats", repeats, "goes with --configs; leave it out")
     elif steps is not None and len(steps) > 1:
         raise refuse("concurrency", concurrency, "one number, or several with --configs")
-    partial = PLAN if is_grid else PARTIAL
-    resumes = "*" if output is not None and (output / partial).exists() else None
+    names = (PLAN,) if is_grid else (PARTIAL, RECORD)
+    resumes = "*" if output is not None and any((output / name).exists() for name in names) else None
     settings |= {"seed": fewshot_seed, "overwrite": overwrite}
     if is_grid:
         found, steps, left_out = _grid(engine, configs, steps)
@@ -162,6 +164,10 @@ def evaluate(
             )
         config = ready.engine_config(config)
         ready.check_lengths(config)
+        if (result := ready.complete(config)) is not None:
+            say(f"{folder} is complete: an earlier run has finished this evaluation")
+            _show(result, folder, as_json)
+            return
         kept = ready.finished(config)
         say(f"data: {ready.task.data_source}")
         if ready.task.warning:
@@ -171,8 +177,12 @@ def evaluate(
         done = 0 if kept is None else len(kept.rows)
         with open_replicas(config, workers) as running, progress(f"eval {task}", "requests", done) as report:
             result = ready.run(running, report, kept)
+    _show(result, folder, as_json)
+
+
+def _show(result: EvalReport, folder: Path, as_json: bool) -> None:
     text = f"{result.table()}\n\nresults: {folder}"
-    show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json)
+    show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json, kept=str(folder))
 
 
 def _check_grid(engine: EngineOptions, configs: str | None, ablation: bool, distributed: str | None) -> None:
@@ -233,6 +243,11 @@ def _compare(
             log=say,
             progress=report,
         )
-    show(f"{found.table()}\n\nresults: {folder}", {**found.as_dict(), "output": str(folder)}, as_json=as_json)
+    show(
+        f"{found.table()}\n\nresults: {folder}",
+        {**found.as_dict(), "output": str(folder)},
+        as_json=as_json,
+        kept=str(folder),
+    )
     if failed.keys() - left_out.keys():
         raise typer.Exit(1)

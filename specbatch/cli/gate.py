@@ -46,6 +46,6 @@ def gate(
         result = run_gate(policy, run, baseline)
         if folder is not None:
             save(result, folder)
-    show(markdown(result), result.as_dict(), as_json=as_json)
+    show(markdown(result), result.as_dict(), as_json=as_json, kept="the verdict, as the exit status,")
     if not result.passed:
         raise typer.Exit(1)

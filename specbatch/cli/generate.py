@@ -113,54 +113,50 @@ def generate(
     params = SamplingParams(stop=tuple(stop or ()), **sampling)
     engine, workers = clustered(engine, cluster)
     config = engine.config(concurrency=concurrency, elsewhere=workers is not None)
-    job = BatchJob.open(
-        source,
-        output,
-        config,
-        params,
-        given=[name for name in (*sampling, "stop") if is_given(context, name)],
-        chat_template=chat_template,
-        overwrite=overwrite,
-        retry_failed=retry_failed,
-        split=split,
-        column=column,
-        skip_bad=skip_bad,
-        log=say,
-    )
-    if job.finished:
-        say(f"continuing: {len(job.finished)} of {job.total} are finished")
-    with open_replicas(config, workers) as running:
-        running.reset_record(rows=False)
-        with progress("generate", "prompts", len(job.finished)) as report:
-            finished = job.run(running, concurrency=concurrency, limits=limits, report=report)
-        record = running.record(concurrency=concurrency, workload={"command": "generate", **job.kept.header})
-    say(f"generate: {summary(record.metrics, drafts=config.speculation.drafted > 0)}")
-    if not finished:
-        say(str(job.stopped))
-        raise Exit(STOPPED)
-    record.workload["skipped"] = job.skipped
-    with reporting(lambda: f"the output is complete in {job.output.name}"):
-        job.output.publish_record(record.summary())
-    prompts = len(job.finished)
-    left_out = f", {job.skipped} malformed lines skipped" if job.skipped else ""
-    if job.failed and job.is_batch:
-        prompts -= job.failed
-        left_out += f", {job.failed} failed rows in {job.output.errors}"
-    elif job.failed:
-        left_out += f", {job.failed} of them failed"
-    result = {
-        "output": job.output.name,
-        "prompts": prompts,
-        "rows": job.written,
-        "failed": job.failed,
-        "skipped": job.skipped,
-        "record": job.output.record,
-        "metrics": record.metrics,
-    }
-    count = f"answers to {counted(prompts, 'prompt')}"
+    with progress(f"reading {source}", "rows") as report:
+        job = BatchJob.open(
+            source,
+            output,
+            config,
+            params,
+            given=[name for name in (*sampling, "stop") if is_given(context, name)],
+            chat_template=chat_template,
+            overwrite=overwrite,
+            retry_failed=retry_failed,
+            split=split,
+            column=column,
+            skip_bad=skip_bad,
+            log=say,
+            report=report,
+        )
+    if job.complete is not None:
+        say(f"{job.output.name} is complete: an earlier run has finished this job (--overwrite runs it again)")
+        counts, metrics = job.complete["workload"]["output"], job.complete["metrics"]
+    else:
+        if job.finished:
+            say(f"continuing: {len(job.finished)} of {job.total} are finished")
+        with open_replicas(config, workers) as running:
+            running.reset_record(rows=False)
+            with progress("generate", "prompts", len(job.finished)) as report:
+                finished = job.run(running, concurrency=concurrency, limits=limits, report=report)
+            record = running.record(concurrency=concurrency, workload={"command": "generate", **job.kept.header})
+        say(f"generate: {summary(record.metrics, drafts=config.speculation.drafted > 0)}")
+        if not finished:
+            say(str(job.stopped))
+            raise Exit(STOPPED)
+        counts, metrics = job.counts(), record.metrics
+        record.workload |= {"skipped": job.skipped, "output": counts}
+        with reporting(lambda: f"the output is complete in {job.output.name}"):
+            job.output.publish_record(record.summary())
+    result = {"output": job.output.name, **counts, "record": job.output.record, "metrics": metrics}
+    left_out = f", {counts['skipped']} malformed lines skipped" if counts["skipped"] else ""
+    if counts["failed"]:
+        of = f"failed rows in {job.output.errors}" if job.is_batch else "of them failed"
+        left_out += f", {counts['failed']} {of}"
+    count = f"answers to {counted(counts['prompts'], 'prompt')}"
     text = f"{count} in {job.output.name}{left_out}; configuration and metrics: {job.output.record}"
-    show(text, result, as_json=as_json)
-    if job.failed > max_failures:
+    show(text, result, as_json=as_json, kept=job.output.name)
+    if counts["failed"] > max_failures:
         raise Exit(1)
 
 

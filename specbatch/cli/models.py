@@ -45,4 +45,4 @@ def pull_model(
     from specbatch.weights import known_models
 
     path = known_models.pull(name, say, copy)
-    show(str(path), {"name": name, "path": str(path)}, as_json=as_json)
+    show(str(path), {"name": name, "path": str(path)}, as_json=as_json, kept=str(path))

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
 from fnmatch import fnmatch
 from pathlib import Path
@@ -117,12 +117,25 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def show(text: str, result: dict[str, Any], *, as_json: bool) -> None:
-    """Print Markdown, or with --json one JSON line instead."""
-    if as_json:
-        print(json.dumps(result), flush=True)
-    else:
-        print_markdown(text)
+def show(text: str, result: dict[str, Any], *, as_json: bool, kept: str | None = None) -> None:
+    """Print Markdown, or with --json one JSON line instead.
+
+    kept: the file or folder that has all results. If standard output is full, or a pipe whose reader has gone, this is
+    reported, and the command does not fail.
+    """
+    try:
+        if as_json:
+            print(json.dumps(result), flush=True)
+        else:
+            print_markdown(text)
+    except OSError as error:
+        if kept is None:
+            raise
+        with suppress(OSError):  # what is buffered would fail again at exit
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, sys.stdout.fileno())
+            os.close(null)
+        say(f"note: standard output cannot be written ({error.strerror}); {kept} is complete")
 
 
 def results(folder: Path, *, wide: bool) -> str:

@@ -68,12 +68,19 @@ def report(
         write_tables(folder)
         paths = [folder / "summary.md", folder / "summary.csv"]
         lines = "\n".join(map(str, [*paths, "for a page of one section name its folder:", *sections]))
-        show(lines, {"report": str(paths[0]), "files": [str(path) for path in paths]}, as_json=as_json)
+        show(
+            lines,
+            {"report": str(paths[0]), "files": [str(path) for path in paths]},
+            as_json=as_json,
+            kept=str(paths[-1]),
+        )
         return
     paths = write_report(folder, output)
     paths = [*_scores(folder, paths[-1].parent), *paths]
     lines = "\n".join(map(str, paths))
-    show(lines, {"report": str(paths[-1]), "files": [str(path) for path in paths]}, as_json=as_json)
+    show(
+        lines, {"report": str(paths[-1]), "files": [str(path) for path in paths]}, as_json=as_json, kept=str(paths[-1])
+    )
 
 
 def _scores(folder: Path, to: Path) -> list[Path]:

@@ -315,6 +315,8 @@ def sweep(
         thinking=thinking,
         read_task=task_prompts,
     )
+    for note in workload.notes():
+        say(note)
     precise = None if until_precise is None else share("until_precise", until_precise)
     if precise is None and is_given(context, "most_repeats"):
         raise refuse("most_repeats", most_repeats, "goes with --until-precise; leave it out, or use --repeats")
@@ -375,7 +377,12 @@ def sweep(
                     rows += [{"model": name, **row} for row in found]
             if len(statuses) == len(models):
                 raise typer.Exit(2 if set(statuses) == {2} else 1)
-    show(f"{summary}\n{results(folder, wide=wide)}", {"output": str(folder), "rows": rows}, as_json=as_json)
+    show(
+        f"{summary}\n{results(folder, wide=wide)}",
+        {"output": str(folder), "rows": rows},
+        as_json=as_json,
+        kept=str(folder),
+    )
     if statuses or any(row.get("failed") for row in rows) or (has_servers and _failed(folder)):
         raise typer.Exit(1)
 

@@ -41,4 +41,4 @@ def trace(
         result = record(running, workload.prompts(running.tokenizer, batch), steps, folder / "trace.json")
         write_atomic(folder / "summary.md", text(result) + "\n")
         write_json(folder / "summary.json", result)
-    show(f"{text(result)}\n\nresults: {folder}", {"output": str(folder), **result}, as_json=as_json)
+    show(f"{text(result)}\n\nresults: {folder}", {"output": str(folder), **result}, as_json=as_json, kept=str(folder))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from specbatch.atomic_file import is_leftover
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions, Json, Output, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_engine, say, show
 from specbatch.errors import refuse
@@ -82,7 +83,6 @@ def train_draft(
     """
     from specbatch.core.request import SamplingParams
     from specbatch.training.answers import ANSWERS
-    from specbatch.training.files import UNFINISHED
     from specbatch.training.run import Source
     from specbatch.training.run import train_draft as run
     from specbatch.training.saved_state import FILE as STATE
@@ -93,11 +93,16 @@ def train_draft(
     asked = None if task is None else {"task": task, "num_fewshot": num_fewshot}
     source = Source(data, answers, params, chat_template, limit, asked, prompts)
     config = engine.having(max_model_len=recipe.max_len).config()
-    resumes = "*" if output is not None and any((output / name).exists() for name in (UNFINISHED, STATE)) else ANSWERS
+    begun = (
+        output is not None
+        and output.is_dir()
+        and any(path.name == STATE or is_leftover(path) for path in output.iterdir())
+    )
+    resumes = "*" if begun else ANSWERS
     with fresh_folder(output, "train-draft", resumes=resumes) as folder:
         record = run(config, source, recipe, folder, open_engine=open_engine, progress=progress, log=say)
     text = f"{_table(record['history']['measured'])}\n\nhead: {folder}"
-    show(text, {**record, "output": str(folder)}, as_json=as_json)
+    show(text, {**record, "output": str(folder)}, as_json=as_json, kept=str(folder))
 
 
 def _asked(

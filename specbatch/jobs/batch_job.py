@@ -4,9 +4,10 @@
     with Engine(config) as engine:
         job.run(engine)
 
-Input and output are files larger than memory, if need be. A first pass checks and hashes the input; the second one
-encodes its rows as the engine takes them. Finished rows are appended to `out.jsonl.partial`, whose first line holds the
-settings of the job; memory keeps their offsets. When all rows are finished the output is assembled from that file in
+Input and output are files larger than memory, if need be. A first pass checks and hashes the input. The first rows are
+encoded, to see that the engine takes them; then a second pass encodes rows as the engine takes them. An input that
+changes meanwhile ends the job. Finished rows are appended to `out.jsonl.partial`, whose first line holds the settings
+of the job; memory keeps their offsets. When all rows are finished the output is assembled from that file in
 the order of the input. Running the same job again continues it. A job with other settings (input, model, sampling) is
 rejected with the differences.
 """
@@ -14,7 +15,7 @@ rejected with the differences.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from itertools import tee
@@ -25,13 +26,21 @@ from specbatch.config import EngineConfig
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse, reporting
 from specbatch.jobs.formats import BadRow, JobFormat, JobRow, PromptRows, Request
-from specbatch.jobs.input_scan import SHOWN, BadLines, InputScan, job_rows, rendered_ahead, scan
+from specbatch.jobs.input_scan import (
+    SECONDS_BETWEEN_REPORTS,
+    SHOWN,
+    BadLines,
+    InputScan,
+    job_rows,
+    rendered_ahead,
+    scan,
+)
 from specbatch.jobs.openai_batch import OpenAIBatch, is_openai_batch
 from specbatch.jobs.output_files import OutputFiles, column_types
 from specbatch.jobs.partial_output import MAKES_TOKENS, PartialRows, Row, RowsOnDisk
 from specbatch.jobs.prompt_file import location
 from specbatch.jobs.prompts import LINES
-from specbatch.progress import NotedReport, Speed
+from specbatch.progress import NotedReport, Report, Speed
 from specbatch.records.differences import describe_differences
 from specbatch.text_files import UnreadableError
 
@@ -39,7 +48,7 @@ if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
 
 FORMAT = 3
-SECONDS_BETWEEN_REPORTS = 0.2
+CHECKED_TOKENS = 1 << 19  # of prompts that are encoded before the first one runs: a second or two
 Keep = Callable[[Row], None]
 
 
@@ -65,8 +74,10 @@ class BatchJob:
     total      rows of the job
     skipped    malformed lines that are left out
     left_out   their indices, of those that only the engine refuses
+    encoded    requests of rows that were checked and have not begun
     stopped    the limit that ended the last run before the job was finished, or None
     written    rows of the output, without the error file of an OpenAI batch: each sample of a prompt is one
+    complete   the record of the output, if an earlier run of this job has finished it: nothing is left to run
     """
 
     source: str
@@ -81,8 +92,10 @@ class BatchJob:
     skip_bad: bool
     skipped: int = 0
     left_out: set[int] = field(default_factory=set)
+    encoded: dict[int, list[Request]] = field(default_factory=dict)
     stopped: str | None = None
     written: int = 0
+    complete: dict[str, Any] | None = None
 
     @classmethod
     def open(
@@ -100,6 +113,7 @@ class BatchJob:
         column: str | None = None,
         skip_bad: bool = False,
         log: Callable[[str], None] = lambda line: None,
+        report: Report | None = None,
     ) -> BatchJob:
         """Read the input once, and the partial output of an interrupted run.
 
@@ -111,6 +125,7 @@ class BatchJob:
         retry_failed   run the rows of the output, or of the partial output, that failed once more
         split, column  as in `scan_prompts`
         skip_bad       leave malformed lines out, and log them
+        report         called with how many rows of the input were read
 
         Raises SpecbatchError for malformed lines (all in one message), an output that exists, is the input or cannot be
         written, and the partial output of another job.
@@ -134,11 +149,10 @@ class BatchJob:
                 chat_template=chat_template,
                 split=split,
                 column=column,
-                folder=files.partial.parent,
                 log=log,
             )
         bad = BadLines(source)
-        found = scan(form, bad)
+        found = scan(form, bad, report)
         if not found.rows and not bad.count:
             raise refuse("input", str(source), f"has no prompts; write {LINES}")
         bad.leave_out(found.rows + bad.count, skip=skip_bad, log=log)
@@ -166,7 +180,8 @@ class BatchJob:
         if replaces and retry_failed:
             job._check_record()
         elif replaces and not overwrite and not continues:
-            raise job._exists()
+            job.complete = job._complete()
+            return job
         elif retry_failed and not continues:
             works = f"there are no failed rows, neither in {files.name} nor in {files.partial}; leave it out"
             raise refuse("retry_failed", True, works)
@@ -208,10 +223,13 @@ class BatchJob:
     ) -> bool:
         """Generate the missing rows and write the output. Returns False if `limits` ended the run before (`stopped`).
 
-        Prompts that this engine cannot run raise SpecbatchError, or are left out with `skip_bad`; those of an OpenAI
-        batch become error rows. The row of a prompt that fails while it runs has an `error` in place of an answer.
+        Prompts that this engine cannot run become error rows, or are left out with `skip_bad`. Outside of an OpenAI
+        batch those among the first `CHECKED_TOKENS` tokens raise SpecbatchError before anything runs. The row of a
+        prompt that fails while it runs has an `error` in place of an answer.
         After KeyboardInterrupt, an error or a limit the finished rows stay in the partial file.
         """
+        if self.complete is not None:
+            return True
         if not self.form.keeps_bad_rows:
             self._check_prompts(engine)
         with self.kept.claim(starts_over=self.overwrite) as keep:
@@ -224,8 +242,9 @@ class BatchJob:
                 if stopped is not None:
                     self.stopped = f"stopped by {stopped}; {self._how_to_continue()}"
                     return False
+                self.kept.check()
                 self._publish()
-            self.partial.unlink()
+            self.kept.remove()
         return True
 
     def _publish(self) -> None:
@@ -238,18 +257,23 @@ class BatchJob:
 
     def _how_to_continue(self) -> str:
         same = "the same command without --overwrite" if self.overwrite else "the same command"
-        return f"kept {len(self.finished)} finished of {self.total} in {self.partial}; {same} continues"
+        return self.kept.or_lost(
+            f"kept {len(self.finished)} finished of {self.total} in {self.partial}; {same} continues"
+        )
 
     def _check_prompts(self, engine: InferenceEngine) -> None:
-        """Refuse missing prompts that this engine cannot run, or leave them out."""
-        bad = BadLines(self.source)
+        """Refuse the first missing prompts if this engine cannot run them, or leave them out."""
+        bad, tokens = BadLines(self.source), 0
         for row in self._missing(engine):
             if isinstance(row, JobRow):
                 try:
-                    self.form.encode(row, engine)
+                    self.encoded[row.index] = self.form.encode(row, engine)
+                    tokens += sum(len(prompt) for prompt, _ in self.encoded[row.index])
                 except SpecbatchError as error:
                     bad.add(row.index, str(error))
                     self.left_out.add(row.index)
+            if tokens > CHECKED_TOKENS:
+                break
         bad.leave_out(self.total, skip=self.skip_bad, log=self.log)
         self.skipped += bad.count
         self.found.rows -= bad.count
@@ -258,7 +282,7 @@ class BatchJob:
         """The rows that are neither finished nor left out, in order."""
         every = job_rows(self.form, self.found)
         missing = (row for row in every if row.index not in self.finished and row.index not in self.left_out)
-        return rendered_ahead(missing, self.form, engine)
+        return rendered_ahead(missing, self.form, engine, self.encoded)
 
     def _check_columns(self) -> None:
         """Refuse rows that a data set cannot hold."""
@@ -271,11 +295,31 @@ class BatchJob:
             if name in self.found.present:
                 raise refuse("output", self.output.name, f"has no column for {name}; name a .jsonl file")
 
+    def counts(self) -> dict[str, int]:
+        """What the record of the output has of it. prompts: those with a row in the output."""
+        prompts = len(self.finished) - (self.failed if self.is_batch else 0)
+        return {"prompts": prompts, "rows": self.written, "failed": self.failed, "skipped": self.skipped}
+
+    def _complete(self) -> dict[str, Any]:
+        """The record of the existing output. Refused: an output that this job did not finish, or that was changed."""
+        try:
+            record = self.output.record_of()
+        except SpecbatchError:
+            raise self._exists() from None
+        counts = record["workload"].get("output")
+        rows = counts.get("rows") if isinstance(counts, dict) else None
+        if self._differs(record["workload"]) or rows is None or rows != self.output.count():
+            raise self._exists()
+        return record
+
+    def _differs(self, workload: Mapping[str, Any]) -> list[str]:
+        """The settings of the job that the workload of a record has not."""
+        return [name for name, value in self.kept.header.items() if workload.get(name) != value]
+
     def _check_record(self) -> None:
         """Refuse to complete an output that another job wrote."""
-        workload = self.output.workload()
-        differs = [name for name, value in self.kept.header.items() if workload.get(name) != value]
-        if differs:
+        workload = self.output.record_of()["workload"]
+        if differs := self._differs(workload):
             other = describe_differences(workload, self.kept.header, differs)
             works = f"was made with another {other}; only the same job can complete it"
             raise refuse("retry_failed", self.output.name, works)
@@ -336,8 +380,11 @@ class _Run:
                 self._stopped = "--max-tokens-total"
                 return
             try:
-                requests = job.form.encode(row, self._engine) if isinstance(row, JobRow) else []
+                requests = job.encoded.pop(row.index, None) or self._encode(row)
             except SpecbatchError as error:  # also of a chat template that exceeds a limit only this time
+                if job.skip_bad and not job.form.keeps_bad_rows:
+                    self._leave_out(row, str(error))
+                    continue
                 row = BadRow(row.index, row.id, str(error))
             if isinstance(row, BadRow):
                 self._fail(row, row.problem)
@@ -348,6 +395,9 @@ class _Run:
                 waiting.places[number] = place
                 number += 1
                 yield request
+
+    def _encode(self, row: JobRow | BadRow) -> list[Request]:
+        return self._job.form.encode(row, self._engine) if isinstance(row, JobRow) else []
 
     def _finish(self, number: int, completion: Completion) -> None:
         """A sample of a request is complete; the row is finished when all of them are."""
@@ -365,10 +415,21 @@ class _Run:
 
     def _fail(self, row: JobRow | BadRow, reason: str) -> None:
         self._keep(self._job.form.failure(row, reason))
+        self._log("failed:", row, reason)
+
+    def _leave_out(self, row: JobRow | BadRow, problem: str) -> None:
+        """Skip a row that the engine refuses."""
+        job = self._job
+        job.left_out.add(row.index)
+        job.skipped += 1
+        job.found.rows -= 1
+        self._log("skipped", row, problem)
+
+    def _log(self, what: str, row: JobRow | BadRow, reason: str) -> None:
         if self._logged < SHOWN:
-            self._job.log(f"failed: {location(self._job.source, row.index + 1)}: {reason}")
+            self._job.log(f"{what} {location(self._job.source, row.index + 1)}: {reason}")
         elif self._logged == SHOWN:
-            self._job.log("further failed rows are not listed")
+            self._job.log("further rows that failed or were skipped are not listed")
         self._logged += 1
 
     def _show(self, *, last: bool = False) -> None:

@@ -15,12 +15,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from specbatch.atomic_file import replacing
+from specbatch.atomic_file import is_leftover, replacing
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.extras import needs
 from specbatch.jobs.files import is_remote, open_input
+from specbatch.jobs.input_version import HUB
+from specbatch.text_files import TEMPORARY, UnreadableError
 
-HUB = "hf:"
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _ARROW = (".parquet", ".arrow")
 BATCH = 1_000  # rows that are read or written at a time
@@ -89,7 +90,7 @@ def _write_folder(folder: Path, rows: Iterable[Mapping[str, Any]], types: Mappin
     from datasets import Dataset
 
     schema = _schema(types)
-    with TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as made:
+    with TemporaryDirectory(dir=folder) as made:
         path = Path(made) / "rows.arrow"
         with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, schema) as file:
             for batch in _batches(rows, schema):
@@ -176,6 +177,8 @@ def _open(source: str, split: str | None) -> Any:
     from datasets import load_dataset, load_from_disk
 
     if not source.startswith(HUB):
+        if is_leftover(Path(source)):
+            raise UnreadableError(TEMPORARY)
         return load_from_disk(source)
     name, _, config = source.removeprefix(HUB).partition(":")
     repository, _, revision = name.partition("@")

@@ -50,6 +50,16 @@ def exists(setting: str, path: str) -> bool:
         raise _unreachable(setting, path, error, "name another file") from error
 
 
+def version_of(url: str) -> str | None:
+    """What changes with the contents of a file on a store; None where the store cannot tell."""
+    try:
+        files = _filesystem("input", url)
+        files.invalidate_cache()
+        return str(files.ukey(url))
+    except Exception:  # stores have no common base class of errors; whoever reads the file reports them
+        return None
+
+
 def upload(setting: str, path: Path, target: str) -> None:
     """Copy a local file to a URL. Raises SpecbatchError if that fails."""
     files = _filesystem(setting, target)

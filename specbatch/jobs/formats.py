@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError
+from specbatch.jobs.input_version import InputVersion
 from specbatch.jobs.partial_output import Row, row_seed
-from specbatch.jobs.prompt_file import location
-from specbatch.jobs.prompts import MalformedLine, Prompt, PromptReader
-from specbatch.jobs.tokens_on_disk import TokensOnDisk
+from specbatch.jobs.prompts import MalformedLine, Prompt, PromptReader, misplaced_note, params_of
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -121,18 +120,16 @@ class PromptRows(JobFormat):
         chat_template: bool,
         split: str | None,
         column: str | None,
-        folder: Path,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """folder: for a temporary file of token ids, so that a prompt is encoded once"""
         self._log, self._noted = log, set[str]()
         self._source, self._params, self._seed = source, params, seed
         self._chat_template, self._split = chat_template, split
         self._reader = PromptReader(column=column)
-        self._encoded = TokensOnDisk(folder)
+        self._version = InputVersion("input", source)
 
     def rows(self) -> Iterator[JobRow | BadRow]:
-        for number, raw in self._reader.rows("input", self._source, self._split):
+        for number, raw in self._reader.rows("input", self._source, self._split, version=self._version):
             item = self._reader.read(number, raw)
             if isinstance(item, MalformedLine):
                 yield BadRow(number - 1, None, item.problem)
@@ -140,7 +137,7 @@ class PromptRows(JobFormat):
             self._note(item.misplaced, number)
             identity = [number - 1, item.form, item.value, item.id] + ([item.sampling] if item.sampling else [])
             try:
-                params = self._params.updated(item.sampling) if item.sampling else self._params
+                params = params_of(item, self._params)
             except SpecbatchError as error:  # together with the parameters of the job
                 yield BadRow(number - 1, item.id, f"sampling: {error}")
                 continue
@@ -150,25 +147,20 @@ class PromptRows(JobFormat):
         """Log names that a user may take for settings, each once."""
         if new := set(misplaced) - self._noted:
             self._noted |= new
-            where, names = location(self._source, number), ", ".join(sorted(new))
-            self._log(f'note: {where}: {names} beside the prompt has no effect; parameters of a row go into "sampling"')
+            self._log(misplaced_note(self._source, number, new))
 
     def encode(self, row: JobRow, engine: InferenceEngine) -> list[Request]:
         prompt: Prompt = row.request
         params = row.params
         if "seed" not in prompt.sampling:
             params = params.with_seed(row_seed(self._seed, row.index))
-        if (known := self._encoded.get(row.index)) is not None:
-            return [(known, params)]
         tokens = prompt.encode(engine.tokenizer, chat_template=self._chat_template, most=engine.caps["max_model_len"])
         engine.check(tokens, params)
-        self._encoded.put(row.index, tokens)
         return [(tokens, params)]
 
     def conversations(self, row: JobRow) -> list[Any]:
         prompt: Prompt = row.request
-        renders = prompt.form == "messages" and self._chat_template and row.index not in self._encoded
-        return [prompt.value] if renders else []
+        return [prompt.value] if prompt.form == "messages" and self._chat_template else []
 
     def answer(self, row: JobRow, completions: Sequence[Sequence[Completion]], engine: InferenceEngine) -> Row:
         rows = [self._start(row) | _numbers(item) for item in completions[0]]

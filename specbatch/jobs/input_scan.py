@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -16,11 +17,13 @@ import numpy
 from specbatch.errors import SpecbatchError, shown_json
 from specbatch.jobs.formats import BadRow, JobFormat, JobRow
 from specbatch.jobs.prompt_file import location
+from specbatch.progress import Report
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
 
 ROWS_AHEAD = 32
+SECONDS_BETWEEN_REPORTS = 0.2
 SHOWN = 20  # malformed lines that are listed one by one
 
 
@@ -84,11 +87,18 @@ class InputScan:
         return next(iter(self.id_types)) if len(self.id_types) == 1 else ""
 
 
-def scan(form: JobFormat, bad: BadLines) -> InputScan:
-    """Read all rows of the input once. Malformed rows are added to `bad`, unless the format keeps them."""
+def scan(form: JobFormat, bad: BadLines, report: Report | None = None) -> InputScan:
+    """Read all rows of the input once. Malformed rows are added to `bad`, unless the format keeps them.
+
+    report   called with how many rows were read
+    """
     found, digest = InputScan(), hashlib.sha256()
     ids, places = array("Q"), array("q")
-    for row in form.rows():
+    reported, params = time.monotonic(), None
+    for number, row in enumerate(form.rows(), start=1):
+        if report is not None and (now := time.monotonic()) - reported > SECONDS_BETWEEN_REPORTS:
+            report(number, 0)
+            reported = now
         if isinstance(row, BadRow) and not form.keeps_bad_rows:
             bad.add(row.index, row.problem)
             continue
@@ -101,7 +111,8 @@ def scan(form: JobFormat, bad: BadLines) -> InputScan:
             if form.unique_ids:
                 ids.append(int.from_bytes(hashlib.blake2b(str(row.id).encode(), digest_size=8).digest()))
                 places.append(row.index)
-        if isinstance(row, JobRow):
+        if isinstance(row, JobRow) and row.params is not params:
+            params = row.params
             wanted = {"sample": row.params.n > 1, "logprobs": row.params.logprobs}
             wanted |= {"top_logprobs": row.params.top_logprobs > 0, "prompt_logprobs": row.params.prompt_logprobs}
             found.present |= {name for name, there in wanted.items() if there}
@@ -122,11 +133,15 @@ def job_rows(form: JobFormat, found: InputScan) -> Iterator[JobRow | BadRow]:
 
 
 def rendered_ahead(
-    rows: Iterator[JobRow | BadRow], form: JobFormat, engine: InferenceEngine
+    rows: Iterator[JobRow | BadRow], form: JobFormat, engine: InferenceEngine, encoded: Container[int]
 ) -> Iterator[JobRow | BadRow]:
-    """The same rows. The chat template renders those of some rows at once, which is faster than one by one."""
+    """The same rows. The chat template renders those of some rows at once, which is faster than one by one.
+
+    encoded   indices of rows that are not rendered
+    """
     while taken := list(islice(rows, ROWS_AHEAD)):
-        conversations = [item for row in taken if isinstance(row, JobRow) for item in form.conversations(row)]
+        new = [row for row in taken if isinstance(row, JobRow) and row.index not in encoded]
+        conversations = [item for row in new for item in form.conversations(row)]
         if conversations:
             engine.tokenizer.render_ahead(conversations)
         yield from taken

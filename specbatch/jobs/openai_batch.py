@@ -23,6 +23,7 @@ from specbatch.errors import SpecbatchError, refuse_json
 from specbatch.field_errors import first_problem
 from specbatch.jobs.dataset import is_dataset
 from specbatch.jobs.formats import BadRow, JobFormat, JobRow, Request
+from specbatch.jobs.input_version import InputVersion
 from specbatch.jobs.openai_request import BODIES, ChatBody, CompletionBody, Envelope, UnsupportedError, envelope_of
 from specbatch.jobs.openai_response import error_response, response_body
 from specbatch.jobs.partial_output import Row, row_seed
@@ -71,11 +72,12 @@ class OpenAIBatch(JobFormat):
         log: Callable[[str], None],
     ) -> None:
         self._source, self._given, self._seed = source, dict(given), seed
+        self._version = InputVersion("input", source)
         self._chat_template, self._model, self._log = chat_template, model, log
         self._other_models: dict[str, None] | None = {}  # names that the file asks for; None once they are logged
 
     def rows(self) -> Iterator[JobRow | BadRow]:
-        for number, raw in stream_rows("input", self._source, ()):
+        for number, raw in stream_rows("input", self._source, (), version=self._version):
             yield self._row(number - 1, raw)
         if self._other_models:
             names = ", ".join(self._other_models)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
@@ -29,6 +30,7 @@ from specbatch.jobs.formats import COLUMNS, SOMETIMES
 from specbatch.jobs.partial_output import Row
 from specbatch.text_files import UnreadableError, parse_json
 
+_EARLIER = r"\.(part|old)\d+"
 _ERRORS, _PARTIAL, _RECORD = "errors.jsonl", "partial", "record.json"
 
 
@@ -72,12 +74,17 @@ class OutputFiles:
         return self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
 
     def check_is_not(self, source: str | Path) -> None:
-        """Refuse an output that would change the input: the same file, by links too, or a folder of it."""
+        """Refuse an output that would change the input: the same file, by links too, or a folder of it, and an
+        input with the name that earlier versions gave to this output before it was complete."""
         given = [self.name, self.errors, self.record] if self.url is not None else []
         written = [self.path, *(_beside(self.path, suffix) for suffix in (_PARTIAL, _RECORD, _ERRORS))]
         same = str(source) in given or (not is_remote(source) and any(_holds(path, source) for path in written))
         if same:
             raise refuse("output", self.name, f"would replace the input {source}; name another one")
+        earlier = re.escape(os.path.abspath(self.path)) + _EARLIER
+        if not is_remote(source) and re.fullmatch(earlier, os.path.abspath(local_path(source))):
+            works = f"the input {source} has the name of an unfinished output of an earlier version; rename it"
+            raise refuse("output", self.name, works)
 
     def prepare(self) -> None:
         """Make the folder of the output. Raises UnwritableError."""
@@ -89,15 +96,25 @@ class OutputFiles:
         """The rows of an existing output."""
         return _rows_of(self.name)
 
-    def workload(self) -> dict[str, Any]:
-        """The workload in the record of an existing output. Raises SpecbatchError if there is none."""
+    def record_of(self) -> dict[str, Any]:
+        """The record of an existing output. Raises SpecbatchError if there is none."""
         try:
             with open_input("output", self.record) as file:
-                workload = parse_json(file.read())["workload"]
+                record = parse_json(file.read())
+            if not isinstance(record["workload"], dict) or not isinstance(record["metrics"], dict):
+                raise TypeError
         except (SpecbatchError, UnreadableError, KeyError, TypeError) as error:
             works = f"has no record in {self.record}, which names the settings of its job; use --overwrite"
             raise refuse("output", self.name, works) from error
-        return workload if isinstance(workload, dict) else {}
+        found: dict[str, Any] = record
+        return found
+
+    def count(self) -> int | None:
+        """Rows of an existing output; None if it cannot be read."""
+        try:
+            return sum(1 for _ in self.read())
+        except (SpecbatchError, UnreadableError, OSError):
+            return None
 
     def publish(self, rows: Iterable[Row], types: Mapping[str, str]) -> int:
         """Write the rows of the output and replace an existing one. Returns how many rows it has."""
@@ -186,6 +203,8 @@ def _rows_of(output: str | Path) -> Iterator[Row]:
 
 
 def _local_output(output: str) -> Path:
+    if output == "-":
+        raise refuse("output", output, "standard output cannot be continued after an interruption; name a .jsonl file")
     path = local_path(output)
     if path.suffix in (".jsonl", ".parquet"):
         if path.is_dir():

@@ -9,13 +9,13 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from specbatch.atomic_file import writing
-from specbatch.errors import refuse
+from specbatch.errors import ChangedError, refuse
 from specbatch.records.differences import describe_differences
 from specbatch.text_files import UnreadableError, parse_json
 
@@ -60,18 +60,26 @@ class RowsOnDisk(Mapping[int, Row]):
     def __getitem__(self, index: int) -> Row:
         if index not in self:
             raise KeyError(index)
-        with self._path.open("rb") as file:
+        with self._open() as file:
             return self._at(file, index)
 
     def ordered(self) -> Iterator[Row]:
         """All rows in the order of their index; the file is opened once."""
-        with self._path.open("rb") as file:
+        with self._open() as file:
             for index in self:
                 yield self._at(file, index)
 
+    def _open(self) -> BinaryIO:
+        try:
+            return self._path.open("rb")
+        except OSError:
+            raise _changed(self._path, "was removed") from None
+
     def _at(self, file: Any, index: int) -> Row:
         file.seek(self._offsets[index])
-        row: Row = json.loads(file.readline())
+        row = parsed(file.readline())
+        if not isinstance(row, dict) or row.get("index") != index:
+            raise _changed(self._path, "was changed")
         return row
 
     def put(self, row: Row, offset: int) -> None:
@@ -114,6 +122,8 @@ class PartialRows:
         self._start_over = start_over
         self._may_differ = may_differ
         self._retry_failed = retry_failed
+        self._claimed: FileIO | None = None
+        self._size = 0  # that the claimed file should have
 
     def load(self) -> None:
         """Read the complete lines of the file. Raises SpecbatchError for the output of another job, or another file."""
@@ -187,15 +197,18 @@ class PartialRows:
                 self.rows.clear()
             end = 0 if starts_over else self._read()
             file.truncate(end)  # a crash may have truncated the last line
+            self._claimed, self._size = file, end
             synced = time.monotonic()
 
             def write(row: Row) -> int:
-                nonlocal end
-                at, rest = end, memoryview(_line(row).encode())
-                end += len(rest)
-                with writing(self.path):
-                    while rest:
-                        rest = rest[file.write(rest) :]
+                self.check()
+                at, rest = self._size, memoryview(_line(row).encode())
+                try:
+                    with writing(self.path):
+                        while rest:
+                            rest = rest[file.write(rest) :]
+                finally:
+                    self._size = os.fstat(file.fileno()).st_size
                 return at
 
             def keep(row: Row) -> None:
@@ -209,8 +222,39 @@ class PartialRows:
                 write(self.header)
             try:
                 yield keep
+                self.check()
             finally:
                 os.fsync(file.fileno())
+                self._claimed = None
+
+    def check(self) -> None:
+        """Raises ChangedError if the claimed file is no longer as this process wrote it."""
+        if self._claimed is None:
+            return
+        now = os.fstat(self._claimed.fileno())
+        try:
+            there = self.path.exists() and os.path.samestat(now, self.path.stat())
+        except OSError:  # removed between the two calls
+            there = False
+        if not there:
+            raise _changed(self.path, "was removed or replaced")
+        if now.st_size != self._size:
+            raise _changed(self.path, "was changed")
+
+    def or_lost(self, kept: str) -> str:
+        """`kept`, which says that the file has finished rows, or that this is no longer so."""
+        try:
+            self.check()
+        except ChangedError as error:
+            return str(error)
+        return kept
+
+    def remove(self) -> None:
+        """Remove the claimed file, unless another has its place."""
+        with suppress(ChangedError):
+            self.check()
+            self.path.unlink()
+        self._claimed = None
 
     @contextmanager
     def _locked(self) -> Iterator[FileIO]:
@@ -228,6 +272,13 @@ class PartialRows:
                     yield file
                     return
             # Another process finished and removed the file between open and lock.
+
+
+def _changed(path: Path, what: str) -> ChangedError:
+    works = "run the job again (with --overwrite if the file is still there)"
+    error = ChangedError(f"{path} {what} by something else during the job, so its answers are lost; {works}")
+    error.kept = ""
+    return error
 
 
 def row_seed(seed: int, index: int | str) -> int:

@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from specbatch.errors import refuse
+from specbatch.errors import SpecbatchError, refuse
 from specbatch.jobs.dataset import is_dataset, read_rows
 from specbatch.jobs.files import open_input
+from specbatch.jobs.input_version import InputVersion
 from specbatch.text_files import LARGEST, UnreadableError, parse_json
 
 LONGEST_LINE = 16 << 20  # bytes
@@ -21,14 +22,36 @@ def location(source: str | Path, line: int) -> str:
 
 
 def stream_rows(
-    setting: str, source: str | Path, columns: Collection[str], beside: Collection[str] = (), split: str | None = None
+    setting: str,
+    source: str | Path,
+    columns: Collection[str],
+    beside: Collection[str] = (),
+    split: str | None = None,
+    *,
+    version: InputVersion | None = None,
 ) -> Iterator[tuple[int, bytes | Any]]:
     """Rows with their numbers from 1: lines that are not blank as bytes, all others as values.
 
     columns, beside, split   of a data set, as in `read_rows`
+    version                  of the source as an earlier pass saw it; None: as it is now
 
-    Raises SpecbatchError for a source that cannot be read.
+    Raises SpecbatchError for a source that cannot be read, and ChangedError for one that changes meanwhile.
     """
+    version = version or InputVersion(setting, source)
+    version.check(remote=True)
+    try:
+        for row in _rows(setting, source, columns, beside, split):
+            version.check()
+            yield row
+    except SpecbatchError:
+        version.check(remote=True)  # the cause, for example, of half a line
+        raise
+    version.check(remote=True)
+
+
+def _rows(
+    setting: str, source: str | Path, columns: Collection[str], beside: Collection[str], split: str | None
+) -> Iterator[tuple[int, bytes | Any]]:
     if is_dataset(source):
         yield from enumerate(read_rows(setting, source, split, columns, beside), start=1)
         return

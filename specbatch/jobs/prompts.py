@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from specbatch.core.request import SamplingParams
 from specbatch.core.sampling_params import FOREIGN_NAMES
 from specbatch.errors import SpecbatchError, refuse, refuse_json, shown_json
 from specbatch.field_errors import did_you_mean
+from specbatch.jobs.input_version import InputVersion
 from specbatch.jobs.prompt_file import location, parse_line, stream_rows
 from specbatch.text_files import UnreadableError
 from specbatch.tokenizer import refuse_longer
@@ -104,15 +106,39 @@ class MalformedLine:
     problem: str
 
 
-def read_prompts(path: Path, setting: str = "input", forms: tuple[str, ...] = FORMS) -> list[Prompt]:
+def read_prompts(
+    path: Path, setting: str = "input", forms: tuple[str, ...] = FORMS, *, takes_sampling: bool = False
+) -> list[Prompt]:
     """All prompts of a JSONL file or a data set, in one of the `forms`; blank lines are skipped. Raises SpecbatchError
-    with the number of the first malformed line."""
+    with the number of the first malformed line.
+
+    takes_sampling   whether the caller uses the sampling parameters of lines; else a line that has some is refused
+    """
     prompts: list[Prompt] = []
     for item in scan_prompts(path, setting, forms):
         if isinstance(item, MalformedLine):
             raise refuse(setting, location(path, item.line), item.problem)
+        if item.sampling and not takes_sampling:
+            works = f"has {SAMPLING}, which this command does not use for single rows; leave it out"
+            raise refuse(setting, location(path, item.line), works)
         prompts.append(item)
     return prompts
+
+
+def params_of(prompt: Prompt, params: SamplingParams) -> SamplingParams:
+    """The parameters of the job with those that the line sets. Raises SpecbatchError if these do not go together."""
+    return _updated(params, json.dumps(prompt.sampling)) if prompt.sampling else params
+
+
+@lru_cache(1024)  # rows of a file often have the same parameters
+def _updated(params: SamplingParams, sampling: str) -> SamplingParams:
+    return params.updated(json.loads(sampling))
+
+
+def misplaced_note(source: str | Path, line: int, names: Iterable[str]) -> str:
+    """What to log of names in a row that a user may take for settings."""
+    where, listed = location(source, line), ", ".join(sorted(names))
+    return f'note: {where}: {listed} beside the prompt has no effect; parameters of a row go into "{SAMPLING}"'
 
 
 def scan_prompts(
@@ -145,9 +171,11 @@ class PromptReader:
     def __init__(self, forms: tuple[str, ...] = FORMS, column: str | None = None) -> None:
         self._forms = forms if column is None else (column,)
 
-    def rows(self, setting: str, source: str | Path, split: str | None) -> Iterator[tuple[int, bytes | Any]]:
+    def rows(
+        self, setting: str, source: str | Path, split: str | None, *, version: InputVersion | None = None
+    ) -> Iterator[tuple[int, bytes | Any]]:
         """As `stream_rows`."""
-        return stream_rows(setting, source, self._forms, (*_IDS, SAMPLING), split)
+        return stream_rows(setting, source, self._forms, (*_IDS, SAMPLING), split, version=version)
 
     def read(self, number: int, row: bytes | Any) -> Prompt | MalformedLine:
         """The prompt of a line, or of a row of a data set."""
@@ -183,10 +211,12 @@ def _prompt(row: Any, forms: tuple[str, ...], number: int) -> Prompt:
     if not _well_formed(form, value):
         expected = _EXPECTED[form] if form == name else "a string, a list of whole numbers from 0, or of messages"
         raise MalformedRowError(f"{name} must be {expected}")
-    if (place := no_text_in(value, name)) is not None:
-        raise MalformedRowError(f"{place} {HALF_PAIR}")
-    if _PLACEHOLDER in str(value):
-        raise MalformedRowError(f"{name} is a placeholder: prepare the data set with the script of SPEED-Bench first")
+    if form != "prompt_token_ids":
+        if (place := no_text_in(value, name)) is not None:
+            raise MalformedRowError(f"{place} {HALF_PAIR}")
+        if _PLACEHOLDER in (value if isinstance(value, str) else str(value)):
+            works = "prepare the data set with the script of SPEED-Bench first"
+            raise MalformedRowError(f"{name} is a placeholder: {works}")
     own = row.get(_IDS[1] if form == TURNS else _IDS[0])
     if own is not None and (not isinstance(own, (str, int)) or isinstance(own, bool)):
         raise MalformedRowError(f"id={shown_json(own)}: use a string or a whole number")
@@ -213,12 +243,18 @@ def _sampling(value: Any) -> dict[str, Any]:
         if name not in PER_ROW:
             works = FOREIGN_NAMES.get(name) or did_you_mean(name, PER_ROW)
             raise MalformedRowError(f"{SAMPLING} has no parameter {shown_json(name)}; {works}")
-    try:
-        SamplingParams(**value)
-    except SpecbatchError as error:
-        given = refuse_json(str(error.setting), error.value, error.works or "")
-        raise MalformedRowError(f"{SAMPLING}.{given}") from None
+    if (problem := _sampling_problem(json.dumps(value))) is not None:
+        raise MalformedRowError(f"{SAMPLING}.{problem}")
     return value
+
+
+@lru_cache(1024)
+def _sampling_problem(text: str) -> str | None:
+    try:
+        SamplingParams(**json.loads(text))
+    except SpecbatchError as error:
+        return str(refuse_json(str(error.setting), error.value, error.works or ""))
+    return None
 
 
 def _form_of(value: Any) -> str:
@@ -239,7 +275,7 @@ def is_text(value: str) -> bool:
 
 def no_text_in(value: Any, name: str = "") -> str | None:
     """The field of a JSON value, or the key, with half of a surrogate pair; None if there is none."""
-    if is_text(json.dumps(value, ensure_ascii=False)):
+    if is_text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)):
         return None
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):

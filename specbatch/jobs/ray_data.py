@@ -25,7 +25,7 @@ from specbatch.config import EngineConfig
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.jobs.partial_output import row_seed
-from specbatch.jobs.prompts import FORMS, MalformedLine, PromptReader
+from specbatch.jobs.prompts import FORMS, SAMPLING, MalformedLine, Prompt, PromptReader, params_of
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -36,7 +36,8 @@ Batch = dict[str, Any]  # of arrays, by column
 class GenerateBatch:
     """Answers the prompts of a batch. Build it in the process that calls it: it loads the engine.
 
-    A row has its prompt in one of the columns of `generate`: prompt, prompt_token_ids, question or messages. A call
+    A row has its prompt in one of the columns of `generate`: prompt, prompt_token_ids, question or messages, and may
+    have its own parameters in a column `sampling`. A call
     returns the columns of the batch and adds text, token_ids, finish_reason, error (None unless the prompt failed),
     prompt_tokens, output_tokens and accept_length (NaN where nothing was verified).
     """
@@ -55,8 +56,7 @@ class GenerateBatch:
         from specbatch.replicas.engine import engine_of
 
         self._params = params or SamplingParams()
-        if self._params.n != 1:
-            raise refuse("n", self._params.n, "a row has one answer; repeat the rows, with an index column")
+        _refuse_samples(self._params)
         self._engine: InferenceEngine = engine_of(config)
         self._seed = config.seed if self._params.seed is None else self._params.seed
         self._reader = PromptReader(column=column)
@@ -68,11 +68,15 @@ class GenerateBatch:
         prompts: dict[int, tuple[list[int], SamplingParams]] = {}
         errors: dict[int, str] = {}
         for number in range(count):
-            row = {name: _plain(batch[name][number]) for name in self._columns if name in batch}
+            row = {name: _plain(batch[name][number]) for name in (*self._columns, SAMPLING) if name in batch}
             try:
-                tokens = self._encoded(number, row)
+                prompt = self._read(number, row)
+                tokens = self._encoded(prompt)
                 by = str(tokens) if self._index is None else int(batch[self._index][number])
-                params = self._params.with_seed(row_seed(self._seed, by))
+                params = params_of(prompt, self._params)
+                _refuse_samples(params)
+                if "seed" not in prompt.sampling:
+                    params = params.with_seed(row_seed(self._seed, by))
                 self._engine.check(tokens, params)
                 prompts[number] = tokens, params
             except SpecbatchError as error:
@@ -96,20 +100,29 @@ class GenerateBatch:
             ),
         }
 
-    def _encoded(self, number: int, row: Mapping[str, Any]) -> list[int]:
+    def _read(self, number: int, row: Mapping[str, Any]) -> Prompt:
         prompt = self._reader.read(number + 1, row)
         if isinstance(prompt, MalformedLine):
             raise SpecbatchError(prompt.problem)
+        return prompt
+
+    def _encoded(self, prompt: Prompt) -> list[int]:
         most = self._engine.caps["max_model_len"]
         return prompt.encode(self._engine.tokenizer, chat_template=self._chat_template, most=most)
 
 
+def _refuse_samples(params: SamplingParams) -> None:
+    if params.n != 1:
+        raise refuse("n", params.n, "a row has one answer; repeat the rows, with an index column")
+
+
 def _plain(value: Any) -> Any:
-    """A cell without numpy's types: arrays as lists, also inside of others."""
+    """A cell without numpy's types: arrays as lists, also inside of others, and without None, which a column of objects
+    has for every key that a row lacks."""
     if isinstance(value, np.ndarray | list):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: _plain(item) for name, item in value.items() if item is not None}
     return value.item() if isinstance(value, np.generic) else value
 
 

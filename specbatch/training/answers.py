@@ -106,7 +106,7 @@ def answer(
             except KeyboardInterrupt:
                 done = f"kept {len(kept.rows)} finished of {len(prompts)} answers"
                 works = f"the same command with --out {kept.path.parent} continues"
-                raise KeyboardInterrupt(f"{done} in {kept.path}; {works}") from None
+                raise KeyboardInterrupt(kept.or_lost(f"{done} in {kept.path}; {works}")) from None
         if failed:
             raise SpecbatchError(f"{len(failed)} of {len(prompts)} answers failed; {failed[0]}")
     answers = {

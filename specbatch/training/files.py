@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from specbatch.atomic_file import replacing, write_json, writing
+from specbatch.atomic_file import replacing, scratch_folder, write_json
 from specbatch.errors import refuse
 from specbatch.models.config import ModelConfig
 from specbatch.training.answers import ANSWERS
@@ -20,23 +20,16 @@ from specbatch.weights.folder import FolderCheckpoint
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MTP_WEIGHTS = "model-mtp.safetensors"
-UNFINISHED = ".unfinished"  # exists while a head is being written, and after a crash
 
 
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
     """A temporary folder inside `folder`. Its files are moved to `folder` when all are written; leftovers of a crash
     are removed."""
-    stage = folder / UNFINISHED
-    shutil.rmtree(stage, ignore_errors=True)
-    with writing(stage):
-        stage.mkdir()
-    try:
+    with scratch_folder(folder) as stage:
         yield stage
         for path in sorted(stage.iterdir(), key=lambda path: path.name == CONFIG):
             os.replace(path, folder / path.name)
-    finally:
-        shutil.rmtree(stage)
 
 
 def write_head(folder: Path, head: Head, dtype: torch.dtype) -> None:

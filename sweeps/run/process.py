@@ -64,12 +64,9 @@ def _run(engines: Configs, options: SweepOptions, folder: Path, log: Log, cluste
 
         with progress("sweep", "requests") as report:
             run_sweep(engines, options, folder, log=log, report=report, cluster=cluster)
-    except FailedError as error:
-        log(f"error: {'; '.join(filter(None, [str(error), error.kept]))}")
-        raise SystemExit(1) from None
     except SpecbatchError as error:
-        log(f"error: {error}")
-        raise SystemExit(2) from None
+        log(f"error: {'; '.join(filter(None, [str(error), error.kept]))}")
+        raise SystemExit(1 if isinstance(error, FailedError) else 2) from None
     except KeyboardInterrupt as stop:
         for line in stop.args:
             log(f"{folder.name}: {line}")

@@ -6,16 +6,17 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specbatch.core.request import SamplingParams
 from specbatch.core.sampling_params import SAMPLED, refuse_unsampled, sampling_of, sampling_text
-from specbatch.errors import at_least, refuse
-from specbatch.jobs.prompts import FORMS, TURNS, Prompt, read_prompts
+from specbatch.errors import SpecbatchError, at_least, refuse
+from specbatch.jobs.prompt_file import location
+from specbatch.jobs.prompts import FORMS, TURNS, Prompt, misplaced_note, params_of, read_prompts
 from specbatch.jobs.questions import bundled_questions
 from specbatch.records.objectives import Objectives, objectives_text
 from specbatch.records.sweep_plan import LEAST_PROMPTS
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from specbatch.tokenizer import Tokenizer
 
 LM_EVAL = "lm-eval:"
+_UNUSED = {"n", "logprobs", "top_logprobs", "prompt_logprobs"}  # of a row's parameters, in a sweep
+SENT = frozenset(
+    {*SAMPLED, "seed", "max_new_tokens", "stop", "ignore_eos", "skip_special_tokens"}
+)  # of a row's parameters, to a server
 RANDOM = ("random", "gsp")  # datasets of random token ids
 Length = int | tuple[int, int]  # tokens, or least and most with a uniform distribution
 
@@ -130,6 +135,7 @@ class Workload:
         rows = self._of_turns(_of_categories(rows, self.category))
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "rows", tuple(row.as_message() if self.chat_template else row for row in rows))
+        self._check_sampling()
         if self.thinking is not None and not self.is_rendered:
             works = "no prompt is rendered by a chat template, which has that switch; add --chat-template"
             raise refuse("thinking", self.thinking, works)
@@ -178,20 +184,56 @@ class Workload:
         return None if self.input_range is None else self.input_range[1] + _bounds(self.output_len)[1]
 
     def params(self, count: int) -> list[SamplingParams]:
-        """Of the first `count` prompts. Each has its own seed, the same in all configurations and repeats. Special
-        tokens of text are shown, so that what should not be there is seen."""
-        sampling: dict[str, Any] = {name: getattr(self, name) for name in SAMPLED}
-        return [
-            SamplingParams(
-                **sampling,
-                seed=random.Random(f"{self.seed}/sampling {index}").getrandbits(31) if self.temperature else None,
-                max_new_tokens=self._draw_length("output", index, self.output_len),
-                ignore_eos=self.is_random,
-                stop=self.stop,
-                skip_special_tokens=self.is_random,
-            )
-            for index in range(count)
-        ]
+        """Of the first `count` prompts: those of the workload, with what the row of a file sets in its `sampling`. Each
+        has its own seed, the same in all configurations and repeats. Special tokens of text are shown, so that what
+        should not be there is seen."""
+        return [self._params(index) for index in range(count)]
+
+    def _params(self, index: int) -> SamplingParams:
+        params = SamplingParams(
+            **{name: getattr(self, name) for name in SAMPLED},
+            max_new_tokens=self._draw_length("output", index, self.output_len),
+            ignore_eos=self.is_random,
+            stop=self.stop,
+            skip_special_tokens=self.is_random,
+        )
+        if self.rows:
+            params = params_of(self.rows[index % len(self.rows)], params)
+        if params.seed is None and params.temperature:
+            params = params.with_seed(random.Random(f"{self.seed}/sampling {index}").getrandbits(31))
+        return params
+
+    def notes(self) -> list[str]:
+        """What to log of names in the rows of a file that have no effect, each once."""
+        found: dict[str, int] = {}
+        for row in self.rows:
+            for name in row.misplaced:
+                found.setdefault(name, row.line)
+        return [misplaced_note(self.data or self.dataset, line, [name]) for name, line in found.items()]
+
+    def refuse_unsent(self) -> None:
+        """Refuse parameters in a row that are not sent to servers."""
+        self._refuse_rows(SENT, "is not sent to a server; leave it out")
+
+    def _check_sampling(self) -> None:
+        """Refuse parameters in a row that a sweep cannot use: it counts one answer to each prompt, without
+        log-probabilities."""
+        names = {item.name for item in fields(SamplingParams)} - _UNUSED
+        self._refuse_rows(names, "has no effect in a sweep; leave it out")
+        for index, row in enumerate(self.rows):
+            try:
+                self._params(index)
+            except SpecbatchError as error:  # together with those of the workload
+                raise self._of_row(row, str(error)) from None
+
+    def _refuse_rows(self, names: Collection[str], works: str) -> None:
+        for row in self.rows:
+            if unused := row.sampling.keys() - names:
+                raise self._of_row(row, f"{', '.join(sorted(unused))} {works}")
+
+    def _of_row(self, row: Prompt, problem: str) -> SpecbatchError:
+        setting, source = ("dataset", self.dataset) if self.data is None else ("data", str(self.data))
+        return refuse(setting, location(source, row.line), f"sampling: {problem}")
 
     def count(self, concurrency: int) -> int:
         if self.is_grouped:
@@ -249,8 +291,14 @@ class Workload:
 
     def describe(self, prompts: list[list[int]]) -> dict[str, Any]:
         """Describe a point's prompts for its record. output_len is the maximum, input_len is None if prompts differ;
-        input_range and output_range hold the smallest and the largest of random lengths."""
+        input_range and output_range hold the smallest and the largest of random lengths, and of those that rows set.
+        Without prompts: all rows."""
         inputs, outputs = self.input_range, _bounds(self.output_len)
+        params = self.params(len(prompts) or len(self.rows) or 1)
+        own = [row.sampling for row in self.rows if row.sampling]
+        if own:
+            lengths = [one.max_new_tokens for one in params]
+            outputs = min(lengths), max(lengths)
         return {
             "dataset": self.dataset,
             "data": str(self.data) if self.data else None,
@@ -267,7 +315,8 @@ class Workload:
             "distinct_prompts": len({tuple(prompt) for prompt in prompts}),
             "category": self.category,
             **({"turns": self.most_turns, "requests": self._requests(len(prompts))} if self.most_turns > 1 else {}),
-            "sampling": sampling_of(self.params(1)[0]),
+            "sampling": next((sampling_of(one) for one in params if one.temperature), None),
+            **({"own_sampling": _described(own, len(self.rows))} if own else {}),
             "seed": self.seed,
             "shared": {name: getattr(self, name) for name in ("groups", "group_prompts", "shared_len")}
             if self.is_grouped
@@ -300,7 +349,7 @@ class Workload:
     def _read(self) -> tuple[list[Prompt], tuple[str, ...]]:
         """The rows of a dataset of text, and what ends its answers."""
         if self.dataset == "gsm8k":
-            return (read_prompts(self.data, "data") if self.data else _gsm8k()), ()
+            return (read_prompts(self.data, "data", takes_sampling=True) if self.data else _gsm8k()), ()
         if self.dataset.startswith(LM_EVAL):
             if self.read_task is None:
                 works = "pass read_task=specbatch.evals.prompts.task_prompts"
@@ -309,7 +358,7 @@ class Workload:
         if not self.dataset.endswith(".jsonl"):
             works = "use random, gsp, gsm8k, lm-eval:TASK or the path of a .jsonl file"
             raise refuse("dataset", self.dataset, works)
-        return read_prompts(Path(self.dataset), "dataset", (*FORMS, TURNS)), ()
+        return read_prompts(Path(self.dataset), "dataset", (*FORMS, TURNS), takes_sampling=True), ()
 
 
 def _of_categories(rows: list[Prompt], category: str | None) -> list[Prompt]:
@@ -341,6 +390,8 @@ def lines_of(work: dict[str, Any]) -> dict[str, str]:
     output = f"{'exactly' if work['ignore_eos'] else 'at most'} {_text(work.get('output_range') or work['output_len'])}"
     of = f" ({category})" if (category := work.get("category")) else ""
     sampled = f"{sampling_text(work.get('sampling'))}, seed {work['seed']}"
+    if own := work.get("own_sampling"):
+        sampled += f", {own['rows']} of {own['of']} rows with their own {', '.join(own['names'])}"
     return {
         "workload": f"{work['dataset']}{of}, {text}, output {output}, {sampled}",
         "arrivals": _arrivals(work),
@@ -383,6 +434,12 @@ def _bounds(length: Length) -> tuple[int, int]:
 
 def _text(length: int | list[int] | tuple[int, int]) -> str:
     return str(length) if isinstance(length, int) else f"{length[0]} to {length[1]}"
+
+
+def _described(own: list[dict[str, Any]], rows: int) -> dict[str, Any]:
+    """The sampling parameters that rows set themselves, for a record."""
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+    return {"rows": len(own), "of": rows, "names": sorted({name for one in own for name in one}), "sha256": digest}
 
 
 def sha256_of(tokens: Sequence[list[int] | str]) -> str:

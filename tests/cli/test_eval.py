@@ -14,7 +14,7 @@ def evals(monkeypatch):
     """A stub evaluation of one question, which may be interrupted after it; holds the options of `prepare`."""
     from specbatch.evals import run
 
-    seen = {"interrupt": False}
+    seen = {"interrupt": False, "complete": False}
 
     class Report:
         def table(self):
@@ -36,6 +36,9 @@ def evals(monkeypatch):
 
         def finished(self, config):
             return None
+
+        def complete(self, config):
+            return Report() if seen["complete"] else None
 
         def run(self, engine, progress=None, kept=None):
             seen["engine"] = engine.config
@@ -85,3 +88,11 @@ def test_interruption_before_the_first_answer_leaves_no_folder(run, engine, eval
     monkeypatch.setattr(engine, "__enter__", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
     assert run("eval", "gsm8k", "--output", tmp_path / "o").exit_code == 130
     assert not (tmp_path / "o").exists()
+
+
+def test_complete_evaluation_is_shown_again(run, engine, evals, tmp_path):
+    evals["complete"] = True
+    result = run("eval", "gsm8k", "--out", tmp_path / "out")
+    assert (result.exit_code, engine.built) == (0, []), result.output
+    assert "out is complete: an earlier run has finished this evaluation" in result.stderr
+    assert "| exact_match | 0.5 |" in result.stdout

@@ -385,7 +385,7 @@ def test_data_set_output_has_the_rows_of_jsonl(generate, tmp_path, name):
     assert read_output(path) == read_output(tmp_path / "out.jsonl")
     made = datasets.load_from_disk(path) if path.is_dir() else datasets.Dataset.from_parquet(str(path))
     assert made.column_names == list(rows(tmp_path / "out.jsonl")[0])
-    assert generate(one, lines, name).exit_code == 2
+    assert generate("--max-new-tokens 2", lines, name).exit_code == 2
     before = {file: file.read_bytes() for file in ([path] if path.is_file() else path.iterdir())}
     assert generate("--overwrite --max-new-tokens 300", lines, name).exit_code == 2
     assert {file: file.read_bytes() for file in before} == before
@@ -469,7 +469,7 @@ def test_remaining_time_ignores_earlier_work(generate, monkeypatch):
     )
     generate(interrupt_after=3)
     generate()
-    assert begun == [("generate", "prompts", 0), ("generate", "prompts", 3)]
+    assert begun[1::2] == [("generate", "prompts", 0), ("generate", "prompts", 3)]
 
 
 def test_progress_shows_speed_and_where_an_earlier_run_stopped(engine, jsonl, tmp_path):

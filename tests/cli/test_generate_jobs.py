@@ -288,7 +288,8 @@ def test_input_and_output_on_an_object_store(generate, memory, tmp_path, name):
     generate("", PROMPTS, "local.jsonl")
     assert found == rows(tmp_path / "local.jsonl")
     assert json.loads(memory.cat("/b/out.jsonl.record.json"))["workload"]["command"] == "generate"
-    assert generate("", f"memory://b/{name}", "memory://b/out.jsonl").exit_code == 2  # it exists
+    assert generate("--seed 5", f"memory://b/{name}", "memory://b/out.jsonl").exit_code == 2  # it exists
+    assert generate("", f"memory://b/{name}", "memory://b/out.jsonl").exit_code == 0  # it is finished
     assert not list(tmp_path.glob("out-*"))
 
 

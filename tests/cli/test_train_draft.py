@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
+from specbatch.atomic_file import is_leftover
 from specbatch.cli.app import app
 from specbatch.training import files
 
@@ -60,11 +61,12 @@ def test_training_continues_after_a_crash_while_writing(source, tmp_path, monkey
     write = files.write_json
     monkeypatch.setattr(files, "write_json", lambda *what: (seen.extend(out.iterdir()), write(*what)))
     assert call(*command).exit_code == 0
-    assert sorted(path.name for path in seen) == [".unfinished", "answers.jsonl"]
+    stage, answers = sorted(seen)
+    assert (is_leftover(stage), answers.name) == (True, "answers.jsonl")
     whole = {path.name: path.read_bytes() for path in out.iterdir() if path.name != "record.json"}
-    (out / ".unfinished").mkdir()
+    stage.mkdir()
     for name in ("config.json", "record.json"):  # only the weights were moved before the crash
-        (out / name).rename(out / ".unfinished" / name)
+        (out / name).rename(stage / name)
     again = call(*command)
     assert again.exit_code == 0, again.output
     assert "answers: 6 of 6 are finished" in again.stderr

@@ -14,6 +14,8 @@ import pytest
 from crossed import crossed, slow_but
 from typer.testing import Result
 
+from specbatch.atomic_file import is_leftover, temporary_path
+
 from .conftest import TINY_SWEEP
 
 Run = Callable[..., Result]
@@ -55,7 +57,7 @@ def one_line(result: Result, status: int, *texts: str) -> None:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if ".part" in path.name and not path.name.endswith(".partial")]
+    return [path for path in folder.rglob("*") if is_leftover(path)]
 
 
 @pytest.fixture
@@ -107,17 +109,21 @@ def test_full_disk_at_each_write(commands: Any, disk: FailingDisk, tmp_path: Pat
 def test_temporary_files_of_a_killed_run_are_removed(commands: Any, tmp_path: Path, name: str) -> None:
     to = tmp_path / "out"
     to.mkdir()
-    lefts = ["out.jsonl.part77", "out.jsonl.record.json.part77"] if name == "generate" else ["summary.md.part77"]
-    for left in lefts:
-        (to / left).touch()
+    replaced = ["out.jsonl", "out.jsonl.record.json"] if name == "generate" else ["summary.md"]
+    for path in replaced:
+        temporary_path(to / path).touch()
     assert commands[name](to).exit_code == 0
     assert not leftovers(tmp_path)
 
 
 def test_temporary_files_do_not_make_a_folder_of_other_files_an_output(commands: Any, tmp_path: Path) -> None:
+    left = temporary_path(tmp_path / "summary.md")
     (tmp_path / "mine.part1").touch()
+    left.touch()
     one_line(commands["compare"](tmp_path), 2, "this folder is not empty")
     assert (tmp_path / "mine.part1").exists()
+    left.unlink()
+    one_line(commands["compare"](tmp_path), 2, "this folder is not empty")
 
 
 @contextmanager

@@ -127,11 +127,19 @@ def test_overwrite_starts_over(interrupted: Path, make_engine: Any, evaluate: An
     assert "earlier_answers" not in found.record.workload
 
 
-def test_finished_evaluation_is_not_overwritten(evaluate: Any, tmp_path: Path) -> None:
-    evaluate(output=tmp_path / "out", limit=1)
-    for overwrite in (False, True):
+def test_finished_evaluation_is_not_overwritten(
+    evaluate: Any, make_engine: Any, mixed_reply: Any, tmp_path: Path
+) -> None:
+    """The same one is found as it is, another one is refused."""
+    first = evaluate(output=tmp_path / "out", limit=1)
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    engine = make_engine(mixed_reply)
+    again = evaluate(engine=engine, output=tmp_path / "out", limit=1)
+    assert (again.as_dict(), again.questions, engine.calls) == (first.as_dict(), first.questions, [])
+    for other in ({"overwrite": True}, {"limit": 2}, {"max_new_tokens": 7}):
         with pytest.raises(SpecbatchError, match="exists and is not empty; name a new folder"):
-            evaluate(output=tmp_path / "out", limit=1, overwrite=overwrite)
+            evaluate(output=tmp_path / "out", **{"limit": 1} | other)
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
 def test_failed_answer_is_generated_again(

@@ -150,7 +150,7 @@ def test_failed_write_keeps_the_old_table(tmp_path, monkeypatch, name, fails):
     replace = os.replace
 
     def move(source, target):
-        if fails == "move" and ".part" in Path(source).name:
+        if fails == "move" and ".specbatch-part-" in Path(source).name:
             raise KeyboardInterrupt
         replace(source, target)
 

@@ -57,3 +57,11 @@ def test_prompts_may_be_token_ids_and_bad_rows_have_an_error(generate: GenerateB
 def test_one_answer_for_each_row() -> None:
     with pytest.raises(SpecbatchError, match="n=2: a row has one answer"):
         GenerateBatch(CONFIG, replace(PARAMS, n=2))
+
+
+def test_rows_with_their_own_sampling(generate: GenerateBatch) -> None:
+    own = objects({"max_new_tokens": 3, "n": None}, None, {"n": 2, "max_new_tokens": None}, {"max_tokens": 4})
+    found = generate({"prompt": np.array(TEXTS), "sampling": own})
+    assert found["output_tokens"].tolist() == [3, 8, 0, 0]
+    assert "n=2: a row has one answer" in found["error"][2]
+    assert 'no parameter "max_tokens"; use max_new_tokens' in found["error"][3]

@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from tokenizers import Tokenizer as Backend
 from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
+from specbatch.atomic_file import is_leftover
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
 from specbatch.weights import gguf_checkpoint, gguf_file, gguf_values, known_models, open_checkpoint
@@ -107,7 +108,7 @@ def test_conversion_is_cached_in_bounded_files(
     again = open_checkpoint(str(path.rename(tmp_path / "other.gguf")), log=lines.append)
     assert (again.folder, again.name, len(lines)) == (first.folder, "other", 1)
     assert first.folder.parent.parent == cache
-    assert not list(cache.glob(".part-*"))
+    assert not any(map(is_leftover, cache.iterdir()))
 
 
 def test_a_file_is_hashed_once_until_it_changes(write_gguf: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 from dataclasses import replace
 from itertools import pairwise
@@ -339,3 +340,80 @@ def test_answers_are_greedy_or_sampled_with_a_seed_of_their_own():
     ):
         with pytest.raises(SpecbatchError, match=f"{name}={value}: {works}"):
             Workload(**{name: value})
+
+
+def test_rows_with_their_own_sampling(tmp_path):
+    rows = [
+        {"prompt": "a", "sampling": {"max_new_tokens": 3}},
+        {"messages": [{"role": "user", "content": "b"}], "sampling": {"max_new_tokens": 9, "regex": "yes|no"}},
+        {"prompt_token_ids": [7], "sampling": {"temperature": 0.5, "seed": 4, "stop": "\n"}},
+        {"question": "d", "sampling": {"temperature": 0.5, "min_tokens": 2}},
+        {"prompt": "e"},
+    ]
+    workload = Workload(written(tmp_path, *rows), output_len=32)
+    own = workload.params(7)
+    assert [one.max_new_tokens for one in own] == [3, 9, 32, 32, 32, 3, 9]
+    assert [one.temperature for one in own[:5]] == [0, 0, 0.5, 0.5, 0]
+    assert (own[1].regex, own[2].seed, own[2].stop, own[3].min_tokens) == ("yes|no", 4, ("\n",), 2)
+    assert own[3].seed is not None
+    assert own[3].seed == workload.params(4)[3].seed
+    found = workload.describe([[1]] * 5)
+    assert (found["output_len"], found["output_range"], found["sampling"]["temperature"]) == (32, [3, 32], 0.5)
+    assert found["own_sampling"]["names"] == ["max_new_tokens", "min_tokens", "regex", "seed", "stop", "temperature"]
+    line = lines_of(found)["workload"]
+    assert "output at most 3 to 32" in line
+    assert "4 of 5 rows with their own max_new_tokens, min_tokens, regex, seed, stop, temperature" in line
+    alike = Workload(written(tmp_path, *({"prompt": text, "sampling": {"max_new_tokens": 9}} for text in "ab")))
+    assert alike.describe([[1]] * 2)["output_len"] == alike.describe([])["output_len"] == 9
+    rows[0]["sampling"]["max_new_tokens"] = 4
+    other = Workload(written(tmp_path, *rows), output_len=32)
+    assert other.describe([[1]] * 5)["own_sampling"]["sha256"] != found["own_sampling"]["sha256"]
+    assert "own_sampling" not in Workload(written(tmp_path, {"prompt": "e"})).describe([[1]])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "problem"),
+    [
+        ({"n": 2}, "sampling: n has no effect in a sweep; leave it out"),
+        ({"logprobs": True, "top_logprobs": 2}, "sampling: logprobs, top_logprobs has no effect in a sweep"),
+        ({"prompt_logprobs": True}, "sampling: prompt_logprobs has no effect"),
+        ({"max_tokens": 3}, 'sampling has no parameter "max_tokens"; use max_new_tokens'),
+        ({"temperature": "hot"}, 'sampling.temperature="hot": use 0 (greedy) or a positive number'),
+        ({"min_tokens": 40}, "sampling: min_tokens=40: use at most max_new_tokens=32"),
+        ({"regex": "("}, 'sampling.regex="(":'),
+        (5, "sampling=5: use an object"),
+    ],
+)
+@pytest.mark.parametrize("where", ["dataset", "data"])
+def test_sampling_of_a_row_that_cannot_be_used_is_refused(tmp_path, sampling, problem, where):
+    file = written(tmp_path, {"question": "a"}, {"question": "b", "sampling": sampling})
+    options = {"dataset": file} if where == "dataset" else {"dataset": "gsm8k", "data": Path(file)}
+    with pytest.raises(SpecbatchError, match=re.escape(problem)) as found:
+        Workload(output_len=32, **options)
+    assert str(found.value).startswith(f"{where}='{file}:2': ")
+
+
+def test_sampling_of_a_row_that_is_not_sent_to_servers_is_refused(tmp_path):
+    sent = {"max_new_tokens": 3, "temperature": 1, "top_p": 0.5, "top_k": 2, "min_p": 0.1, "seed": 1, "stop": "x"}
+    Workload(written(tmp_path, {"prompt": "a", "sampling": sent})).refuse_unsent()
+    workload = Workload(
+        written(tmp_path, {"prompt": "a"}, {"prompt": "b", "sampling": {"regex": "a", "min_tokens": 1}})
+    )
+    with pytest.raises(SpecbatchError, match=r"dataset='.*:2': sampling: min_tokens, regex is not sent to a server"):
+        workload.refuse_unsent()
+
+
+def test_parameters_beside_a_prompt_are_noted(tmp_path):
+    rows = ({"prompt": "a"}, {"prompt": "b", "temperature": 1, "max_tokens": 3}, {"prompt": "c", "temperature": 1})
+    file = written(tmp_path, *rows)
+    assert Workload(file).notes() == [
+        f'note: {file}:2: {name} beside the prompt has no effect; parameters of a row go into "sampling"'
+        for name in ("max_tokens", "temperature")
+    ]
+
+
+def test_commands_that_use_no_parameters_of_rows_refuse_them(tmp_path):
+    """`check` and `train-draft`."""
+    file = Path(written(tmp_path, {"prompt": "a"}, {"prompt": "b", "sampling": {"temperature": 1}}))
+    with pytest.raises(SpecbatchError, match=r":2': has sampling, which this command does not use for single rows"):
+        read_prompts(file)
