@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from specbatch.core.request import Completion, RequestMetrics
@@ -30,6 +31,14 @@ class Drafting:
     accepted_histogram: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Timings:
+    """The drafts of an answer, as llama.cpp counts them (`timings`): before tokens after a stop are trimmed."""
+
+    proposed: int
+    accepted: int
+
+
 class Answer:
     """A request in flight, and what has arrived of it."""
 
@@ -44,7 +53,7 @@ class Answer:
         templated: bool = False,
     ) -> None:
         """text: the prompt, if it is sent as text. templated: whether the server renders it with a chat template."""
-        self.index, self.prompt, self.max_tokens = index, prompt, max_tokens
+        self.index, self.prompt, self.max_tokens, self.text = index, prompt, max_tokens, text
         # A server that drops part of a prompt measures something else. A token has at least one byte.
         least, most = (len(prompt),) * 2 if text is None else (bool(text), len(text.encode("utf-8", "replace")))
         self.prompt_range = (1, 2 * most + TEMPLATE_TOKENS) if templated else (least, most + SPECIAL_TOKENS)
@@ -59,17 +68,17 @@ class Answer:
         self.completion_tokens: int | None = None  # by the last usage
         self.counted = 0  # tokens that have arrived, by the usage of their chunks
         self.is_counted = True  # does every chunk have usage?
-        self.gaps: list[float] = []
+        self.arrivals: list[tuple[float, int]] = []  # of counted tokens: when, and how many
         self.finished = submitted  # when the finish reason arrived
-        self.drafting: Drafting | None = None  # by SGLang
+        self.drafting: Drafting | Timings | None = None  # by SGLang or llama.cpp
 
     @property
     def most_bytes(self) -> int:
         """How long the stream may be."""
         return _BASE_BYTES + _TOKEN_BYTES * self.max_tokens
 
-    def take(self, chunk: dict[str, Any], now: float) -> int:
-        """Add a chunk of the stream; return how many tokens it is known to hold. Raises Failed."""
+    def take(self, chunk: dict[str, Any], now: float) -> None:
+        """Add a chunk of the stream. Raises Failed."""
         if error := chunk.get("error"):
             raise Failed(f"the stream ended with an error: {message_of(json.dumps({'error': error}))}")
         usage, choices = chunk.get("usage"), chunk.get("choices")
@@ -77,8 +86,11 @@ class Answer:
             self._take_usage(usage)
         if extension := chunk.get("sglext"):
             self.drafting = _drafting_of(extension) or self.drafting
+        if isinstance(timings := chunk.get("timings"), dict) and "predicted_n" in timings:
+            counts = (_count_of(timings, name, "timings") or 0 for name in ("draft_n", "draft_n_accepted"))
+            self.drafting = Timings(*counts)
         if not choices:  # a last chunk, only of usage
-            return 0
+            return
         if not isinstance(choices, list) or not isinstance(choices[0], dict):
             raise Failed("the stream has a chunk that is not of a completion")
         text, reason = _text_of(choices[0]), choices[0].get("finish_reason")
@@ -90,12 +102,12 @@ class Answer:
             self.finish_reason, self.finished = reason, now
         if usage is not None:
             assert self.completion_tokens is not None
-            return self._count(self.completion_tokens - self.counted, now)
+            self._count(self.completion_tokens - self.counted, now)
+            return
         if text:
             self.is_counted = False
         if text or (reason and not self.counted):  # the end token of an answer has no text
             self._arrived(now)
-        return 0
 
     def _take_text(self, text: str) -> None:
         if self.finish_reason is not None:
@@ -146,7 +158,7 @@ class Answer:
 
     def completion(self) -> Completion:
         tokens = self.completion_tokens or 0
-        verifies = 0 if self.drafting is None else self.drafting.verifies
+        verifies, drafted, accepted = self._verifies(tokens)
         metrics = RequestMetrics(
             prompt_tokens=len(self.prompt) if self.prompt_tokens is None else self.prompt_tokens,
             cached_tokens=self.cached_tokens,
@@ -157,23 +169,40 @@ class Answer:
             e2e_s=self.last - self.submitted,
             verify_steps=verifies,
             emitted=tokens - 1 if verifies else 0,
+            drafted=drafted,
+            accepted=accepted,
             accept_length=(tokens - 1) / verifies if verifies else None,
-            itl_s=self.gaps if self.is_counted else [],
+            itl_s=self._gaps() if self.is_counted else [],
         )
         # Surrogates that JSON escapes: pairs are joined, others are replaced.
         text = "".join(self.texts).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         reason = self.finish_reason or "abort"
         return Completion(self.index, list(self.prompt), [], text, reason, metrics, error=self.error)
 
-    def _count(self, new: int, now: float) -> int:
+    def _verifies(self, tokens: int) -> tuple[int, int, int]:
+        """Verifies after the first token, and drafted and accepted tokens that count in the accept rate; zeros if they
+        are unknown. Each verify of llama.cpp emits one token and the drafts that it accepted. It cuts drafts to fit
+        into the limit, but those that it accepted after another end count, too."""
+        if isinstance(self.drafting, Drafting):
+            return self.drafting.verifies, 0, 0
+        if self.drafting is None or (self.drafting.accepted and tokens != self.max_tokens):
+            return 0, 0, 0
+        verifies = tokens - 1 - self.drafting.accepted
+        return (verifies, self.drafting.proposed, self.drafting.accepted) if verifies > 0 else (0, 0, 0)
+
+    def _gaps(self) -> list[float]:
+        """Inter-token latencies: each token of an arrival has an equal share of the time since the one before."""
+        found = []
+        for (before, _), (now, tokens) in pairwise(self.arrivals):
+            found += [(now - before) / tokens] * tokens
+        return found
+
+    def _count(self, new: int, now: float) -> None:
         """Tokens that usage has counted since the last chunk."""
-        if new <= 0:
-            return 0
-        self.counted += new
-        if self.first is not None:
-            self.gaps += [(now - self.last) / new] * new
-        self._arrived(now)
-        return new
+        if new > 0:
+            self.counted += new
+            self.arrivals.append((now, new))
+            self._arrived(now)
 
     def _arrived(self, now: float) -> None:
         if self.first is None:

@@ -10,9 +10,11 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 CONNECT_S = 10.0  # to connect, and for a whole answer of read_text()
@@ -36,15 +38,49 @@ class StatusError(Failed):
         self.status = status
 
 
+class Unanswered(aiohttp.ServerDisconnectedError):
+    """The connection ended before a byte of the answer came: the request can be sent again (RFC 9112, 9.3.1)."""
+
+
+class _Connection(ResponseHandler):
+    """A connection that ends with `Unanswered` while no byte of an answer has come."""
+
+    _silent = False
+
+    def set_response_params(self, **params: Any) -> None:  # before each request
+        self._silent = True
+        super().set_response_params(**params)
+
+    def data_received(self, data: bytes) -> None:
+        self._silent = self._silent and not data
+        super().data_received(data)
+
+    def set_exception(self, exc: BaseException, *cause: BaseException) -> None:
+        super().set_exception(Unanswered() if self._silent else exc, *cause)
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Without a limit on connections."""
+
+    def __init__(self, *, reuse: bool) -> None:
+        super().__init__(limit=0, force_close=not reuse)
+        self._factory = partial(_Connection, loop=self._loop)
+
+
 # What aiohttp raises for a server that breaks the protocol, the connection or a limit.
 ERRORS = (aiohttp.ClientError, HttpProcessingError, OSError, TimeoutError, ValueError, Failed)
 _BROKEN = (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionResetError)
 
 
-def session(headers: dict[str, str], timeout: aiohttp.ClientTimeout | None = None) -> aiohttp.ClientSession:
-    """A session without limits on connections, without cookies, and without compression, which would delay chunks."""
+def session(
+    headers: dict[str, str], timeout: aiohttp.ClientTimeout | None = None, *, reuse: bool = True
+) -> aiohttp.ClientSession:
+    """A session without limits on connections, without cookies, and without compression, which would delay chunks.
+
+    reuse   whether a connection serves further requests
+    """
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=_Connector(reuse=reuse),
         timeout=timeout or aiohttp.ClientTimeout(total=CONNECT_S),
         headers={**headers, "Accept-Encoding": "identity"},
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -53,9 +89,9 @@ def session(headers: dict[str, str], timeout: aiohttp.ClientTimeout | None = Non
     )
 
 
-async def read_text(url: str, headers: dict[str, str], *, method: str = "GET") -> str:
-    """The text at `url`. Raises one of ERRORS for anything but status 200."""
-    async with session(headers) as opened, opened.request(method, url, allow_redirects=False) as response:
+async def read_text(url: str, headers: dict[str, str], *, method: str = "GET", body: Any = None) -> str:
+    """The text at `url`. body: sent as JSON, if any. Raises one of ERRORS for anything but status 200."""
+    async with session(headers) as opened, opened.request(method, url, json=body, allow_redirects=False) as response:
         await check_status(response)
         return (await _body(response, BODY_BYTES)).decode("utf-8", "replace")
 
@@ -160,6 +196,8 @@ def describe(error: BaseException) -> str:
         return str(error)
     if isinstance(error, TimeoutError):
         return f"no answer within {CONNECT_S:g} s"
+    if isinstance(error, Unanswered):
+        return "the server closed the connection before it answered"
     if isinstance(error, _BROKEN) or type(error) is aiohttp.ClientOSError:  # a subclass: never connected
         return f"the connection broke before the answer ended ({type(error).__name__})"
     return f"{type(error).__name__}: {message_of(str(error))}"

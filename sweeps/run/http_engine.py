@@ -7,6 +7,8 @@ Times are measured on this machine and include HTTP: a request is submitted when
 arrives), and its first token arrives with the first chunk of the stream that has one. `queue_s` is the time that
 `concurrency` made it wait here; the server does not report its own queue. The server counts the tokens (`usage`); if it
 counts in every chunk (`continuous_usage_stats`: vLLM, SGLang), inter-token latencies and the peak second are known.
+A request whose connection ends before a byte of its answer came is sent once more, on a new connection: servers close
+connections between requests, as llama.cpp's does after each stream. `resent_requests` in the counters is their number.
 `client_cpu_share` in the counters is the CPU time of this client over the window: near 1 the client itself is slow.
 """
 
@@ -27,21 +29,27 @@ from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import error_counts, summarize
 from specbatch.sweeps.run import http_client
-from specbatch.sweeps.run.http_answer import Answer, Drafting
-from specbatch.sweeps.run.http_client import CONNECT_S, ERRORS, Failed, StatusError, describe, events, parsed
+from specbatch.sweeps.run.http_answer import Answer, Drafting, Timings
+from specbatch.sweeps.run.http_client import (
+    CONNECT_S,
+    ERRORS,
+    Failed,
+    StatusError,
+    Unanswered,
+    describe,
+    events,
+    parsed,
+)
+from specbatch.sweeps.run.prompt_text import PromptText
 from specbatch.sweeps.run.server import Server
+from specbatch.sweeps.run.server_cache import ServerCache
 from specbatch.sweeps.run.server_counters import accepted, counters_of
 
 if TYPE_CHECKING:
     from specbatch.tokenizer import Tokenizer
 
 NAME_LENGTH = 200  # of a model, which becomes the name of a folder
-EMPTYING = ("/flush_cache", "/reset_prefix_cache")  # SGLang, vLLM
 VERSION = ("/version", "/server_info")  # vLLM, SGLang
-NOT_EMPTIED = "NOT EMPTIED"
-RETRY_S = 0.1
-EMPTYING_S = 5.0  # for which a server that is not idle yet is asked again
-NO_ENDPOINT = "the server has no endpoint for that (vLLM: start it with VLLM_SERVER_DEV_MODE=1)"
 SGLANG = "sglang"  # owned_by of its models
 Messages = list[dict[str, Any]]
 
@@ -65,18 +73,19 @@ class HttpEngine:
         longest = found.get("max_model_len")
         if isinstance(longest, int) and not isinstance(longest, bool) and 0 < longest < 2**31:
             self.caps["max_model_len"] = longest
-        self._emptied = "not emptied yet"
         self._messages: dict[tuple[int, ...], Messages] = {}
+        self._texts: PromptText | None = None
         kind = found.get("owned_by")
         self._is_sglang = kind == SGLANG
         owner = http_client.one_line(kind, NAME_LENGTH) if isinstance(kind, str) else ""
+        self._cache = ServerCache(owner or None, lambda path: self._ask_text(path, method="POST"))
         if (version := self._version()) is not None:
             self.caps["server_version"] = version
             owner = f"{owner} {version}".lstrip()
         about = f" ({owner})" if owner else ""
         self._name = f"server{about} at {server.base_url}, prompts as {server.send}"
         self._log(f"{self._name}, model {self.model}")
-        self._before: dict[str, float] = {}
+        self._before: dict[str, float] | None = None
         self._start_window()
 
     # -- work -------------------------------------------------------------------------------------------------
@@ -91,6 +100,8 @@ class HttpEngine:
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
         """As `Engine.generate`; the completions hold text and no token ids."""
+        if self.server.send == "text" and self._texts is None:
+            self._texts = PromptText(self.tokenizer, lambda body: self._get_text("/tokenize", body))
         cpu = time.thread_time()
         try:
             return asyncio.run(self._work(prompts, params, concurrency, arrivals, on_completion))
@@ -107,8 +118,8 @@ class HttpEngine:
         self._messages |= {tuple(ids): found for ids, found in zip(prompts, messages, strict=True) if found}
 
     def forget_prefixes(self) -> None:
-        """Empty the server's prefix cache, if it has an endpoint for that."""
-        self._emptied = self._empty()
+        """Keep what follows from using the server's prefix cache of what came before, if it has a way for that."""
+        self._cache.forget()
 
     def reset_record(self) -> None:
         """Start a new measured window."""
@@ -119,10 +130,11 @@ class HttpEngine:
         """All work since `reset_record`. The accept length comes from the server's own counters over that time."""
         window = self._closed - self._opened if self._opened is not None else 0.0
         metrics = summarize(self._completions, window, concurrency)
-        metrics["peak_output_throughput"] = float(max(self._per_second.values(), default=0)) or None
+        peak = max(self._per_second.values(), default=0) if self._counts_chunks else 0
+        metrics["peak_output_throughput"] = float(peak) or None
         found = accepted(self._before, counters_of(self._get_text("/metrics")), self._completions, self._drafting)
         metrics |= found.metrics
-        counters = {"errors": error_counts(self._completions)} | found.counters
+        counters = {"errors": error_counts(self._completions), "resent_requests": self._resent} | found.counters
         if window > 0:
             counters["client_cpu_share"] = self._cpu_s / window
         return RunRecord(
@@ -140,7 +152,7 @@ class HttpEngine:
         found = self.server.as_dict() | {
             "server": self._name,
             "served_model": self.model,
-            "prefix_cache": f"the server's own, {self._emptied}",
+            "prefix_cache": f"the server's own, {self._cache.state}",
             "idle_timeout_s": self.server.idle_timeout,
             "request_timeout_s": self.server.request_timeout,
         }
@@ -150,7 +162,9 @@ class HttpEngine:
 
     def _start_window(self) -> None:
         self._completions: list[Completion] = []
-        self._drafting: list[Drafting] = []
+        self._drafting: list[Drafting | Timings] = []
+        self._resent = 0
+        self._counts_chunks = True  # of each answer
         self._cpu_s = 0.0
         self._per_second: Counter[int] = Counter()
         self._opened: float | None = None
@@ -176,7 +190,7 @@ class HttpEngine:
                 index = waiting.popleft()
                 arrived = time.perf_counter() if arrivals is None else start + arrivals[index]
                 await asyncio.sleep(max(0.0, arrived - time.perf_counter()))
-                text = self._text(prompts[index]) if self.server.send == "text" else None
+                text = self._texts.of(prompts[index]) if self._texts is not None else None
                 most, templated = params[index].max_new_tokens, self.server.send == "chat"
                 answer = Answer(index, prompts[index], arrived, most, text, templated=templated)
                 try:
@@ -185,8 +199,8 @@ class HttpEngine:
                     answer.finish_reason, answer.error = "error", describe(error)
                 self._closed = max(self._closed, time.perf_counter())
                 done[index] = completion = answer.completion()
-                if answer.drafting is not None and completion.is_complete:
-                    self._drafting.append(answer.drafting)
+                if completion.is_complete:
+                    self._take(answer)
                 self._completions.append(completion)
                 if on_completion is not None:
                     on_completion(completion)
@@ -195,6 +209,17 @@ class HttpEngine:
             for _ in range(min(concurrency, len(prompts))):
                 group.create_task(worker(session))
         return [done[index] for index in range(len(prompts))]
+
+    def _take(self, answer: Answer) -> None:
+        """Add a complete answer to the window."""
+        assert self._opened is not None
+        if answer.drafting is not None:
+            self._drafting.append(answer.drafting)
+        if self._texts is not None and answer.text is not None:
+            self._texts.learn(answer.prompt, answer.text, answer.prompt_tokens)
+        self._counts_chunks = self._counts_chunks and answer.is_counted
+        for when, tokens in answer.arrivals:
+            self._per_second[int(when - self._opened)] += tokens
 
     async def _ask(
         self, session: aiohttp.ClientSession, answer: Answer, params: SamplingParams, text: str | None
@@ -209,6 +234,7 @@ class HttpEngine:
             "ignore_eos": params.ignore_eos,
             "skip_special_tokens": params.skip_special_tokens,
             **_sampling(params),
+            **self._cache.fields,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
@@ -217,6 +243,16 @@ class HttpEngine:
         if self._is_sglang:
             body["return_spec_tokens_details"] = True
         answer.sent = time.perf_counter()
+        try:
+            await self._stream(session, path, body, answer)
+        except Unanswered:  # other connections that wait for a request may be closed, too
+            self._resent += 1
+            async with http_client.session(self.server.headers, session.timeout, reuse=False) as fresh:
+                await self._stream(fresh, path, body, answer)
+        answer.check()
+
+    async def _stream(self, session: aiohttp.ClientSession, path: str, body: dict[str, Any], answer: Answer) -> None:
+        """Send a request and add its stream to `answer`."""
         url, loop = f"{self.server.base_url}{path}", asyncio.get_running_loop()
         idle = asyncio.timeout(self.server.idle_timeout)  # aiohttp's own does not see a broken chunk encoding
         try:
@@ -225,15 +261,13 @@ class HttpEngine:
                 async for event in events(response, answer.most_bytes):
                     now = time.perf_counter()
                     idle.reschedule(loop.time() + self.server.idle_timeout)
-                    assert self._opened is not None
-                    self._per_second[int(now - self._opened)] += answer.take(parsed(event), now)
+                    answer.take(parsed(event), now)
         except aiohttp.ConnectionTimeoutError:
             raise
         except TimeoutError:
             if idle.expired():
                 raise Failed(f"no data for {self.server.idle_timeout:g} s (--idle-timeout)") from None
             raise Failed(f"not finished after {self.server.request_timeout:g} s (--request-timeout)") from None
-        answer.check()
 
     def _question(self, prompt: list[int], text: str | None) -> tuple[dict[str, Any], str]:
         """The fields of a request that hold its prompt, and its path."""
@@ -243,11 +277,6 @@ class HttpEngine:
         if self.server.thinking is not None:
             fields["chat_template_kwargs"] = {"enable_thinking": self.server.thinking}
         return fields, "/v1/chat/completions"
-
-    def _text(self, prompt: list[int]) -> str:
-        """A prompt as text, without the first token, which the server adds."""
-        own = prompt[1:] if prompt and prompt[0] == self.tokenizer.bos_id else prompt
-        return self.tokenizer.decode(own, skip_special_tokens=False)
 
     # -- the server -------------------------------------------------------------------------------------------
 
@@ -293,49 +322,20 @@ class HttpEngine:
                     return version
         return None
 
-    def _empty(self) -> str:
-        """How the prefix cache was emptied, or why it was not. A server refuses while it still ends a request: SGLang
-        with status 400, vLLM with {"success": false}."""
-        for path in EMPTYING:
-            end = time.monotonic() + EMPTYING_S
-            while True:
-                try:
-                    if _is_success(self._ask_text(path, method="POST")):
-                        return f"emptied by {path}"
-                    problem = "success=false"
-                except StatusError as error:
-                    if error.status in (404, 405):
-                        break
-                    problem = str(error)
-                except ERRORS as error:
-                    return f"{NOT_EMPTIED}: {path}: {describe(error)}"
-                if time.monotonic() > end:
-                    return f"{NOT_EMPTIED}: {path} answered {problem}"
-                time.sleep(RETRY_S)
-        return f"{NOT_EMPTIED}: {NO_ENDPOINT}"
-
-    def _get_text(self, path: str) -> str:
-        """The text at `path`; "" without an answer."""
+    def _get_text(self, path: str, body: Any = None) -> str:
+        """The text at `path`, of the answer to a POST of `body` if there is one; "" without an answer."""
         with suppress(*ERRORS):
-            return self._ask_text(path)
+            return self._ask_text(path, method="GET" if body is None else "POST", body=body)
         return ""
 
-    def _ask_text(self, path: str, *, method: str = "GET") -> str:
-        return asyncio.run(http_client.read_text(self.server.base_url + path, self.server.headers, method=method))
+    def _ask_text(self, path: str, *, method: str = "GET", body: Any = None) -> str:
+        url, headers = self.server.base_url + path, self.server.headers
+        return asyncio.run(http_client.read_text(url, headers, method=method, body=body))
 
 
 def _is_name(model: object) -> TypeGuard[str]:
     """Whether a model can be named in messages, tables and folders."""
     return isinstance(model, str) and model.isprintable() and 0 < len(model) <= NAME_LENGTH
-
-
-def _is_success(answer: str) -> bool:
-    """Whether an answer with status 200 to a request to empty the cache means that it is empty."""
-    try:
-        found = json.loads(answer)
-    except (ValueError, RecursionError):
-        return True  # SGLang's is a sentence, that of earlier versions of vLLM is empty
-    return not isinstance(found, dict) or found.get("success") is not False
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:

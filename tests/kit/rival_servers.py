@@ -1,4 +1,4 @@
-"""Stub servers with the wire formats of vLLM 0.33.0 and SGLang 0.5.23, whose verifies are known.
+"""Stub servers with the wire formats of vLLM 0.33.0, SGLang 0.5.23 and llama.cpp, whose verifies are known.
 
 Written after the packages of these releases:
 
@@ -9,6 +9,8 @@ Written after the packages of these releases:
 * SGLang: sglang/srt/entrypoints/openai/serving_completions.py, serving_chat.py, sse_utils.py, usage_processor.py,
   protocol.py, serving_base.py (errors), entrypoints/http_server.py (flush), managers/tokenizer_manager.py and
   managers/scheduler_components/batch_result_processor.py (what is counted of a request).
+* llama.cpp: what its server in xllamacpp 2026.10.11549 answered. One event per token; usage and timings come with the
+  finish reason.
 """
 
 from __future__ import annotations
@@ -33,10 +35,13 @@ Event = dict[str, Any]
 class Rival:
     """A server. `verifies` repeats for each request, after its first token.
 
-    kind       "vllm" or "sglang"
+    kind       "vllm", "sglang" or "llamacpp"
     busy       how many requests to empty its cache are refused first
     fails      by the number of a request: the status of its answer, or "stream" for an error after two chunks
-    details    whether vLLM's counters of tokens and steps, or SGLang's per-request details, exist (older releases)
+    details    whether vLLM's counters of tokens and steps, or SGLang's per-request details, exist (older releases), or
+               llama.cpp has --metrics
+    ends       tokens after which an answer ends; None: at its limit
+    others     drafted tokens of other clients in each request
     """
 
     kind: str
@@ -47,6 +52,8 @@ class Rival:
     template_tokens: int = 0
     is_dev: bool = True
     details: bool = True
+    ends: int | None = None
+    others: int = 0
     fails: dict[int, int | str] = field(default_factory=dict)
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -60,16 +67,21 @@ class Rival:
 
     def tokens_of_steps(self, most: int, details: Counter[str]) -> Iterator[int]:
         """The new tokens of each step of a request; counts them as the server does."""
-        left = most - 1
+        left, most = most - 1, min(most, self.ends or most)
         with self.lock:
             self.counts["generation_tokens"] += 1
             self.counts["time_to_first_token_seconds_count"] += 1
         yield 1
         verifies = cycle(self.verifies or [(0, 0)])
-        while left:
+        sent = 1
+        while left and sent < most:
             drafted, accepted = next(verifies)
+            if self.kind == "llamacpp":  # drafts are cut to fit into the limit
+                drafted, accepted = min(drafted, left - 1), min(accepted, left - 1)
             kept = min(accepted + 1, left)
             left -= kept
+            kept = min(kept, most - sent)
+            sent += kept
             with self.lock:
                 self.kept, self.steps = self.kept + kept, self.steps + 1
                 self.counts["generation_tokens"] += kept
@@ -78,6 +90,7 @@ class Rival:
                     self.counts["spec_decode_num_drafts_total"] += 1
                     self.counts["spec_decode_num_draft_tokens_total"] += drafted
                     self.counts["spec_decode_num_accepted_tokens_total"] += accepted
+                    self.counts["spec_decode_num_draft_tokens_total"] += self.others
                     for place in range(max(drafted for drafted, _ in self.verifies)):
                         self.counts[f"position {place}"] += accepted > place
             if drafted:
@@ -85,8 +98,37 @@ class Rival:
                 details[f"histogram {accepted}"] += 1
             yield kept
 
+    def events_of_llamacpp(self, body: dict[str, Any], *, chat: bool) -> Iterator[Event]:
+        prompt, sent, details = self.template_tokens if chat else len(body["prompt"]), 0, Counter[str]()
+
+        def piece(text: str | None, reason: str | None = None, **delta: Any) -> Event:
+            said = {"delta": {**delta, "content": text} if reason is None else {}} if chat else {"text": text or ""}
+            return {"choices": [{"index": 0, **said, "logprobs": None, "finish_reason": reason}]}
+
+        if chat:
+            yield piece(None, role="assistant")
+        for count in self.tokens_of_steps(body["max_tokens"], details):
+            time.sleep(self.step_s)
+            for place in range(sent, sent + count):
+                yield piece("abc "[place % 4])
+            sent += count
+        usage = {"completion_tokens": sent, "prompt_tokens": prompt, "total_tokens": prompt + sent}
+        usage["prompt_tokens_details"] = {"cached_tokens": 0}
+        timings: Event = {"cache_n": 0, "prompt_n": prompt, "predicted_n": sent}
+        if details["proposed"]:
+            timings |= {"draft_n": details["proposed"], "draft_n_accepted": details["accepted"]}
+        end = piece("", "length" if sent == body["max_tokens"] else "stop")
+        if chat:  # usage comes in a chunk of its own
+            yield end
+            yield {"choices": [], "usage": usage, "timings": timings}
+        else:
+            yield end | {"usage": usage, "timings": timings}
+
     def events(self, body: dict[str, Any], *, chat: bool, number: int) -> Iterator[Event]:
         """The events of a stream."""
+        if self.kind == "llamacpp":
+            yield from self.events_of_llamacpp(body, chat=chat)
+            return
         prompt = self.template_tokens if chat else len(body["prompt"])
         options, sent, details = body["stream_options"], 0, Counter[str]()
         head = {"id": f"r-{number}", "created": 1, "model": self.model}
@@ -156,6 +198,12 @@ class Rival:
         if self.kind == "sglang":
             count = self.counts["spec_verify_calls_total"]
             return f'sglang:spec_accept_length{{model_name="m"}} 9.9\nsglang:spec_verify_calls_total{{}} {count}.0\n'
+        if self.kind == "llamacpp":
+            lines = [f"llamacpp:{name} {count}" for name, count in self.counts.items() if name.startswith("spec_")]
+            name = "llamacpp:spec_decode_num_accepted_tokens_per_pos_total"
+            places = [name for name in self.counts if name.startswith("position ")]
+            lines += [f'{name}{{position="{place.split()[1]}"}} {self.counts[place]}' for place in places]
+            return "\n".join(["llamacpp:n_decode_total 7", *lines, ""])
         old = () if self.details else ("generation_tokens", "time_to_first_token_seconds_count")
         labels = f'engine="0",model_name="{self.model}"'
         lines = ["# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts."]
@@ -194,7 +242,8 @@ def rival(server: Rival) -> Iterator[str]:
                 card |= {"root": server.model, "parent": None, "max_model_len": 512}
                 self.send_text(200, json.dumps({"object": "list", "data": [card]}))
             else:
-                self.send_text(*((200, server.metrics()) if self.path == "/metrics" else NOT_FOUND))
+                is_open = self.path == "/metrics" and (server.details or server.kind != "llamacpp")
+                self.send_text(*((200, server.metrics()) if is_open else NOT_FOUND))
 
         def do_POST(self) -> None:
             body = json.loads(self.body() or "{}")

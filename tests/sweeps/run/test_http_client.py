@@ -42,13 +42,15 @@ def tokenizer(monkeypatch):
     monkeypatch.setattr("specbatch.weights.open_tokenizer", lambda name, log=None: BYTES)
 
 
-def ask(script: Misbehaviour, *, count: int = 1, idle: float = 0.3, total: float = 0.6, **settings):
-    """The completions and the record of `count` requests for 4 tokens, and how long they took."""
+def ask(script: Misbehaviour, *, count: int = 1, idle: float = 0.3, total: float = 0.6, concurrency=None, **settings):
+    """The completions and the record of `count` requests for 4 tokens, and how long they took. concurrency: of the
+    requests, by default all at once."""
     with misbehaving(script) as url:
         engine = HttpEngine(Server(url, idle_timeout=idle, request_timeout=total, **settings))
         engine.reset_record()
         start = time.perf_counter()
-        found = engine.generate([[5, 6, 7]] * count, [SamplingParams(max_new_tokens=4)] * count, concurrency=count)
+        params = [SamplingParams(max_new_tokens=4)] * count
+        found = engine.generate([[5, 6, 7]] * count, params, concurrency=concurrency or count)
         return found, engine.record(concurrency=count), time.perf_counter() - start
 
 
@@ -64,8 +66,10 @@ def last(**usage) -> list:
 
 
 FAILING = {
-    "no answer": ([], r"^the connection broke before the answer ended \(ServerDisconnectedError\)$"),
-    "connection reset": ([reset], r"^the connection broke before the answer ended \(ClientOSError\)$"),
+    "no answer": ([], r"^the server closed the connection before it answered$"),
+    "connection reset": ([reset], r"^the server closed the connection before it answered$"),
+    "connection reset in the headers": ([b"HTTP/1.1 200 OK\r\nContent-", 0.05, reset],
+                                        r"^the connection broke before the answer ended \(ClientOSError\)$"),
     "connection reset in the stream": ([head(), event(chunk()), 0.05, reset],
                                        "ClientOSError|ended before its answer did"),
     "half-closed before the headers end": ([b"HTTP/1.1 200 OK\r\nContent-", half_close, 0.1], "Error"),
@@ -194,7 +198,61 @@ def test_other_requests_go_on_when_some_fail():
 
 def _alternate(script: Misbehaviour) -> list:
     script.requests += 1
-    return [head() + GOOD] if script.requests % 2 else [reset]
+    return [head() + GOOD] if script.requests % 2 else [head(), event(chunk()), 0.05, reset]
+
+
+KEPT = CHUNKED.replace(b"Connection: close", b"Keep-Alive: timeout=5")
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.001, 0.003, 0.02])
+@pytest.mark.parametrize("concurrency", [1, 4])
+@pytest.mark.parametrize("ends", [reset, half_close])
+def test_no_request_is_lost_on_connections_that_close_after_an_answer(wait_s, concurrency, ends):
+    """As llama.cpp's server does after each stream, though it offers to keep the connection."""
+    script = Misbehaviour([KEPT + b"%x\r\n%s\r\n0\r\n\r\n" % (len(GOOD), GOOD), wait_s, ends])
+    found, record, _ = ask(script, count=16, idle=3, total=3, concurrency=concurrency)
+    assert [item.error for item in found] == [None] * 16
+    assert script.requests == 16, "those on a closed connection were never read"
+    assert record.counters["errors"] == {}
+    assert 0 <= record.counters["resent_requests"] < 16
+    if wait_s == 0.02:  # the next request is under way when the connection ends
+        assert record.counters["resent_requests"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "sent"),
+    [
+        ([], 2),
+        ([reset], 2),
+        ([b"H", 0.05], 1),
+        ([b"HTTP/1.1 200 OK\r\nContent-", 0.05, reset], 1),
+        ([head(), 0.05], 1),
+        ([head(), 0.05, reset], 1),
+        ([head(), event(chunk()), 0.05], 1),
+        ([head(), event(chunk()), 0.05, reset], 1),
+        ([head("503 Busy")], 1),
+    ],
+)
+def test_a_request_is_sent_again_once_and_only_if_no_byte_came(steps, sent):
+    script = Misbehaviour(steps)
+    (done,), record, _ = ask(script, idle=3, total=3)
+    assert done.finish_reason == "error"
+    assert (script.requests, record.counters["resent_requests"]) == (sent, sent - 1)
+
+
+def test_a_request_that_is_answered_when_it_is_sent_again_counts_once():
+    script = Misbehaviour()
+    script.steps = lambda path: (  # type: ignore[method-assign]
+        Misbehaviour.steps(script, path) if path != "/v1/completions" else _second(script)
+    )
+    (done,), record, _ = ask(script, idle=3, total=3)
+    assert (done.error, record.metrics["requests"], record.metrics["output_tokens"]) == (None, 1, 4)
+    assert record.counters["resent_requests"] == 1
+
+
+def _second(script: Misbehaviour) -> list:
+    script.requests += 1
+    return [head() + GOOD] if script.requests == 2 else []
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from specbatch.weights import open_tokenizer
 BYTES = types.SimpleNamespace(
     name="bytes", vocab_size=256, eos_ids=frozenset(), bos_id=1,
     decode=lambda ids, skip_special_tokens=True: bytes(ids).decode(),
+    encode=lambda text, add_special_tokens=True: [*([1] if add_special_tokens else []), *text.encode()],
 )  # fmt: skip
 LATE = 1.0  # seconds that a busy machine may add
 
@@ -227,7 +228,10 @@ def test_counters_cover_only_the_window(serve):
 def test_without_counters_the_reason_is_kept(serve):
     _, record = run(serve(Script()))
     assert record.metrics["accept_length"] is None
-    assert "/metrics has no counter of drafts" in record.counters["no_accept_length"]
+    assert "the server has no /metrics" in record.counters["no_accept_length"]
+    assert "--metrics (llama.cpp)" in record.counters["no_accept_length"]
+    _, record = run(serve(Script(metrics=lambda script: "process_cpu_seconds_total 7\n")))
+    assert record.counters["no_accept_length"] == "/metrics has no counter of drafts: no speculation"
     _, record = run(serve(Script(metrics=lambda script: "vllm:spec_decode_num_drafts_total 7\n")))
     assert record.metrics["accept_length"] is None
     assert "show no drafts" in record.counters["no_accept_length"]

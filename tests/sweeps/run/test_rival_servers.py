@@ -11,10 +11,11 @@ from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.records.schema import Record, checked
 from specbatch.sweeps.report.server_acceptance import server_acceptance
-from specbatch.sweeps.run import http_engine
+from specbatch.sweeps.run import server_cache
 from specbatch.sweeps.run.http_engine import HttpEngine, Server
 
 KINDS = ("vllm", "sglang")
+LLAMACPP = "llamacpp"
 DRAFTED = ((3, 2), (3, 0), (3, 3))
 SOMETIMES = ((3, 2), (0, 0), (3, 3))  # as n-gram lookup drafts
 
@@ -75,6 +76,93 @@ def test_verifies_without_drafts_count_in_the_accept_length():
     assert record.counters["accept_length_source"] == "vLLM's counters of tokens and steps"
 
 
+@pytest.mark.parametrize("send", ["ids", "chat"])
+@pytest.mark.parametrize("details", [True, False])
+def test_accept_length_of_llamacpp(send, details):
+    """10 tokens in verifies of 3, 1 (no draft), 4 and 1 token, whose draft is cut to nothing. details: --metrics."""
+    server = Rival(LLAMACPP, SOMETIMES, template_tokens=9, details=details)
+    found, record = measured(server, send=send)
+    assert [item.text for item in found] == ["abc abc ab"] * 4
+    metrics = record.metrics
+    assert metrics["accept_length"] == server.kept / server.steps == 9 / 4
+    assert (metrics["verify_steps"], metrics["drafted_tokens"], metrics["accepted_tokens"]) == (16, 4 * 6, 4 * 5)
+    assert metrics["accept_rate"] == metrics["untrimmed_accept_rate"] == 5 / 6
+    assert metrics.get("untrimmed_accept_length") == (1 + 5 / 2 if details else None)
+    assert record.counters["accept_length_source"] == "llama.cpp's timings of each request"
+    assert record.counters.get("server_acceptance") == ({"verifies": 8, "accepted": [8, 8, 4]} if details else None)
+    assert [(row["emitted"], row["verify_steps"], row["accept_length"]) for row in record.requests] == [
+        (9, 4, 2.25)
+    ] * 4
+
+
+def test_answers_of_llamacpp_that_end_early_have_no_accept_length():
+    """The drafts that it accepted after the end count in its timings."""
+    _, record = measured(Rival(LLAMACPP, ((3, 3),), ends=7), tokens=20)
+    assert record.metrics["accept_length"] is record.metrics["accept_rate"] is record.metrics["verify_steps"] is None
+    assert record.metrics["untrimmed_accept_length"] == 4.0
+    assert "4 of 4 answers ended before their limit" in record.counters["no_accept_length"]
+    _, record = measured(Rival(LLAMACPP, ((3, 0),), ends=7), tokens=20)
+    assert record.metrics["accept_length"] == 1.0, "nothing was accepted, so nothing was trimmed"
+
+
+def test_llamacpp_without_speculation():
+    _, record = measured(Rival(LLAMACPP))
+    assert record.metrics["accept_length"] is None
+    assert record.counters["no_accept_length"] == "the server's answers show no drafts"
+
+
+def test_counters_of_other_clients_do_not_count():
+    server = Rival(LLAMACPP, DRAFTED)
+    server.others = 7
+    _, record = measured(server)
+    assert record.metrics["accept_length"] == 9 / 4
+    assert record.metrics.get("untrimmed_accept_length") is None
+    assert record.metrics["untrimmed_accept_rate"] == 5 / 9
+
+
+def test_llamacpp_is_asked_not_to_use_its_prompt_cache():
+    server = Rival(LLAMACPP)
+    _, record = measured(server)
+    assert [body["cache_prompt"] for _, body in server.bodies] == [False] * 4
+    assert (record.config["prefix_cache"], server.resets) == ("the server's own, not used (cache_prompt=false)", 0)
+    for kind in KINDS:
+        server = Rival(kind)
+        measured(server)
+        assert not {"cache_prompt", "cache_salt"} & set(server.bodies[0][1])
+
+
+@pytest.mark.parametrize("kind", [*KINDS, LLAMACPP])
+def test_tokens_of_an_arrival_and_the_peak_are_known_if_chunks_are_counted(kind):
+    """vLLM and SGLang count in each chunk; llama.cpp sends a chunk per token, and counts at the end."""
+    found, record = measured(Rival(kind, DRAFTED, step_s=0.03), count=1)
+    (done,) = found
+    if kind == LLAMACPP:
+        assert done.metrics.itl_s == []
+        assert record.metrics["peak_output_throughput"] is record.metrics["mean_itl_s"] is None
+    else:
+        assert record.metrics["peak_output_throughput"] == 10
+        gaps = done.metrics.itl_s
+        assert gaps[0] == gaps[1] == gaps[2] == pytest.approx(0.01, rel=0.5), "a third of a step of 3 tokens"
+        assert sum(gaps) == pytest.approx(9 * done.metrics.tpot_s)
+    assert done.metrics.tpot_s == pytest.approx(4 * 0.03 / 9, rel=0.5)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, LLAMACPP])
+@pytest.mark.parametrize("send", ["ids", "chat"])
+def test_an_answer_of_one_token_has_no_tpot(kind, send):
+    """It is left out of the mean, as in `vllm bench serve`; guidellm's has the TTFT in it."""
+    found, record = measured(Rival(kind, DRAFTED, template_tokens=9), tokens=1, send=send)
+    assert all(item.metrics.tpot_s is None and item.metrics.ttft_s for item in found)
+    assert record.metrics["mean_tpot_s"] is record.metrics["accept_length"] is None
+    assert record.metrics["requests"] == 4
+
+
+@pytest.mark.parametrize("kind", [*KINDS, LLAMACPP])
+def test_first_token_comes_with_text_and_not_with_the_role(kind):
+    found, _ = measured(Rival(kind, step_s=0.05, template_tokens=9), send="chat", count=1)
+    assert found[0].metrics.ttft_s >= 0.05
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_older_releases(kind):
     _, record = measured(Rival(kind, DRAFTED, details=False))
@@ -108,22 +196,26 @@ def test_errors(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefix_cache_is_emptied_when_the_server_is_idle(kind, monkeypatch):
-    monkeypatch.setattr(http_engine, "RETRY_S", 0.0)
+    monkeypatch.setattr(server_cache, "RETRY_S", 0.0)
     path = "/flush_cache" if kind == "sglang" else "/reset_prefix_cache"
     server = Rival(kind, busy=2)
     _, record = measured(server, count=1)
     assert server.resets == 3
     assert record.config["prefix_cache"] == f"the server's own, emptied by {path}"
-    monkeypatch.setattr(http_engine, "EMPTYING_S", 0.02)
+    monkeypatch.setattr(server_cache, "EMPTYING_S", 0.02)
     _, record = measured(Rival(kind, busy=10**6), count=1)
     answer = "HTTP 400: Flush cache failed." if kind == "sglang" else "success=false"
     assert record.config["prefix_cache"] == f"the server's own, NOT EMPTIED: {path} answered {answer}"
 
 
-def test_reset_of_vllm_needs_its_development_mode():
-    _, record = measured(Rival("vllm", is_dev=False), count=1)
-    assert "NOT EMPTIED" in record.config["prefix_cache"]
-    assert "VLLM_SERVER_DEV_MODE=1" in record.config["prefix_cache"]
+def test_vllm_without_its_development_mode_gets_a_salt_for_each_point():
+    server = Rival("vllm", is_dev=False)
+    salts: list[set[str]] = []
+    for _ in range(2):
+        _, record = measured(server, count=3)
+        assert record.config["prefix_cache"] == "the server's own, with a cache_salt of its own for each point"
+        salts.append({body["cache_salt"] for _, body in server.bodies})
+    assert [len(found) for found in (*salts, salts[0] | salts[1])] == [1, 1, 2]
 
 
 def test_chat_needs_messages():
