@@ -95,6 +95,7 @@ class PreparedEval:
             max_new_tokens=options.max_new_tokens,
             chat_template=options.chat_template,
             thinking=options.thinking,
+            think_end_token=options.think_end_token,
             sampling=options.sampling,
         )
         with suppress(_AllFit):
@@ -134,6 +135,7 @@ class PreparedEval:
                 max_new_tokens=options.max_new_tokens,
                 chat_template=options.chat_template,
                 thinking=options.thinking,
+                think_end_token=options.think_end_token,
                 sampling=options.sampling,
                 concurrency=options.concurrency,
                 finished=dict(rows),
@@ -190,6 +192,7 @@ class PreparedEval:
             limit=options.limit,
             chat_template=options.chat_template,
             thinking=options.thinking,
+            think_end_token=options.think_end_token,
             kind=task.kind,
             sampling=model.sampling,
             max_new_tokens=model.budget if task.generates else None,
