@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PARTIAL = "answers.partial.jsonl"
 Row = dict[str, Any]
-_ASKED = ("limit", "chat_template", "thinking", "max_new_tokens")
+_ASKED = ("limit", "chat_template", "thinking", "think_end_token", "max_new_tokens")
 
 
 class Answer(NamedTuple):
@@ -54,7 +54,7 @@ class Answer(NamedTuple):
         numbers = {item.name: row[item.name] for item in fields(RequestMetrics)}
         metrics = RequestMetrics(**numbers | {"acceptance": Acceptance(**row["acceptance"])})
         done = (row["index"], prompt_token_ids, row["token_ids"], row["text"], row["finish_reason"], metrics)
-        return cls(row["doc_id"], row["request"], Completion(*done))
+        return cls(row["doc_id"], row["request"], Completion(*done, seed=row.get("seed")))
 
 
 @dataclass(frozen=True)

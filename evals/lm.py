@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.instance import Instance
@@ -26,7 +27,7 @@ from specbatch.core.sampling_params import SAMPLED, refuse_unsampled, sampling_o
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.evals.finished import Answer, Row, Scored, hash_of
 from specbatch.jobs.partial_output import row_seed
-from specbatch.jobs.thinking import answer_of, opens_thinking
+from specbatch.jobs.thinking import Reasoning
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -49,6 +50,11 @@ def sampling_in(wanted: Mapping[str, Any], chosen: Mapping[str, float]) -> dict[
     return found
 
 
+def _stops(wanted: dict[str, Any]) -> tuple[str, ...]:
+    """The stop strings in lm-eval's generation arguments."""
+    return tuple(text for text in normalize_gen_kwargs(wanted, default_max_gen_toks=MAX_NEW_TOKENS)["until"] if text)
+
+
 class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     """Passes all requests of lm-eval to `engine.generate` or `engine.score` at once, so that the engine batches them.
 
@@ -56,6 +62,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     max_new_tokens  limit of every answer; None: the task's limit, or `MAX_NEW_TOKENS`
     chat_template   whether prompts were rendered by `apply_chat_template`, so that they contain their special tokens
     thinking        `enable_thinking` of the chat template; None leaves the template's default
+    think_end_token  text that ends reasoning, if the model's is not one of `specbatch.jobs.thinking.MARKS`
     sampling        parameters that replace those of the task, by name
     concurrency     as for `Engine.generate`
     finished        rows of an earlier run that was interrupted, by index; these requests are not run again
@@ -76,6 +83,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         max_new_tokens: int | None = None,
         chat_template: bool = False,
         thinking: bool | None = None,
+        think_end_token: str | None = None,
         sampling: Mapping[str, float] | None = None,
         concurrency: int | None = None,
         finished: Mapping[int, Row] | None = None,
@@ -88,6 +96,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         self._max_new_tokens = max_new_tokens
         self._chat_template = chat_template
         self._switch = {} if thinking is None else {"enable_thinking": thinking}
+        self._think_end_token = think_end_token
         self._chosen = sampling or {}
         self._concurrency = concurrency
         self._finished = finished or {}
@@ -115,10 +124,11 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         return render(chat_history[:-1], **self._switch) + chat_history[-1]["content"]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The texts of the answers in the order of `requests`, each ending before its first stop string, without
-        reasoning."""
+        """The texts of the answers in the order of `requests`, without reasoning, each ending before its first stop
+        string. As in lm-eval 0.4.13 (`postprocess_generated_text`) the reasoning is removed first, so that a stop
+        string in it has no effect."""
         first = len(self.answers)  # of an earlier call
-        params = [self._params(item.args[1], first + place) for place, item in enumerate(requests)]
+        params = [self._params(*item.args, first + place) for place, item in enumerate(requests)]
         encode = self._engine.tokenizer.encode
         tokens = [encode(item.args[0], add_special_tokens=not self._chat_template) for item in requests]
         self._refuse_too_long(requests, [len(prompt) for prompt in tokens], [one.max_new_tokens for one in params])
@@ -143,8 +153,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         done |= {place: answer_of_place(place, one) for place, one in zip(missing, completions, strict=True)}
         answers = [done[place] for place in range(len(requests))]
         texts = [
-            answer_of(answer.completion.text, opened=opens_thinking(request.args[0]))
-            for request, answer in zip(requests, answers, strict=True)
+            self._text(answer.completion, *request.args) for request, answer in zip(requests, answers, strict=True)
         ]
         self.answers += answers
         for request, text in zip(requests, texts, strict=True):
@@ -272,7 +281,19 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         works = f"question {request.doc_id} has {what} and cannot be scored; fix that row, or use another task"
         return refuse("task", self._task, works)
 
-    def _params(self, wanted: dict[str, Any], index: int) -> SamplingParams:
+    @cached_property
+    def _reasoning(self) -> Reasoning:
+        return Reasoning(self._engine.tokenizer, self._think_end_token)
+
+    def _text(self, completion: Completion, prompt: str, wanted: dict[str, Any]) -> str:
+        """What is scored of an answer."""
+        opened = self._reasoning.is_opened_by(prompt)
+        text = self._reasoning.answer_of(completion.text, completion.token_ids, opened=opened)
+        for stop in _stops(wanted):
+            text = text.split(stop)[0]
+        return text
+
+    def _params(self, prompt: str, wanted: dict[str, Any], index: int) -> SamplingParams:
         """The parameters of a request. Its seed depends on its index and not on which requests an earlier run had
         finished."""
         kwargs = normalize_gen_kwargs(wanted, default_max_gen_toks=MAX_NEW_TOKENS)
@@ -280,20 +301,25 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         if unknown:
             works = f"the engine supports {', '.join(sorted(_KNOWN))}; use another task"
             raise refuse("task", self._task, f"sets {', '.join(unknown)}, but {works}")
-        stops = tuple(text for text in kwargs["until"] if text)
+        stops, reasoning = _stops(wanted), self._reasoning
+        reasons = self._think_end_token is not None or reasoning.is_opened_by(prompt)
         return SamplingParams(
             **sampling_in(wanted, self._chosen),
             max_new_tokens=self._max_new_tokens or kwargs["max_gen_toks"],
-            stop=stops,
+            stop=() if reasons else stops,
             stop_token_ids=self._stop_tokens(stops),
+            reasoning=reasoning.opens,
+            skip_special_tokens=not reasoning.hidden,
             seed=row_seed(self._engine.config.seed, index),
         )
 
     def _stop_tokens(self, stops: tuple[str, ...]) -> tuple[int, ...]:
         """Ids of the stop strings that are special tokens: <|im_end|> and the like never appear in the decoded text."""
+        tokenizer = self._engine.tokenizer
         if self._token_ids is None:
-            self._token_ids = {text: token for token, text in enumerate(self._engine.tokenizer.vocabulary())}
-        return tuple(self._token_ids[text] for text in stops if text in self._token_ids)
+            self._token_ids = {text: token for token, text in enumerate(tokenizer.vocabulary())}
+        found = (self._token_ids[text] for text in stops if text in self._token_ids)
+        return tuple(token for token in found if not tokenizer.decode([token]))
 
     def _refuse_too_long(self, requests: list[Instance], prompts: list[int], budgets: list[int]) -> None:
         """prompts, budgets: tokens of each request and its answer."""

@@ -46,6 +46,9 @@ class EvalOptions:
     )
     chat_template: bool = setting(False, "Ask with the model's chat template.")
     thinking: bool | None = setting(None, "enable_thinking of the chat template. Default: the template's own.")
+    think_end_token: str | None = setting(
+        None, "Text that ends reasoning, if the model's own is not known: stop strings apply to what follows."
+    )
     max_new_tokens: int | None = setting(
         None, "Maximum number of tokens per answer. Default: the task's limit, else 512.", whole(1)
     )
@@ -60,6 +63,8 @@ class EvalOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.think_end_token == "":
+            raise refuse("think_end_token", "", "name the text that ends reasoning, such as </think>, or leave it out")
         if self.thinking is not None and not self.chat_template:
             raise refuse("thinking", self.thinking, "is a switch of the chat template; add --chat-template")
 

@@ -63,6 +63,7 @@ class EvalReport(EvalAnswers):
     chat_template: bool
     prompts_sha256: str
     thinking: bool | None = None
+    think_end_token: str | None = None
     max_new_tokens: int | None = None
     sampling: dict[str, float] | None = None
     cut: int | None = None
@@ -123,6 +124,8 @@ class EvalReport(EvalAnswers):
         form = "chat template" if self.chat_template else "plain text"
         if self.thinking is not None:
             form += f", thinking {'on' if self.thinking else 'off'}"
+        if self.think_end_token is not None:
+            form += f", scored after {self.think_end_token!r}"
         by = f"Speculation: {Speculation(**config['speculation'])}."
         answers = f" Answers: up to {self.max_new_tokens} tokens, {self.sampled}."
         if not self.generates:

@@ -118,6 +118,7 @@ class PreparedEval:
             max_new_tokens=options.max_new_tokens,
             chat_template=options.chat_template,
             thinking=options.thinking,
+            think_end_token=options.think_end_token,
             sampling=options.sampling,
         )
         with suppress(_AllFit):
@@ -160,6 +161,7 @@ class PreparedEval:
                 max_new_tokens=options.max_new_tokens,
                 chat_template=options.chat_template,
                 thinking=options.thinking,
+                think_end_token=options.think_end_token,
                 sampling=options.sampling,
                 concurrency=options.concurrency,
                 finished=dict(rows),
@@ -217,6 +219,7 @@ class PreparedEval:
             limit=options.limit,
             chat_template=options.chat_template,
             thinking=options.thinking,
+            think_end_token=options.think_end_token,
             kind=task.kind,
             sampling=model.sampling,
             max_new_tokens=model.budget if task.generates else None,

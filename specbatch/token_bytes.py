@@ -9,22 +9,23 @@ from typing import Any
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def token_bytes(backend: Any) -> list[bytes | None] | None:
-    """The bytes of each token of a `tokenizers.Tokenizer`, by id; None for special tokens and unused ids. None in place
-    of the list for a tokenizer whose tokens do not join to a text (WordPiece)."""
+def token_bytes(backend: Any, *, special: bool = False) -> list[bytes | None] | None:
+    """The bytes of each token of a `tokenizers.Tokenizer`, by id, as its decoder shows them; None for unused ids and,
+    without `special`, for special tokens. None in place of the list for a tokenizer whose tokens do not join to a text
+    (WordPiece)."""
     described = json.loads(backend.to_str())
     decoders = _flattened(described["decoder"] or {})
     kinds = {item["type"] for item in decoders}
     space = next((text for item in decoders if (text := _space(item)) is not None), None)
     if "ByteLevel" not in kinds and space is None:
         return None
-    added = {item["id"]: item for item in described["added_tokens"]}
+    hidden = {item["id"] for item in described["added_tokens"] if item["special"] and not special}
     vocabulary = backend.get_vocab(with_added_tokens=True)
     found: list[bytes | None] = [None] * (1 + max(vocabulary.values(), default=-1))
     for token, index in vocabulary.items():
-        if index in added:
-            found[index] = None if added[index]["special"] else token.encode()
-        elif "ByteLevel" in kinds:
+        if index in hidden:
+            continue
+        if "ByteLevel" in kinds:  # also of added tokens, though these are matched in a text as they are
             found[index] = _of_characters(token)
         elif "ByteFallback" in kinds and (piece := _BYTE_PIECE.fullmatch(token)):
             found[index] = bytes.fromhex(piece[1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,11 @@ class Tokenizer:
             raise refuse("tokenizer", self.name, "regex and json_schema need byte-level BPE or SentencePiece")
         return found
 
+    @cached_property
+    def shown_bytes(self) -> list[bytes | None] | None:
+        """`token_bytes` with special tokens, whose text is their name; None if tokens do not join to a text."""
+        return token_bytes(self._backend, special=True)
+
 
 class ByteTokenizer(Tokenizer):
     """One id per byte, and 256 for end of text, for models with random weights. Larger ids are shown as `<id>`."""
@@ -184,6 +190,10 @@ class ByteTokenizer(Tokenizer):
 
     def token_bytes(self) -> list[bytes | None]:
         return [bytes([index]) if index < BYTE_EOS else None for index in range(self.vocab_size)]
+
+    @cached_property
+    def shown_bytes(self) -> list[bytes | None] | None:
+        return [bytes([index]) if index < BYTE_EOS else self._name(index).encode() for index in range(self.vocab_size)]
 
     @staticmethod
     def _name(index: int) -> str:

@@ -35,3 +35,20 @@ def test_sentencepiece() -> None:
 
 def test_wordpiece_has_none() -> None:
     assert token_bytes(backend(["a", "##b"], decoders.WordPiece())) is None
+
+
+def test_added_tokens_are_what_the_decoder_shows() -> None:
+    every = sorted(pre_tokenizers.ByteLevel.alphabet())
+    level = backend([*every, "Ġhi"], decoders.ByteLevel())
+    spaced = backend(["▁a"], decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]))
+    for found in (level, spaced):
+        found.add_tokens([AddedToken("naïve", special=False), AddedToken("▁x", special=False)])
+        found.add_special_tokens([AddedToken("<a▁é>", special=True)])
+        bytes_of = token_bytes(found, special=True)
+        assert bytes_of is not None
+        for token, data in enumerate(bytes_of):
+            assert data is not None
+            assert found.decode([token], skip_special_tokens=False) == data.decode(errors="replace")
+    assert b"na\xefve" in (token_bytes(level) or [])
+    assert b"<a \xc3\xa9>" in (token_bytes(spaced, special=True) or [])
+    assert b"<a \xc3\xa9>" not in (token_bytes(spaced) or [])

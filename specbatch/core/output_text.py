@@ -42,32 +42,50 @@ class IncrementalText:
 class OutputText:
     """The text of a growing output up to its first stop string.
 
-    stop   stop strings, which end the output and are not part of the text
+    stop       stop strings, which end the output and are not part of the text
+    reasoning  texts that begin reasoning: see `SamplingParams`
     """
 
-    def __init__(self, decode: Decode, stop: Sequence[str]) -> None:
+    def __init__(self, decode: Decode, stop: Sequence[str], reasoning: Sequence[str] = ()) -> None:
         self._incremental = IncrementalText(decode)
         self._stop = stop
+        self._reasoning = reasoning
+        self._may_stop = True  # at the last token
         self._cut: int | None = None  # characters before the stop string
         self._streamed = 0  # characters that `take` has returned
 
     def push(self, token: int, *, may_stop: bool = True) -> bool:
         """Add a token. Returns whether a stop string ends in its text; without `may_stop` none is looked for."""
+        self._may_stop = may_stop
         new = self._incremental.push(token)
-        if not (may_stop and new and self._stop):
-            return False
-        text = self._incremental.text
-        before = len(text) - len(new)
-        # A stop string that ended before is no match: it was found then, or was not looked for.
-        places = (text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop)
-        found = [place for place in places if place >= 0]
-        self._cut = min(found, default=None)
-        return bool(found)
+        return self._finds_stop(self._incremental.text, new)
+
+    def end(self) -> bool:
+        """No token follows. Returns whether a stop string ends in the text that was held back."""
+        if self._cut is None:
+            held = self._incremental.flush()
+            self._finds_stop(self._incremental.text + held, held)
+        return self._cut is not None
 
     def whole(self) -> str:
         """The text of an output that has ended."""
-        text = self._incremental.text
-        return text + self._incremental.flush() if self._cut is None else text[: self._cut]
+        self.end()
+        return (self._incremental.text + self._incremental.flush())[: self._cut]
+
+    def _finds_stop(self, text: str, new: str) -> bool:
+        """Look for the first stop string that ends in `new`, the end of the text."""
+        if not (self._may_stop and new and self._stop):
+            return False
+        before = len(text) - len(new)
+        # A stop string that ended before is no match: it was found then, or was not looked for.
+        places = (text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop)
+        self._cut = min((place for place in places if place >= 0 and not self._reasons(text, place)), default=None)
+        return self._cut is not None
+
+    def _reasons(self, text: str, place: int) -> bool:
+        """Whether the text has begun to reason before `place`, or may do so with what follows its first characters."""
+        begins = any(mark.startswith(text.lstrip()[: len(mark)]) for mark in self._reasoning)
+        return begins or any(0 <= text.find(mark) <= place for mark in self._reasoning)
 
     def take(self, whole: str | None = None) -> str:
         """The text since the last call, without an end that may begin a stop string. whole: of an output that has

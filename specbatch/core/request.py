@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Mapping, MutableSequence, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from reprlib import Repr
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbatch.core.acceptance import Acceptance
@@ -20,11 +21,29 @@ if TYPE_CHECKING:
 __all__ = ["INCOMPLETE", "Completion", "Logprobs", "Request", "RequestMetrics", "SamplingParams"]
 
 INCOMPLETE = ("abort", "error")  # finish reasons without a complete answer
+_SHOWN = 6  # items of a list in a `repr`
 
 
-@dataclass
+class _ShortRepr(Repr):
+    """`reprlib` with texts as a whole: one number per token, or per token of the vocabulary, is too much to read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxarray = self.maxdict = _SHOWN
+        self.maxstring = self.maxother = sys.maxsize
+
+
+_short = _ShortRepr()
+
+
+def _short_repr(item: Any) -> str:
+    values = ", ".join(f"{each.name}={_short.repr(getattr(item, each.name))}" for each in fields(item))
+    return f"{type(item).__name__}({values})"
+
+
+@dataclass(repr=False)
 class RequestMetrics:
-    """Times in seconds, counts in tokens. Definitions: see `specbatch.records.metrics`."""
+    """Times in seconds, counts in tokens. Definitions: see `specbatch.records.metrics`. Its `repr` shortens lists."""
 
     prompt_tokens: int = 0
     embedded_tokens: int = 0
@@ -49,10 +68,12 @@ class RequestMetrics:
     itl_s: MutableSequence[float] = field(default_factory=lambda: array("d"))
     retractions: int = 0
 
+    __repr__ = _short_repr
 
-@dataclass
+
+@dataclass(repr=False)
 class Completion:
-    """One sample of a prompt.
+    """One sample of a prompt. Its `repr` shortens lists.
 
     index           the prompt's place in the input, from 0
     finish_reason   "stop" or "length"; or, of an incomplete one, "abort" (ended by the caller) or "error"
@@ -63,6 +84,7 @@ class Completion:
     sample          from 0 to `SamplingParams.n` - 1
     request_id      the caller's name of the prompt, if given
     top_logprobs    for each token, the most likely tokens in its place with their log-probabilities, if asked for
+    seed            of `SamplingParams`; None: derived from the engine's seed and the prompt's index
     """
 
     index: int
@@ -77,6 +99,9 @@ class Completion:
     request_id: str | None = None
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[float | None] | None = None
+    seed: int | None = None
+
+    __repr__ = _short_repr
 
     @property
     def is_complete(self) -> bool:
@@ -85,7 +110,7 @@ class Completion:
 
     def as_row(self) -> dict[str, Any]:
         """The request's entry in a record: its numbers, not its tokens."""
-        row: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason}
+        row: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason, "seed": self.seed}
         row |= {"sample": self.sample} if self.sample else {}
         row |= {} if self.request_id is None else {"request_id": self.request_id}
         row |= {} if self.error is None else {"error": self.error}
@@ -137,7 +162,7 @@ class Request:
         self.prompt_logprobs: list[float | None] | None = [None] * len(prompt) if wants else None
         self._decode = decode
         self.end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
-        self._text = OutputText(decode, params.stop) if params.stop or streams_text else None
+        self._text = OutputText(decode, params.stop, params.reasoning) if params.stop or streams_text else None
 
         # Written by the scheduler only.
         self.slot: int | None = None
@@ -208,7 +233,7 @@ class Request:
                 self.finish_reason = "stop"
                 break
         if self.finish_reason is None and self.generated >= self.params.max_new_tokens:
-            self.finish_reason = "length"
+            self.finish_reason = "stop" if self._text is not None and self._text.end() else "length"
         if logprobs is not None:
             self.logprobs.extend(logprobs.chosen[:kept])
             if count := self.params.top_logprobs:
@@ -289,6 +314,7 @@ class Request:
             request_id=self.request_id,
             top_logprobs=list(self.top_logprobs) if self.params.top_logprobs else None,
             prompt_logprobs=None if self.lacks_prompt_logprobs else self.prompt_logprobs,
+            seed=self.params.seed,
         )
 
     def _shown(self, output: list[int]) -> str:
@@ -296,6 +322,6 @@ class Request:
         ended = self.finish_reason == "stop" and bool(output) and output[-1] in self.end_tokens
         if self._text is None:
             return self._decode(output[:-1] if ended and self.params.skip_special_tokens else output)
-        if ended and not self.params.skip_special_tokens:
+        if ended and not self.params.skip_special_tokens and not self._text.end():
             self._text.push(output[-1], may_stop=False)
         return self._text.whole()

@@ -85,6 +85,10 @@ class SamplingParams:
     `regex` is an expression that the whole answer matches, and `json_schema` a schema that it is a document of: tokens
     that lead to no match are not chosen, and end tokens where the answer is one. It is kept as JSON. Where bad words
     and `min_tokens` leave none of the tokens that the grammar allows, they do not apply.
+
+    `reasoning` lists texts that begin reasoning, such as `<think>`: stop strings after one of them do not end an
+    output, nor do those within the first characters while these may become one. What follows the reasoning is then to
+    be cut by the caller, who knows where the reasoning ends.
     """
 
     temperature: float = setting(
@@ -139,18 +143,22 @@ class SamplingParams:
     bad_words: Sequence[str] = setting((), "", _STOP)
     regex: str | None = setting(None, "A regular expression that the whole answer matches.", _REGEX)
     json_schema: Any = setting(None, "A JSON schema that the answer is a document of, as JSON.", _SCHEMA)
+    reasoning: Sequence[str] = setting((), "", _STOP)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logit_bias", _pairs_of(self.logit_bias))
         words = [self.bad_words] if isinstance(self.bad_words, str) else self.bad_words
         object.__setattr__(self, "bad_words", _tuple_of(words))
-        object.__setattr__(self, "stop", _tuple_of([self.stop] if isinstance(self.stop, str) else self.stop))
+        for name in ("stop", "reasoning"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, _tuple_of([given] if isinstance(given, str) else given))
         object.__setattr__(self, "stop_token_ids", _tuple_of(self.stop_token_ids))
         if isinstance(self.json_schema, Mapping | bool):
             object.__setattr__(self, "json_schema", _json_of(self.json_schema))
         check_fields(self)
-        if not all(self.stop):
-            raise refuse("stop", self.stop, "a stop string must not be empty")
+        for name, kind in (("stop", "stop string"), ("reasoning", "text")):
+            if not all(getattr(self, name)):
+                raise refuse(name, getattr(self, name), f"a {kind} must not be empty")
         if not all(word.strip() for word in self.bad_words):
             raise refuse("bad_words", self.bad_words, "a word must not be empty")
         for word in self.bad_words:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from specbatch.core.request import Completion
 from specbatch.jobs.openai_request import ChatBody, CompletionBody
+from specbatch.jobs.token_pieces import TokenPieces
 
 if TYPE_CHECKING:
     from specbatch.tokenizer import Tokenizer
@@ -26,14 +26,16 @@ def response_body(
     """A `chat.completion` or `text_completion` object. completions: the samples of each prompt."""
     chat = isinstance(body, ChatBody)
     choices: list[dict[str, Any]] = []
+    has_logprobs = any(item.logprobs is not None for samples in completions for item in samples)
+    pieces = TokenPieces(tokenizer, skips=body.skip_special_tokens) if has_logprobs else None
     for completion in (item for samples in completions for item in samples):
         choice: dict[str, Any] = {"index": len(choices)}
         if chat:
             choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
-            choice["logprobs"] = _chat_logprobs(completion, tokenizer)
+            choice["logprobs"] = _chat_logprobs(completion, pieces)
         else:
             choice["text"] = completion.text
-            choice["logprobs"] = _completion_logprobs(completion, tokenizer)
+            choice["logprobs"] = _completion_logprobs(completion, pieces)
         choices.append(choice | {"finish_reason": completion.finish_reason})
     prompt = sum(samples[0].metrics.prompt_tokens for samples in completions)
     output = sum(item.metrics.output_tokens for samples in completions for item in samples)
@@ -54,37 +56,61 @@ def error_response(status: int, message: str) -> tuple[dict[str, Any], dict[str,
     return {"status_code": status, "body": {"error": body}}, {"code": code, "message": message}
 
 
-def _chat_logprobs(completion: Completion, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    if completion.logprobs is None:
+def _chat_logprobs(completion: Completion, pieces: TokenPieces | None) -> dict[str, Any] | None:
+    if completion.logprobs is None or pieces is None:
         return None
     every: Sequence[Mapping[int, float]] = completion.top_logprobs or [{}] * len(completion.token_ids)
-    content = [
-        _token(token, logprob, tokenizer) | {"top_logprobs": [_token(*other, tokenizer) for other in likely.items()]}
-        for token, logprob, likely in zip(completion.token_ids, completion.logprobs, every, strict=True)
-    ]
+    content = []
+    places = zip(completion.token_ids, completion.logprobs, every, strict=True)
+    own = pieces.split(completion.token_ids, completion.text)
+    for (token, logprob, likely), piece in zip(places, own, strict=True):
+        others = [
+            _token(piece.data if other == token else pieces.bytes_of(other), value) for other, value in likely.items()
+        ]
+        content.append(_token(piece.data, logprob) | {"top_logprobs": others})
     return {"content": content, "refusal": None}
 
 
-def _completion_logprobs(completion: Completion, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    if completion.logprobs is None:
+def _token(data: bytes, logprob: float) -> dict[str, Any]:
+    """Bytes that are no characters are shown as \\xf0\\x9f: by DeepSeek's API (2025), too."""
+    text = data.decode(errors="backslashreplace")
+    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(data)}
+
+
+def _completion_logprobs(completion: Completion, pieces: TokenPieces | None) -> dict[str, Any] | None:
+    if completion.logprobs is None or pieces is None:
         return None
-    texts = [_text(token, tokenizer) for token in completion.token_ids]
-    top = [
-        {_text(token, tokenizer): max(value, LEAST_LOGPROB) for token, value in likely.items()}
-        for likely in completion.top_logprobs or []
-    ]
+    own = pieces.split(completion.token_ids, completion.text)
+    top = None
+    if completion.top_logprobs is not None:
+        chosen = zip(completion.token_ids, completion.logprobs, own, strict=True)
+        top = [
+            _by_name({**likely, token: logprob}, token, piece.text, pieces)
+            for (token, logprob, piece), likely in zip(chosen, completion.top_logprobs, strict=True)
+        ]
     return {
-        "text_offset": list(accumulate(map(len, texts[:-1]), initial=0))[: len(texts)],
+        "text_offset": [piece.offset for piece in own],
         "token_logprobs": [max(value, LEAST_LOGPROB) for value in completion.logprobs],
-        "tokens": texts,
-        "top_logprobs": None if completion.top_logprobs is None else top,
+        "tokens": [piece.text for piece in own],
+        "top_logprobs": top,
     }
 
 
-def _token(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
-    text = _text(token, tokenizer)
-    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(text.encode())}
+def _by_name(likely: Mapping[int, float], token: int, text: str, pieces: TokenPieces) -> dict[str, float]:
+    """Log-probabilities by the texts of tokens, that of the chosen token as in `tokens`. A text that another token has
+    is replaced by token_id:ID, as vLLM names tokens on request."""
+    names = {text: token}
+    for other in likely:
+        if other != token:
+            name = _name(pieces.bytes_of(other))
+            names[name if name not in names else f"token_id:{other}"] = other
+    name_of = {other: name for name, other in names.items()}
+    return {name_of[other]: max(value, LEAST_LOGPROB) for other, value in likely.items()}
 
 
-def _text(token: int, tokenizer: Tokenizer) -> str:
-    return tokenizer.decode([token], skip_special_tokens=False)
+def _name(data: bytes) -> str:
+    """The text of a token; bytes that are no characters as in OpenAI's completions, such as bytes:\\xf0\\x9f."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + data.decode(errors="backslashreplace")

@@ -1,21 +1,78 @@
-"""Separates reasoning from the answer, for models that write <think> ... </think> (Qwen3, DeepSeek-R1)."""
+"""Separates reasoning from the answer: <think> ... </think>, and the marks of other model families."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specbatch.tokenizer import Tokenizer
+
 OPEN, CLOSE = "<think>", "</think>"
+MARKS = {
+    OPEN: CLOSE,  # Qwen3, DeepSeek-R1, GLM-4.5, Nemotron and others
+    "[THINK]": "[/THINK]",  # Magistral, Ministral 3
+    "<seed:think>": "</seed:think>",  # Seed-OSS
+    "<|channel>thought": "<channel|>",  # Gemma 4
+    "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",  # gpt-oss
+}
+_TOKENS = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")  # in a mark
 
 
-def opens_thinking(prompt: str) -> bool:
-    """Whether a rendered prompt ends inside reasoning, as the templates of models that always reason do."""
-    return prompt.rstrip().endswith(OPEN)
+class Reasoning:
+    """Finds the answer after the reasoning in the outputs of a model. <think> is known for every model, other marks for
+    those whose vocabulary has their tokens.
 
-
-def answer_of(text: str, *, opened: bool = False) -> str:
-    """The text after the reasoning: all of it if there is none, nothing if the reasoning did not end.
-
-    opened   whether the prompt ended inside reasoning (`opens_thinking`)
+    opens   texts that begin reasoning
+    hidden  whether a mark has special tokens, which a text shows only without `skip_special_tokens`
     """
-    _, closed, answer = text.rpartition(CLOSE)
-    if closed:
-        return answer.lstrip()
-    return "" if opened or OPEN in text else text
+
+    def __init__(self, tokenizer: Tokenizer, end: str | None = None) -> None:
+        """end: another text that ends the reasoning, of a model that is not known."""
+        strings = set(tokenizer.vocabulary())
+        known = {begin: end for begin, end in MARKS.items() if begin == OPEN or _tokens_of(begin, end) <= strings}
+        self.opens = tuple(known)
+        self._ends = [*known.values(), *([] if end is None else [end])]
+        self._decode = tokenizer.decode
+
+        def hidden(marks: Iterable[str]) -> list[list[int]]:
+            """The tokens of the marks that are not shown completely."""
+            found = []
+            for mark in marks:
+                if (names := _tokens_of(mark)) and names <= strings:
+                    tokens = tokenizer.encode(mark, add_special_tokens=False)
+                    found += [tokens] if mark not in tokenizer.decode(tokens) else []
+            return found
+
+        self._hidden_opens, self._hidden_ends = hidden(self.opens), hidden(self._ends)
+        self.hidden = bool(self._hidden_opens or self._hidden_ends)
+
+    def is_opened_by(self, prompt: str) -> bool:
+        """Whether a rendered prompt ends inside reasoning, as the templates of models that always reason do."""
+        return prompt.rstrip().endswith(self.opens)
+
+    def answer_of(self, text: str, tokens: Sequence[int], *, opened: bool = False) -> str:
+        """The text after the last end of reasoning: all of it if there is no reasoning, nothing if that did not end.
+
+        tokens   of the output, which show where marks are that the text does not show
+        opened   whether the prompt ended inside reasoning
+        """
+        at = max((_after(mark, tokens) for mark in self._hidden_ends), default=0)
+        if self.hidden:
+            text = self._decode(list(tokens[at:]))
+        ends = [text.rindex(end) + len(end) for end in self._ends if end in text]
+        if at or ends:
+            return text[max(ends, default=0) :].lstrip()
+        opened |= any(mark in text for mark in self.opens)
+        return "" if opened or any(_after(mark, tokens) for mark in self._hidden_opens) else text
+
+
+def _tokens_of(*marks: str) -> set[str]:
+    return {name for mark in marks for name in _TOKENS.findall(mark)}
+
+
+def _after(mark: list[int], tokens: Sequence[int]) -> int:
+    """The place after the last occurrence of some tokens in others, 0 without one."""
+    places = range(len(tokens) - len(mark), -1, -1)
+    return next((place + len(mark) for place in places if list(tokens[place : place + len(mark)]) == mark), 0)

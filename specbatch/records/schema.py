@@ -318,6 +318,7 @@ class RequestRow(_Table):
 
     index: Count
     finish_reason: str | None = None
+    seed: int | None = None
     logprob: Number | None = None
     prompt_tokens: Count = 0
     output_tokens: Count = 0

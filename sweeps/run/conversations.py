@@ -15,7 +15,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from specbatch.core.request import Completion, SamplingParams
-from specbatch.jobs.thinking import answer_of, opens_thinking
+from specbatch.jobs.thinking import Reasoning
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -114,12 +114,13 @@ def _next_turn(workload: Workload, tokenizer: Tokenizer, turn: _Turn, answers: l
     found = _Turn(turn.number + 1, [], [], [], [])
     if workload.most_turns < found.number:
         return None
+    reasoning = Reasoning(tokenizer)
     each = zip(turn.places, turn.prompts, turn.params, turn.messages, answers, strict=True)
     for place, prompt, params, messages, answer in each:
         row = workload.rows[place % len(workload.rows)]
         if len(row.later) < turn.number or not answer.is_complete:
             continue
-        reply = {"role": "assistant", "content": _text(tokenizer, prompt, answer)}
+        reply = {"role": "assistant", "content": _text(tokenizer, reasoning, prompt, answer)}
         history = [*messages, reply, {"role": "user", "content": row.later[turn.number - 1]}]
         template = workload.chat_template is not False
         found.places.append(place)
@@ -131,11 +132,11 @@ def _next_turn(workload: Workload, tokenizer: Tokenizer, turn: _Turn, answers: l
     return found if found.places else None
 
 
-def _text(tokenizer: Tokenizer, prompt: list[int], answer: Completion) -> str:
+def _text(tokenizer: Tokenizer, reasoning: Reasoning, prompt: list[int], answer: Completion) -> str:
     """The text of an answer, without special tokens and reasoning. A server's answer has no token ids."""
     ids = answer.token_ids or tokenizer.encode(answer.text, add_special_tokens=False)
-    opened = opens_thinking(tokenizer.decode(prompt[-32:], skip_special_tokens=False))
-    return answer_of(tokenizer.decode(ids, skip_special_tokens=True), opened=opened).strip()
+    opened = reasoning.is_opened_by(tokenizer.decode(prompt[-32:], skip_special_tokens=False))
+    return reasoning.answer_of(tokenizer.decode(ids, skip_special_tokens=True), ids, opened=opened).strip()
 
 
 def _of_turn(params: SamplingParams, number: int) -> SamplingParams:

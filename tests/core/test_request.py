@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.output_text import IncrementalText
-from specbatch.core.request import Completion, Logprobs, Request, SamplingParams
+from specbatch.core.request import Completion, Logprobs, Request, RequestMetrics, SamplingParams
 
 EOS, OTHER_END = 0, 1
 PIECES = [b"", b"", b"a", b"b", b"ab", b"ba ", b"\xc3", b"\xa9", b"b\xf0\x9f", b"\x98\x80", "ß".encode(), b"\n\n"]
@@ -47,14 +47,23 @@ def expected(tokens: list[int], params: SamplingParams) -> tuple[list[int], str,
     for count in range(1, len(tokens) + 1):
         kept = tokens[:count]
         if kept[-1] in ends:
-            return kept, "stop", decode(kept[:-1] if params.skip_special_tokens else kept)
+            whole, shown = decode(kept[:-1]), decode(kept)
+            text = ended(kept[:-1], "stop", params)[1]
+            return kept, "stop", text if len(text) < len(whole) or params.skip_special_tokens else shown
         text = decode(kept).rstrip("\ufffd")
         cuts = [text.find(stop) for stop in params.stop if stop in text]
         if cuts:
             return kept, "stop", text[: min(cuts)]
         if count == params.max_new_tokens:
-            return kept, "length", decode(kept)
-    return tokens, "abort", decode(tokens)
+            return (kept, *ended(kept, "length", params))
+    return (tokens, *ended(tokens, "abort", params))
+
+
+def ended(tokens: list[int], reason: str, params: SamplingParams) -> tuple[str, str]:
+    """Finish reason and text of an output that no stop ended before its last character."""
+    text = decode(tokens)
+    cuts = [text.find(stop) for stop in params.stop if stop in text]
+    return ("stop" if cuts and reason == "length" else reason), text[: min(cuts, default=None)]
 
 
 # -- stop conditions -----------------------------------------------------------------------------------------------
@@ -77,7 +86,8 @@ PARAMS = st.fixed_dictionaries(
         "skip_special_tokens": st.booleans(),
         "stop_token_ids": st.sampled_from([(), (1,), (2,), (1, 9)]),
         "stop": st.lists(
-            st.sampled_from(["a", "ba", "aba", "é", "aé", "éa", "😀a", "b", " ", "\n\n", "bb"]), max_size=2
+            st.sampled_from(["a", "ba", "aba", "é", "aé", "éa", "😀a", "b", " ", "\n\n", "bb", "\ufffd", "a\ufffd"]),
+            max_size=2,
         ),
     }
 )
@@ -89,6 +99,8 @@ PARAMS = st.fixed_dictionaries(
 @example([2, 3, 4, 0], [4], {"stop": ("b",), "stop_token_ids": (3,), "skip_special_tokens": False})
 @example([5, 4], [2], {"stop": ("a a", " ")})  # the earliest of several
 @example([2] * 50 + [3, 3] + [2] * 9, [7], {"stop": ("bb",)})
+@example([2, 6], [2], {"max_new_tokens": 2, "stop": ("a\ufffd",)})  # only the end of the output completes it
+@example([2, 6, 0], [3], {"stop": ("\ufffd",), "skip_special_tokens": False})
 @given(st.lists(st.integers(0, 11), min_size=1, max_size=16), st.lists(st.integers(1, 6), max_size=8), PARAMS)
 def test_request_ends_at_the_first_stop_or_at_the_limit(
     tokens: list[int], split: list[int], params: dict[str, Any]
@@ -103,6 +115,68 @@ def test_request_ends_at_the_first_stop_or_at_the_limit(
 
 def test_logprobs_are_off_by_default() -> None:
     assert run([2, 3]).logprobs is None
+
+
+@pytest.mark.parametrize("ends", [[], [EOS]])
+@pytest.mark.parametrize("skips", [True, False])
+def test_stop_string_in_text_that_was_held_back(ends: list[int], skips: bool) -> None:
+    tokens, texts = [2, 3, 6, *ends], []
+    params = SamplingParams(max_new_tokens=len(tokens), stop=("b\ufffd",), skip_special_tokens=skips)
+    how: dict[str, Any] = {"end_tokens": frozenset({EOS}), "decode": decode, "submitted": 10.0, "streams_text": True}
+    request = Request(3, [5], params, **how)
+    for token in tokens:
+        request.append([token], 11.0)
+        done = request.completion(12.0) if request.finished else None
+        texts.append(request.new_text(done))
+    assert done is not None
+    assert (done.text, done.finish_reason, done.token_ids) == ("a", "stop", tokens)
+    assert "".join(texts) == "a"
+
+
+def test_held_back_text_within_the_least_tokens_has_no_stop_string() -> None:
+    found = run([2, 6], max_new_tokens=2, min_tokens=2, stop=("\ufffd",))
+    assert (found.text, found.finish_reason) == ("a\ufffd", "length")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a b", "a"),
+        ("<b> a </b> c d", None),
+        ("  <b>a </b> c d", None),  # spaces before the reasoning
+        ("a<b> c", None),
+        ("a <b>", "a"),
+        ("<bc> d", "<bc>"),  # begins like reasoning
+    ],
+)
+def test_stop_strings_do_not_end_reasoning(text: str, shown: str | None) -> None:
+    letters = "".join(sorted(set(text)))
+    params = SamplingParams(stop=(" ",), reasoning=("<b>", "[b]"))
+    request = Request(
+        0, [0], params, end_tokens=frozenset(), decode=lambda ids: "".join(letters[at] for at in ids), submitted=0.0
+    )
+    for letter in text:
+        if not request.finished:
+            request.append([letters.index(letter)], 1.0)
+    assert request.finish_reason == (None if shown is None or shown == text else "stop")
+    request.finish_reason = request.finish_reason or "abort"
+    assert request.completion(1.0).text == (text if shown is None else shown)
+
+
+def test_repr_is_short() -> None:
+    metrics = RequestMetrics(itl_s=[0.0123456] * 400, emitted_histogram=[1, 2])
+    done = Completion(0, [1] * 900, [4] * 400, "abc", "stop", metrics, logprobs=[-1.0] * 400)
+    done.top_logprobs = [dict.fromkeys(range(20), -2.0)] * 400
+    assert len(repr(done)) < 1500
+    assert repr(metrics).startswith("RequestMetrics(prompt_tokens=0, ")
+    assert "emitted_histogram=[1, 2], " in repr(metrics)
+    assert "itl_s=[0.0123456, 0.0123456, 0.0123456, 0.0123456, 0.0123456, 0.0123456, ...]" in repr(done)
+    assert "text='abc', finish_reason='stop'" in repr(done)
+
+
+def test_rows_state_the_seed() -> None:
+    assert run([2]).as_row()["seed"] is None
+    assert run([2], seed=0).as_row()["seed"] == 0
 
 
 # -- text -----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from specbatch.config import EngineConfig
+from specbatch.core.output_text import OutputText
 from specbatch.core.request import Completion, RequestMetrics, SamplingParams
 from specbatch.engine.scoring import Likelihood, OnScore
 from specbatch.evals.report import EvalReport
@@ -107,8 +108,9 @@ class FakeEngine:
 
     def _answer(self, place: int, prompt: list[int], params: SamplingParams) -> Completion:
         text, reason = self.reply(self.tokenizer.decode(prompt)), "stop"
-        cut = min((text.index(stop) for stop in params.stop if stop in text), default=len(text))
-        text = text[:cut]
+        output = OutputText(lambda ids: bytes(ids).decode(errors="replace"), params.stop, params.reasoning)
+        any(output.push(byte) for byte in text.encode())
+        text = output.whole()
         if len(text.encode()) > params.max_new_tokens:
             text, reason = text.encode()[: params.max_new_tokens].decode(errors="ignore"), "length"
         tokens = list(text.encode())

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tokenizers
 from lm_eval.api.instance import Instance
+from lm_eval.models.utils import postprocess_generated_text
 
 from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError
@@ -138,6 +139,47 @@ def test_reasoning_is_not_scored_but_kept_in_the_answers(make_engine: Any) -> No
     model = SpecBatchLM(make_engine(replies.__getitem__), "toy", chat_template=True)
     assert model.generate_until([ask(prompt) for prompt in replies]) == ["8", "9", "10", "", ""]
     assert [answer.completion.text for answer in model.answers] == list(replies.values())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reply", "until", "scored"),
+    [
+        ("q", "It is 7.\n\nQ", ["\n\n"], "It is 7."),
+        ("q", "<think>a\n\nb</think>7.\n\nQ", ["\n\n"], "7."),
+        ("q<think>\n", "a\n\nb</think>7.\n\nQ", ["\n\n"], "7."),
+        ("q", "<think>a</think>\n\n7.", ["\n\n"], "7."),
+        ("q", "\n<think>a</think>7.", ["\n", "<"], "7."),
+        ("q", "<think>a</think>b\n\nc</think>7.", ["\n\n"], "7."),  # the last end counts
+        ("q", "<think>Q: a</think>7. Q: b; A: c", ["A:", "Q:"], "7. "),
+        ("q", "<think>a\n\nb", ["\n\n"], ""),
+        ("q", "\n\n7.", ["\n\n"], ""),
+    ],
+)
+def test_stop_strings_apply_to_the_answer(
+    make_engine: Any, prompt: str, reply: str, until: list[str], scored: str
+) -> None:
+    model = SpecBatchLM(make_engine(lambda _: reply), "toy")
+    (text,) = model.generate_until([ask(prompt, until=until)])
+    assert text == scored
+    if "<think>" in prompt + reply:
+        assert model.answers[0].completion.text == reply
+        ended = reply if "</think>" in reply else reply + "</think>"
+        assert text == postprocess_generated_text(ended, until, "</think>")
+
+
+def test_end_of_reasoning_that_the_user_names(make_engine: Any) -> None:
+    def scored(reply: str) -> str:
+        model = SpecBatchLM(make_engine(lambda _: reply), "toy", think_end_token="</thought>")
+        (text,) = model.generate_until([ask("q", until=["\n\n"])])
+        assert text == postprocess_generated_text(reply, ["\n\n"], "</thought>")
+        return text
+
+    assert scored("a\n\nb</thought>\n\n7.\n\nQ") == "7."
+    assert scored("7.\n\nQ") == "7."
+
+
+def test_words_of_the_vocabulary_are_no_stop_tokens(make_engine: Any) -> None:
+    assert params_of(make_engine, {"until": ["byte7"]}).stop_token_ids == ()
 
 
 @pytest.mark.parametrize(("thinking", "switch"), [(None, {}), (False, {"enable_thinking": False})])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
-from specbatch.jobs.thinking import answer_of, opens_thinking
+from specbatch.jobs.thinking import Reasoning
+from specbatch.tokenizer import ByteTokenizer, Tokenizer
 
 
 @pytest.mark.parametrize(
@@ -21,10 +24,61 @@ from specbatch.jobs.thinking import answer_of, opens_thinking
     ],
 )
 def test_answer_is_the_text_after_the_reasoning(text, opened, answer):
-    assert answer_of(text, opened=opened) == answer
+    assert Reasoning(ByteTokenizer(300)).answer_of(text, [*text.encode()], opened=opened) == answer
 
 
 def test_template_can_open_the_reasoning():
-    assert opens_thinking("<|im_start|>assistant\n<think>\n")
-    assert not opens_thinking("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert not opens_thinking("What is <think>?")
+    opened = Reasoning(ByteTokenizer(300)).is_opened_by
+    assert opened("<|im_start|>assistant\n<think>\n")
+    assert not opened("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not opened("What is <think>?")
+    assert not opened("assistant\n[THINK]")
+
+
+def with_tokens(*names, special):
+    """A tokenizer of bytes and these tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_tokens([AddedToken(name, special=special) for name in names])
+    return Tokenizer(backend, name="t")
+
+
+GPT_OSS = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>"]
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(
+    ("names", "text", "answer"),
+    [
+        (["<think>", "</think>"], "<think>a\n</think>\n7", "7"),
+        (["[THINK]", "[/THINK]"], "[THINK]a[/THINK]b[THINK]c[/THINK] 7", "7"),
+        (["[THINK]", "[/THINK]"], "[THINK]a", ""),
+        (["[THINK]", "[/THINK]"], "7", "7"),
+        (["<seed:think>", "</seed:think>"], "<seed:think>a</seed:think>7", "7"),
+        (["<|channel>", "<channel|>"], "<|channel>thought\na<channel|>7", "7"),
+        (["<|channel>", "<channel|>"], "<|channel>thought\na", ""),
+        (GPT_OSS, "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>7", "7"),
+        (GPT_OSS, "<|channel|>final<|message|>7", "7"),
+        (GPT_OSS, "<|channel|>analysis<|message|>a", ""),
+    ],
+)
+def test_marks_of_the_vocabulary(names, text, answer, special):
+    tokenizer = with_tokens(*names, special=special)
+    reasoning, tokens = Reasoning(tokenizer), tokenizer.encode(text)
+    assert reasoning.hidden == special
+    assert reasoning.answer_of(tokenizer.decode(tokens, skip_special_tokens=True), tokens) == answer
+    assert reasoning.answer_of(tokenizer.decode(tokens, skip_special_tokens=False), tokens) == answer
+
+
+def test_marks_without_their_tokens_are_text():
+    reasoning, text = Reasoning(ByteTokenizer(300)), "a [/THINK] b"
+    assert reasoning.answer_of(text, [*text.encode()]) == text
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_end_that_the_user_names(special):
+    tokenizer = with_tokens("</thought>", special=special)
+    reasoning, tokens = Reasoning(tokenizer, "</thought>"), tokenizer.encode("a</thought> 7")
+    assert reasoning.answer_of(tokenizer.decode(tokens), tokens) == "7"
+    assert reasoning.answer_of("7", tokenizer.encode("7")) == "7"

@@ -29,7 +29,7 @@ def _template(messages: list[dict[str, str]], **_: Any) -> str:
     return "".join(f"[{message['role']}]{message['content']}" for message in messages) + "[assistant]"
 
 
-TOKENIZER = SimpleNamespace(encode=_encode, decode=_decode, apply_chat_template=_template)
+TOKENIZER = SimpleNamespace(encode=_encode, decode=_decode, apply_chat_template=_template, vocabulary=list)
 
 
 class Engine:
