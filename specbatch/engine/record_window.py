@@ -14,7 +14,7 @@ from specbatch.engine.scoring import Tally
 from specbatch.memory.state_cache import StateCache, StateCounters
 from specbatch.records.run_record import RunRecord
 from specbatch.records.run_totals import RunTotals
-from specbatch.records.summarize import device_metrics, full_batch_metrics
+from specbatch.records.summarize import device_metrics, full_batch_metrics, most_at_once, peak_throughput
 
 EXAMPLES = 8  # completions that are kept with their tokens
 
@@ -33,6 +33,7 @@ class RequestWindow:
         self._opened: float | None = None
         self._closed: float | None = None
         self._tokens: Counter[int] = Counter()  # output tokens by second of the window
+        self._spans: list[tuple[float, float]] = []  # submission and end of each request with a row
 
     def open(self, now: float) -> None:
         """Start the clock, unless it runs."""
@@ -48,6 +49,7 @@ class RequestWindow:
         self._closed = now
         self._totals.add(completion)
         if self._rows is not None:
+            self._spans.append((now - completion.metrics.e2e_s, now))
             numbers = replace(completion, prompt_token_ids=[], token_ids=[], text="")
             numbers = replace(numbers, logprobs=None, top_logprobs=None, prompt_logprobs=None)
             self._rows.append(numbers)
@@ -61,7 +63,8 @@ class RequestWindow:
         if self._opened is not None:  # up to the last completion, or to now if there is none yet
             seconds = (time.perf_counter() if self._closed is None else self._closed) - self._opened
         metrics = self._totals.metrics(seconds, concurrency)
-        metrics["peak_output_throughput"] = float(max(self._tokens.values(), default=0)) or None
+        metrics["peak_output_throughput"] = peak_throughput(self._tokens, seconds)
+        metrics["peak_concurrency"] = most_at_once(self._spans)
         counters["emitted_histogram"] = list(self._totals.emitted_histogram)
         counters["acceptance"] = self._totals.acceptance.as_counters()
         if self._totals.errors:

@@ -8,7 +8,8 @@ shares from 0 to 1; tables and plots show them in `Metric.unit`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, Protocol
@@ -50,7 +51,7 @@ class Metric:
                     number; without a denominator the field is averaged over the requests that have it. None: no such
                     fields (a rate of the whole run, a percentile)
     is_median       the median over the requests of that field, not its mean
-    percentile      of the values of `field` in the rows of all requests; None: it is no percentile above the median
+    part, field     mean, median, p90, ... or max of the values of `field` in the rows of requests; "" of other metrics
     is_time         depends on the clock, so that it varies between repeats; other metrics follow from the prompts
     """
 
@@ -66,7 +67,7 @@ class Metric:
     per_request: tuple[str, str | None] | None = None
     is_median: bool = False
     is_time: bool = True
-    percentile: int | None = None
+    part: str = ""
     field: str = ""
 
     @property
@@ -78,25 +79,43 @@ class Metric:
         """The value in the record's unit; None where it was not measured."""
         return record.metrics.get(self.key)
 
+    @property
+    def percentile(self) -> int | None:
+        """Which percentile of `field` it is; None for other metrics, and for the median, which has enough values where
+        there is one."""
+        return int(self.part[1:]) if re.fullmatch(r"p\d+", self.part) else None
+
     def over_repeats(self, records: Sequence[HasRows]) -> float | None:
         """The value over repeats in the record's unit; None if it was not measured.
 
-        Of a percentile, that of the requests of all repeats together, if they are enough (`least_values`). Of other
-        metrics the mean over the repeats that measured it.
+        Mean, median, percentiles and maximum of a time are of the requests (or tokens) of all repeats together, so that
+        they are in order; a percentile needs enough of them (`least_values`). Without the rows of the requests, those
+        of several repeats have no median and no percentile. Of other metrics the mean over the repeats that measured
+        it.
         """
-        if self.percentile is not None and all(record.requests for record in records):
-            times = [time for record in records for row in record.requests for time in self._times(row)]
-            enough = len(times) >= least_values(self.percentile)
-            return float(np.percentile(times, self.percentile)) if enough else None
         values = [value for record in records if (value := self.read(record)) is not None]
+        if self.part == "max":
+            return max(values, default=None)
+        if self.part and (times := self._times(records)):
+            if self.part == "mean":
+                return fmean(times)
+            percent = self.percentile or 50
+            return float(np.percentile(times, percent)) if len(times) >= least_values(percent) else None
+        if self.part not in ("", "mean") and len(records) > 1:
+            return None
         return fmean(values) if values else None
 
-    def _times(self, row: Mapping[str, Any]) -> Iterable[float]:
-        """The values that a request adds to the percentile."""
-        found = row.get(self.field)
-        if found is None or row["finish_reason"] in INCOMPLETE:
-            return ()
-        return found if isinstance(found, list) else (found,)
+    def _times(self, records: Sequence[HasRows]) -> list[float]:
+        """The values of `field` in the rows; none if a record that measured them has lost them (`archive.DROPPED`)."""
+        every: list[float] = []
+        for record in records:
+            rows = (row for row in record.requests if row.get("finish_reason") not in INCOMPLETE)
+            found = [value for row in rows if (value := row.get(self.field)) is not None]
+            own = [time for value in found for time in (value if isinstance(value, list) else (value,))]
+            if not own and record.metrics.get(f"mean_{self.field}") is not None:
+                return []
+            every += own
+        return every
 
     def text(self, value: float | None, decimals: int | None = None) -> str:
         """A value of a record in `unit`, as tables show it: "-" where nothing was measured."""
@@ -136,7 +155,7 @@ class Distribution:
             quantity=self.quantity,
             per_request=(f"{self.name}_s", None) if averaged else None,
             is_median=part == "median",
-            percentile=next((percent for percent in self.percentiles if part == f"p{percent}"), None),
+            part=part,
             field=f"{self.name}_s",
         )
 
@@ -256,9 +275,18 @@ _ALL = (
         "peak_output_throughput",
         "peak output tok/s",
         "tok/s",
-        "Output tokens in the busiest second, counted from the first submission.",
+        "Output tokens per second in the busiest second, counted from the first submission. What follows the last "
+        "whole second counts with it. Not measured in less than 2 s.",
         "max over seconds",
         better="higher",
+    ),
+    Metric(
+        "peak_concurrency",
+        "peak concurrent requests",
+        "",
+        "The most requests that were unfinished at the same time, those that waited for a slot included.",
+        "max over time",
+        decimals=0,
     ),
     Metric(
         "accept_length",

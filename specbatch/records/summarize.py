@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
 from specbatch.core.acceptance import Acceptance
@@ -26,6 +27,27 @@ def totals_of(completions: Iterable[Completion]) -> RunTotals:
     for item in completions:
         totals.add(item)
     return totals
+
+
+def peak_throughput(tokens: Mapping[int, int], duration_s: float) -> float | None:
+    """Tokens per second of the busiest second. tokens: output tokens by second of the window.
+
+    The last second lasts to the end of the window, so that the peak is at least the mean. None for windows shorter than
+    2 s, which have one second to compare, and without tokens.
+    """
+    seconds = int(duration_s)
+    if seconds < 2 or not any(tokens.values()):
+        return None
+    last = seconds - 1
+    rates = [float(count) for second, count in tokens.items() if second < last]
+    rates.append(sum(count for second, count in tokens.items() if second >= last) / (duration_s - last))
+    return max(rates)
+
+
+def most_at_once(spans: Iterable[tuple[float, float]]) -> int | None:
+    """How many of these requests, as (submission, end), were unfinished at the same time; None without any."""
+    events = sorted(event for start, end in spans for event in ((start, 1), (end, -1)))  # at a time, ends come first
+    return max(accumulate(change for _, change in events), default=None)
 
 
 def device_metrics(counters: dict[str, Any]) -> dict[str, float | None]:

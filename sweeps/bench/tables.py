@@ -90,10 +90,11 @@ def markdown(
     brief: for the console, without the tables of all columns and the notes that explain them.
     """
     figures = figures_of(folder, records)
-    found = {
-        name: [str(note) for note in notes(own, rows[name], unfinished(folder / name), KINDS[kind_of(name)].view)]
-        for name, own in records.items()
-    }
+    found: dict[str, list[str]] = {}
+    for name, own in records.items():
+        view = KINDS[kind_of(name)].view
+        keys = view.brief if brief else view.keys
+        found[name] = [str(note) for note in notes(own, rows[name], unfinished(folder / name), view, keys)]
     parts = [_heading(read_machine(folder), [record for own in records.values() for record in own])]
     for key, kind in KINDS.items():
         names = [name for name in records if kind_of(name) == key]

@@ -11,12 +11,12 @@ import numpy as np
 
 from specbatch.core.sampling_params import sampling_text
 from specbatch.records.intervals import CONFIDENCE, Interval, Sample, over_prompts, sample
-from specbatch.records.markdown import acceptance_cells, markdown_table
+from specbatch.records.markdown import acceptance_cells, acceptance_note, markdown_table
 from specbatch.records.metrics import ACCEPTANCE
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.notes import Note
 from specbatch.sweeps.report.summaries import heading
-from specbatch.sweeps.report.tables import about, points_of
+from specbatch.sweeps.report.tables import about, counters_of, points_of
 
 COUNTS = ("output_tokens", "verify_steps", "emitted", "drafted", "accepted")
 _LISTS = tuple(ACCEPTANCE)[1:]  # by draft position, number of tokens or context; the first is verify_steps
@@ -67,10 +67,12 @@ def acceptance_markdown(records: list[RunRecord], rows: list[Row], notes: list[N
     ]
     lines = "".join(f"* {note}\n" for note in notes if note.warning in WARNINGS)
     sampling = sampling_text(records[0].workload.get("sampling"))
+    note = acceptance_note(counters_of(records))
     parts = (
         heading(about(records)),
         f"Acceptance, {sampling}; intervals are a bootstrap over prompts:\n",
         f"{markdown_table(body, HEADINGS)}\n",
+        f"{note}\n" if note else "",
         lines,
     )
     return "\n".join(filter(None, parts))

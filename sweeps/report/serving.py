@@ -1,10 +1,12 @@
 """A sweep in the layout of serving benchmarks: a block per point, and one summary by concurrency per configuration.
 
 Lines and their order are those of `sglang.bench_serving` (0.5.23: sglang/benchmark/serving.py), so that results can be
-read side by side. A number is the mean over repeats; `specbatch.records.metrics` defines it. Concurrency is the mean
-number of unfinished requests: the time from submission to last token, summed over requests and divided by the duration.
-Peak concurrent requests is their maximum, known in a closed loop (SGLang counts all that ran within one second).
-Answers are not retokenized, because the engine reports their tokens.
+read side by side, without "Total generated tokens (retokenized)": the engine reports the tokens of its answers.
+`specbatch.records.metrics` defines the numbers. Latencies are over the requests (ITL: the tokens) of all repeats
+together, so that mean, percentiles and maximum are of the same sample. Other numbers are means over repeats. What a
+repeat did not measure has no line, nor has a percentile of too few values. Concurrency is the mean number of unfinished
+requests: the time from submission to last token, summed over requests and divided by the duration; peak
+concurrent requests is their maximum (SGLang counts all that ran within one second).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from specbatch.sweeps.report.tables import point_name, points_of
 Row = dict[str, Any]
 WIDTH = 50
 TITLE_WIDTH = 40
-MEAN_CONCURRENCY, PEAK_CONCURRENCY, RETOKENIZED = "mean_concurrency", "peak_concurrency", "retokenized_tokens"
+MEAN_CONCURRENCY, PEAK_CONCURRENCY, PEAK = "mean_concurrency", "peak_concurrency", "peak_output_throughput"
 GOODPUT = "Goodput"
 
 
@@ -58,11 +60,10 @@ BLOCK: dict[str, tuple[Line, ...]] = {
         _line_of("input_tokens", "Total input tokens"),
         Line("Total input text tokens", "input_text_tokens", "input_tokens", decimals=0),
         _line_of("output_tokens", "Total generated tokens"),
-        Line("Total generated tokens (retokenized)", RETOKENIZED, RETOKENIZED, decimals=0),
         _line_of("request_throughput", "Request throughput (req/s)"),
         _line_of("input_throughput", "Input token throughput (tok/s)"),
         _line_of("output_throughput", "Output token throughput (tok/s)"),
-        _line_of("peak_output_throughput", "Peak output token throughput (tok/s)"),
+        _line_of(PEAK, "Peak output token throughput (tok/s)"),
         Line("Peak concurrent requests", PEAK_CONCURRENCY, PEAK_CONCURRENCY, decimals=0),
         _line_of("total_throughput", "Total token throughput (tok/s)"),
         Line("Concurrency", MEAN_CONCURRENCY, MEAN_CONCURRENCY),
@@ -107,24 +108,32 @@ def _row(concurrency: int, name: str, records: list[RunRecord]) -> Row:
     }
     measured = [_numbers(record) for record in records]
     for line in (line for lines in BLOCK.values() for line in lines):
-        metric = METRICS.get(line.metric)
-        if metric is not None and metric.percentile is not None:
+        if (metric := METRICS.get(line.metric)) is not None and metric.part:
             value = metric.over_repeats(records)
-            row[line.column] = None if value is None else value * line.scale
-            continue
-        values = [value for numbers in measured if (value := numbers.get(line.metric)) is not None]
-        row[line.column] = fmean(values) * line.scale if values else None
+        else:
+            found = [numbers.get(line.metric) for numbers in measured]
+            known = [number for number in found if number is not None]
+            value = fmean(known) if known and len(known) == len(found) else None
+        row[line.column] = None if value is None else value * line.scale
     return row
 
 
 def _numbers(record: RunRecord) -> dict[str, float | None]:
+    """The metrics of a record and what follows from them. Earlier versions counted the peak throughput in whole
+    seconds, so that it was below the mean in short runs, and no peak of requests. In a closed loop that is the
+    concurrency."""
     numbers = record.metrics
     mean, requests, duration = (numbers.get(name) for name in ("mean_e2e_s", "requests", "duration_s"))
     unfinished = mean * requests / duration if mean is not None and requests and duration else None
     work = record.workload
     is_closed = work.get("request_rate") is None and work.get("burst", 1) and not work.get("sequential")
-    peak = min(work["concurrency"], work["prompts"]) if is_closed and requests else None
-    return numbers | {MEAN_CONCURRENCY: unfinished, PEAK_CONCURRENCY: peak}
+    most = min(work["concurrency"], work["prompts"]) if is_closed and requests else None
+    peak = numbers.get(PEAK)
+    return numbers | {
+        MEAN_CONCURRENCY: unfinished,
+        PEAK_CONCURRENCY: numbers.get(PEAK_CONCURRENCY, most),
+        PEAK: None if peak is None or peak < (numbers.get("output_throughput") or 0.0) else peak,
+    }
 
 
 def _slo(record: RunRecord) -> dict[str, float]:
@@ -146,7 +155,7 @@ def block(row: Row) -> str:
         "Configuration": row["configuration"],
         "Traffic request rate": "inf" if rate is None else f"{rate:g}",
         "Max request concurrency": row["max_concurrency"],
-        "Repeats (means shown)": row["repeats"],
+        "Repeats": row["repeats"],
     }
     if (model := row["simulated_acceptance"]) is not None:
         head["SIMULATED acceptance"] = model
@@ -159,7 +168,11 @@ def block(row: Row) -> str:
             lines.append(f"{section:-^{WIDTH}}")
         if section == GOODPUT:
             lines.append(_line("SLOs (ms)", row["slo_ms"]))
-        lines += [_line(line.title, _number(row[line.column], line.decimals)) for line in numbers]
+        lines += [
+            _line(line.title, _number(row[line.column], line.decimals))
+            for line in numbers
+            if row[line.column] is not None
+        ]
     return "\n".join([*lines, "=" * WIDTH])
 
 

@@ -21,9 +21,9 @@ from specbatch.sweeps.run.workloads import RANDOM
 
 BUSY_CLIENT = 0.6  # of a core
 MEANS = (
-    "Means over repeats (smallest-largest), also of medians; p99 is over the requests of all repeats. A speedup is the "
-    'geometric mean of the ratios of each round, with its 95% interval: it "pays" or "loses" where that interval '
-    'excludes 1, else it is "undecided". Accept length counts the bonus token.'
+    "Means over repeats (smallest-largest); latencies are over the requests of all repeats. A speedup is the geometric "
+    'mean of the ratios of each round, with its 95% interval: it "pays" or "loses" where that interval excludes 1, '
+    'else it is "undecided". Accept length counts the bonus token.'
 )
 
 

@@ -1,7 +1,7 @@
 """The tables of a sweep, made from the records on disk alone.
 
-A number is the mean over repeats, and a percentile that of the requests of all repeats; the first one also has its
-minimum and maximum. `ratio` is over the configuration's base (`specbatch.records.bases`), and has an interval and a
+A number is the mean over repeats, and a latency that of the requests of all repeats; the first one also has its minimum
+and maximum. `ratio` is over the configuration's base (`specbatch.records.bases`), and has an interval and a
 verdict (`speedups_of`). `break_even` is over the base in the same repeat, if that one has no speculation. A `View`
 chooses the numbers; columns in which nothing was measured are not shown.
 """
@@ -191,7 +191,7 @@ def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
     groups = runs.groupby(_POINT, sort=False)
     rows = groups[[*columns]].mean()
     for column, metric in columns.items():
-        if metric.percentile is not None:
+        if metric.part:
             rows[column] = [_or_nan(metric.over_repeats(points[point])) for point in rows.index]
     if _OF_ARRIVALS in columns and not any(record.workload.get("request_rate") for record in records):
         rows[_OF_ARRIVALS] = math.nan
@@ -250,7 +250,7 @@ def markdown(
     """
     over = bases(records)
     headings, body = decision(rows, SWEEP, "concurrency", over)
-    lines, every = about(records), notes(records, rows, missing)
+    lines, every = about(records), notes(records, rows, missing, keys=SWEEP.brief if brief else SWEEP.keys)
     parts = [
         heading({name: lines[name] for name in _BRIEF if name in lines} if brief else lines),
         f"{markdown_table(body, headings)}\n",
@@ -305,10 +305,14 @@ def _accepted(emitted: int, verifies: int, accepted: int, drafted: int) -> tuple
 
 def acceptance(records: list[RunRecord]) -> str:
     """The table of acceptance; empty where nothing was drafted."""
-    counters = {point: [record.counters for record in found] for point, found in points_of(records).items()}
     sampling = sampling_text(records[0].workload.get("sampling"))
-    accepted = acceptance_table(counters, tuple(_POINT), sampling)
+    accepted = acceptance_table(counters_of(records), tuple(_POINT), sampling)
     return f"{accepted}\n" if accepted else ""
+
+
+def counters_of(records: list[RunRecord]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """The counters of each (concurrency, configuration), one per repeat."""
+    return {point: [record.counters for record in found] for point, found in points_of(records).items()}
 
 
 def shown(
@@ -339,10 +343,14 @@ def shown(
 
 
 def notes(
-    records: list[RunRecord], rows: pd.DataFrame, missing: Sequence[Point] = (), view: View = SWEEP
+    records: list[RunRecord],
+    rows: pd.DataFrame,
+    missing: Sequence[Point] = (),
+    view: View = SWEEP,
+    keys: Sequence[str] | None = None,
 ) -> list[Note]:
-    """What a reader must know before believing the table."""
-    found = sweep_notes(records, points_of(records), missing, view.keys)
+    """What a reader must know before believing the table. keys: the metrics of the table; None: those of the view."""
+    found = sweep_notes(records, points_of(records), missing, view.keys if keys is None else keys)
     if rows.break_even.notna().any():
         found.append(Note(BREAK_EVEN))
     if view.break_even == "all":

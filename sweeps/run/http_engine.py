@@ -27,7 +27,7 @@ import aiohttp
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.run_record import RunRecord
-from specbatch.records.summarize import error_counts, summarize
+from specbatch.records.summarize import error_counts, most_at_once, peak_throughput, summarize
 from specbatch.sweeps.run import http_client
 from specbatch.sweeps.run.http_answer import Answer, Drafting, Timings
 from specbatch.sweeps.run.http_client import (
@@ -130,8 +130,10 @@ class HttpEngine:
         """All work since `reset_record`. The accept length comes from the server's own counters over that time."""
         window = self._closed - self._opened if self._opened is not None else 0.0
         metrics = summarize(self._completions, window, concurrency)
-        peak = max(self._per_second.values(), default=0) if self._counts_chunks else 0
-        metrics["peak_output_throughput"] = float(peak) or None
+        metrics["peak_output_throughput"] = (
+            peak_throughput(self._per_second, window) if self._counts_chunks else None
+        )
+        metrics["peak_concurrency"] = most_at_once(self._spans)
         found = accepted(self._before, counters_of(self._get_text("/metrics")), self._completions, self._drafting)
         metrics |= found.metrics
         counters = {"errors": error_counts(self._completions), "resent_requests": self._resent} | found.counters
@@ -167,6 +169,7 @@ class HttpEngine:
         self._counts_chunks = True  # of each answer
         self._cpu_s = 0.0
         self._per_second: Counter[int] = Counter()
+        self._spans: list[tuple[float, float]] = []
         self._opened: float | None = None
         self._closed = 0.0
 
@@ -198,6 +201,7 @@ class HttpEngine:
                 except Exception as error:  # whatever an answer leads to fails its request and not the sweep
                     answer.finish_reason, answer.error = "error", describe(error)
                 self._closed = max(self._closed, time.perf_counter())
+                self._spans.append((arrived, time.perf_counter()))
                 done[index] = completion = answer.completion()
                 if completion.is_complete:
                     self._take(answer)

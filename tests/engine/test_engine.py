@@ -381,10 +381,12 @@ def test_models_and_plan_are_logged(toy_engine: Callable[..., Engine]) -> None:
 
 def test_peak_throughput_and_the_record_of_a_closed_engine(toy: Any, toy_engine: Any) -> None:
     engine = toy_engine()
-    engine.generate([list(prompt) for prompt in toy.prompts()], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    for start in (0.0, 2.0):  # the second requests arrive two seconds after the first ones
+        engine.generate([list(prompt) for prompt in toy.prompts()], params, arrivals=[start] * len(toy.prompts()))
     metrics = engine.record().metrics
-    assert metrics["output_tokens"] / (metrics["duration_s"] + 1) <= metrics["peak_output_throughput"]
-    assert metrics["peak_output_throughput"] <= metrics["output_tokens"]
+    assert metrics["output_throughput"] <= metrics["peak_output_throughput"] <= metrics["output_tokens"]
+    assert metrics["peak_concurrency"] == len(toy.prompts())
     engine.close()
     assert engine.record().metrics == metrics
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from specbatch.records.summarize import (
     device_metrics,
     emitted_histogram,
     full_batch_metrics,
+    most_at_once,
+    peak_throughput,
     steps_at,
     summarize,
     total_acceptance,
@@ -234,3 +237,23 @@ def test_environment_of_a_record() -> None:
     assert found["cores"] >= 1
     assert found["memory_gib"] > 0
     assert found["cpu"]
+
+
+@given(st.lists(st.floats(0.0, 30.0), min_size=1, max_size=200), st.floats(0.0, 5.0))
+def test_peak_throughput_is_at_least_the_mean(times: list[float], rest: float) -> None:
+    duration = max(times) + rest
+    peak = peak_throughput(Counter(int(time) for time in times), duration)
+    assert (peak is None) == (duration < 2)
+    assert peak is None or peak >= len(times) / duration * (1 - 1e-12)
+
+
+def test_peak_throughput_is_that_of_the_busiest_second() -> None:
+    assert peak_throughput({0: 5, 1: 40, 2: 7}, 3.0) == 40.0
+    assert peak_throughput({0: 5, 1: 40, 2: 40}, 2.5) == 80 / 1.5  # what follows the last whole second is part of it
+    assert peak_throughput({0: 5}, 1.9) is peak_throughput({0: 0}, 9.0) is None
+
+
+def test_most_requests_at_once() -> None:
+    assert most_at_once([]) is None
+    assert most_at_once([(0, 2), (1, 3), (2, 4)]) == 2  # the first ends when the last begins
+    assert most_at_once([(0, 9), (1, 2), (1, 3), (4, 5)]) == 3
