@@ -147,7 +147,7 @@ def sweep(
     repeats: Annotated[
         int,
         Option(
-            help="Rounds over the configurations, interleaved: A B C A B C. Use 3 or more: one has no intervals, and "
+            help="Rounds over the configurations, interleaved: A B C C B A. Use 3 or more: one has no intervals, and "
             "those of 2 are 3.6 times as wide as those of 3.",
             rich_help_panel=_LOAD,
         ),

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from specbatch.plurals import counted
 from specbatch.records.metrics import ACCEPTANCE
+
+DENOMINATORS = (
+    '"Reached draft j" is a share of the verifies that drafted at least j tokens: those without drafts, or with fewer, '
+    'are not counted. "Emitted" is a share of all verifies.'
+)
 
 
 def markdown_table(rows: Iterable[Any], headers: Sequence[str] | str = "keys") -> str:
@@ -42,11 +47,24 @@ def acceptance_cells(runs: Iterable[Mapping[str, Any]]) -> list[str] | None:
 def acceptance_table(
     rows: Mapping[tuple[Any, ...], Iterable[Mapping[str, Any]]], names: tuple[str, ...] = (), sampling: str = ""
 ) -> str:
-    """Markdown: one row of `acceptance_cells` for each key, after the parts of the key, whose headings are `names`, and
-    above them how tokens were sampled. Empty where nothing was drafted."""
-    body = [[*key, *cells] for key, runs in rows.items() if (cells := acceptance_cells(runs))]
-    title = f"Acceptance, {sampling}:\n\n" if sampling else ""
-    return f"{title}{markdown_table(body, [*names, *ACCEPTANCE])}" if body else ""
+    """Markdown: one row of `acceptance_cells` for each key, after the parts of the key, whose headings are `names`; how
+    tokens were sampled above them, which verifies a column counts below. Empty where nothing was drafted."""
+    known = {key: list(runs) for key, runs in rows.items()}
+    body = [[*key, *cells] for key, runs in known.items() if (cells := acceptance_cells(runs))]
+    if not body:
+        return ""
+    title = f"Acceptance, {sampling}:" if sampling else ""
+    parts = title, markdown_table(body, [*names, *ACCEPTANCE]), denominators_note(chain(*known.values()))
+    return "\n\n".join(filter(None, parts))
+
+
+def denominators_note(runs: Iterable[Mapping[str, Any]]) -> str:
+    """Which verifies the columns of an acceptance table count; "" where all had the same number of drafts."""
+    for counters in runs:
+        drafted = counters.get("acceptance", {}).get("drafted", ())
+        if any(drafted) and {*drafted} != {sum(counters["emitted_histogram"])}:
+            return DENOMINATORS
+    return ""
 
 
 def draft_length_lines(runs: Iterable[Mapping[str, Any]], caps: Mapping[str, Any]) -> list[str]:

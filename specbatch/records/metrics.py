@@ -52,6 +52,8 @@ class Metric:
     is_median       the median over the requests of that field, not its mean
     percentile      of the values of `field` in the rows of all requests; None: it is no percentile above the median
     is_time         depends on the clock, so that it varies between repeats; other metrics follow from the prompts
+    counts_only     what the denominator is limited to, so that it depends on the drafts: "drafts", or "drafted"
+                    (verifies with drafts). Two runs whose drafts differ in that cannot be compared by it
     """
 
     key: str
@@ -66,6 +68,7 @@ class Metric:
     per_request: tuple[str, str | None] | None = None
     is_median: bool = False
     is_time: bool = True
+    counts_only: Literal["", "drafts", "drafted"] = ""
     percentile: int | None = None
     field: str = ""
 
@@ -283,6 +286,7 @@ _ALL = (
         decimals=3,
         per_request=("accepted", "drafted"),
         is_time=False,
+        counts_only="drafts",
     ),
     Metric(
         "untrimmed_accept_length",
@@ -295,6 +299,7 @@ _ALL = (
         better="higher",
         decimals=3,
         is_time=False,
+        counts_only="drafted",
     ),
     Metric(
         "untrimmed_accept_rate",
@@ -306,6 +311,7 @@ _ALL = (
         better="higher",
         decimals=3,
         is_time=False,
+        counts_only="drafts",
     ),
     Metric(
         "first_draft_accept_rate",
@@ -316,6 +322,7 @@ _ALL = (
         better="higher",
         decimals=3,
         is_time=False,
+        counts_only="drafted",
     ),
     Metric(
         "rows_per_verify",
@@ -348,6 +355,7 @@ _ALL = (
         decimals=3,
         per_request=("corpus_emitted", "corpus_verifies"),
         is_time=False,
+        counts_only="drafted",
     ),
     Metric(
         "corpus_accept_rate",
@@ -359,6 +367,7 @@ _ALL = (
         decimals=3,
         per_request=("corpus_accepted", "corpus_drafted"),
         is_time=False,
+        counts_only="drafts",
     ),
     _count("verify_steps", "verifies", "Verifies from which at least one token was kept.", unit=""),
     _count("drafted_tokens", "drafted tokens", "Drafts that count in the accept rate."),
