@@ -157,7 +157,7 @@ def sweep(
         Option(
             metavar="P%",
             help="Add rounds, after --repeats, until the 95% interval of every ratio of "
-            "output tok/s to the baseline is at most ±P%.",
+            "output tok/s to the baseline, valid at every number of rounds, is at most ±P%.",
             rich_help_panel=_LOAD,
         ),
     ] = None,

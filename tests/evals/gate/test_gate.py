@@ -144,7 +144,7 @@ def test_runs_without_a_verdict_are_refused(put, policy, tmp_path):
     loss = make_report("1100")
     loss.scores[0] = replace(loss.scores[0], better="lower")
     loss.record.workload |= loss.settings()
-    with pytest.raises(SpecbatchError, match=r"lower is better; \[accuracy\] needs a metric for which higher is better"):
+    with pytest.raises(SpecbatchError, match=r"lower is better; \[accuracy\] needs a metric for which"):
         run_gate(policy(RULES), put("loss", loss), old)
     graded = make_report("1100")
     graded.questions[0]["scores"]["loose"]["match"] = 0.4
