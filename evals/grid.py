@@ -8,7 +8,7 @@ The folder has the layout of a sweep, so that `report` and `compare` read it:
     folder/summary.md, summary.csv, summary.json all points in one table
 
 Every point answers all questions, or the first ones, as many for each concurrent request. All engines are loaded on one
-copy of the weights, and rounds are interleaved (A B C A B C at each concurrency). Points are kept as they finish; one
+copy of the weights, and rounds are interleaved (A B C C B A at each concurrency). Points are kept as they finish; one
 that is interrupted starts over, because its throughput would be unknown.
 """
 

@@ -1,8 +1,8 @@
 """`specbatch compare BASE RUN ...`: every metric of runs relative to the first one, with an interval and a verdict.
 
 * A ratio is run / base, and a change run - base; shares and scores are compared by their change. The verdict is that of
-  `specbatch.records.verdicts`, as for `sweep`: "pays", "loses", "undecided", "one repeat", or "not judged" without an
-  interval. Times of runs that were not interleaved (all repeats of one side first) are marked "not interleaved".
+  `specbatch.records.verdicts`, as for `sweep`: "pays", "loses", "undecided", "one repeat", "not interleaved" for times
+  of runs of which all repeats of one side came first, or "not judged" without an interval.
   Each number is the mean over the repeats that both measured.
 * Answers of `generate` are paired by prompt. A job that was interrupted and resumed is judged by the metrics that
   follow from its prompts, not by its times.
@@ -24,12 +24,13 @@ from specbatch.errors import SpecbatchError
 from specbatch.jobs.output_files import read_output
 from specbatch.records.answers import EvalAnswers, load_answers
 from specbatch.records.archive import unpacked
-from specbatch.records.intervals import CONFIDENCE, Interval, in_common, interval
+from specbatch.records.estimates import CONFIDENCE
+from specbatch.records.intervals import Interval, in_common, interval
 from specbatch.records.markdown import markdown_table
 from specbatch.records.mcnemar import changes, is_binary
 from specbatch.records.metrics import METRICS, Better, Metric
 from specbatch.records.runs import Pairs, PointKey, Replicates, Run, differences, load_run, match
-from specbatch.records.verdicts import LOSES, NOT_JUDGED, ONE_REPEAT, PAYS, Speedup, speedup_of, verdict_of
+from specbatch.records.verdicts import NOT_INTERLEAVED, NOT_JUDGED, ONE_REPEAT, Speedup, speedup_of, verdict_of
 from specbatch.sweeps.report.conclusion import conclusion
 from specbatch.sweeps.report.notes import replay_notes
 
@@ -42,7 +43,6 @@ COMPARED = (
 SPEED = "output_throughput"
 _NO_RATIO: tuple[float | None, float | None, float | None] = (None, None, None)
 SHOWN = 10  # answers that are not the same
-NOT_INTERLEAVED = ", not interleaved"
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def _pair(
         if not any(point.error for point in points):
             if all(len(point.paths) == 1 for point in points):
                 places = zip(files, (old, new), points, strict=True)
-                answers = (_answers_in(found, run.path, point.paths[0]) for found, run, point in places)
+                answers = (load_answers("run", point.paths[0], run.path, found) for found, run, point in places)
                 rows += _answers(label, place, *answers)
             rows += _numbers(label, place, *points)
     return rows, notes, _settings(pairs)
@@ -266,11 +266,6 @@ def _numbers(label: str, place: PointKey, before: Replicates, after: Replicates)
             speedup = speedup_of(metric, before, after, found)
         repeats = min(len(before.records), len(after.records))
         yield _row(label, place, metric, (old, new), found, repeats, speedup)
-
-
-def _answers_in(files: Path, run: Path, folder: Path) -> EvalAnswers | None:
-    """The answers in `folder` of `run`, whose files are in `files`."""
-    return load_answers("run", files / folder.relative_to(run) if folder.is_relative_to(run) else folder)
 
 
 def _answers(label: str, place: PointKey, old: EvalAnswers | None, new: EvalAnswers | None) -> Iterator[Row]:
@@ -321,8 +316,6 @@ def _row(
     low, high = (None if change is None else end for end in (found.low, found.high))
     assert metric.better is not None
     verdict = NOT_JUDGED if change is None else speedup.verdict if speedup else verdict_of(found, metric.better)
-    if verdict in (PAYS, LOSES) and not found.interleaved:
-        verdict += NOT_INTERLEAVED
     relative = change / before if change is not None and before else None
     numbers = (before, after, change, relative, low, high)
     ratios = (speedup.ratio, speedup.low, speedup.high) if speedup else _NO_RATIO
@@ -371,11 +364,11 @@ def _reading(rows: list[Row], differs: dict[str, dict[str, list[str]]]) -> Itera
             by_basis.setdefault(basis, {})[row.shown.title] = None
     for basis, titles in by_basis.items():
         yield f"{basis}: {', '.join(titles)}."
-    if any(row.verdict == ONE_REPEAT or row.verdict.endswith(NOT_INTERLEAVED) for row in rows):
+    if any(row.verdict in (ONE_REPEAT, NOT_INTERLEAVED) for row in rows):
         yield (
             "NOT INTERLEAVED: times of single runs, or of all runs of one side after the other's, also differ by what "
             "the machine did meanwhile. sweep --repeats 3 interleaves its configurations; to compare two versions, run "
-            "them alternately into A/1 B/1 A/2 B/2 and compare A with B."
+            "them alternately into A/1 B/1 B/2 A/2 and compare A with B."
         )
     judged = [row for row in rows if row.low is not None]
     chance = math.floor(len(judged) * (1 - CONFIDENCE) + 0.5)

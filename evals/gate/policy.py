@@ -4,7 +4,7 @@
     filter = "flexible-extract"     # and metric: needed where the task has several
     at_least = 0.60                 # accuracy itself
     may_fall = false                # no fall against --baseline (exact McNemar test at alpha, one-sided)
-    alpha = 0.05
+    alpha = 0.05                    # of all tests of the gate together, those of [bounds] included
     power = 0.8
     detects = 0.03                  # the test must be able to find a drop as small as this
     unparsed_at_most = 0.0          # share of answers in which the filter found nothing
@@ -112,11 +112,17 @@ class Policy(_Rules):
         return self
 
     @property
+    def alpha(self) -> float:
+        """The significance level of all tests of the gate together."""
+        return Accuracy().alpha if self.accuracy is None else self.accuracy.alpha
+
+    @property
+    def compares_answers(self) -> bool:
+        return self.answers is not None or (self.accuracy is not None and not self.accuracy.may_fall)
+
+    @property
     def needs_baseline(self) -> bool:
-        fall = self.accuracy is not None and not self.accuracy.may_fall
-        return (
-            fall or self.answers is not None or any(bound.worsens_at_most is not None for bound in self.bounds.values())
-        )
+        return self.compares_answers or any(bound.worsens_at_most is not None for bound in self.bounds.values())
 
 
 _TABLES: dict[str, type[_Rules]] = {"accuracy": Accuracy, "answers": Answers, "bounds": Bound}

@@ -7,7 +7,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from specbatch.atomic_file import write_atomic, write_json
-from specbatch.evals.gate.gate import Check, GateResult
+from specbatch.evals.gate.checks import Check
+from specbatch.evals.gate.gate import GateResult
 from specbatch.plurals import counted
 from specbatch.records.markdown import markdown_table
 
@@ -17,8 +18,12 @@ _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 def markdown(result: GateResult) -> str:
     """A title, a table of the checks, and the accuracy tests with the drop that they can detect."""
-    failed, every = len(result.failed), counted(len(result.checks), "check")
-    title = f"passed ({every})" if result.passed else f"FAILED ({failed} of {every})"
+    every = counted(len(result.checks), "check")
+    title = f"passed ({every})"
+    if result.failed:
+        title = f"FAILED ({len(result.failed)} of {every})"
+    elif result.undecided:
+        title = f"no verdict ({len(result.undecided)} of {every} undecided)"
     against = "" if result.baseline is None else f" Baseline: `{result.baseline}`."
     points = any(check.point for check in result.checks)
     headers = [*(["point"] if points else []), "check", "run", "allowed", "baseline", "verdict"]
@@ -37,15 +42,17 @@ def markdown(result: GateResult) -> str:
         ]
     parts += [
         f"{check.name}{f' at {check.point}' if check.point else ''}: {check.detail}"
-        for check in result.failed
+        for check in (*result.failed, *result.undecided)
         if check.detail and check.detail not in _printed(result)
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def junit(result: GateResult) -> str:
-    """One test case per check; a failed one holds the value found and what is allowed."""
-    counts = {"tests": str(len(result.checks)), "failures": str(len(result.failed)), "errors": "0"}
+    """One test case per check; a failed one, or an undecided one as an error, holds the value found and what is
+    allowed."""
+    failures, errors = len(result.failed), len(result.undecided)
+    counts = {"tests": str(len(result.checks)), "failures": str(failures), "errors": str(errors)}
     root = ElementTree.Element("testsuites", counts)
     suite = ElementTree.SubElement(root, "testsuite", {"name": "specbatch gate", **counts, "skipped": "0"})
     for check in result.checks:
@@ -53,7 +60,8 @@ def junit(result: GateResult) -> str:
         case = ElementTree.SubElement(suite, "testcase", {"classname": _clean(place), "name": _clean(check.name)})
         if not check.passed:
             message = f"{check.found}; allowed: {check.allowed}; baseline: {check.baseline}"
-            failure = ElementTree.SubElement(case, "failure", {"message": _clean(message)})
+            kind = "failure" if check.passed is False else "error"
+            failure = ElementTree.SubElement(case, kind, {"message": _clean(message)})
             failure.text = _clean(check.detail) or None
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
@@ -67,8 +75,7 @@ def save(result: GateResult, folder: Path) -> None:
 
 
 def _cells(check: Check, points: bool) -> list[str]:
-    verdict = "ok" if check.passed else "**FAILED**"
-    cells = [check.name, check.found, check.allowed, check.baseline, verdict]
+    cells = [check.name, check.found, check.allowed, check.baseline, check.verdict]
     return [cell.replace("|", "\\|") for cell in ([check.point, *cells] if points else cells)]
 
 

@@ -44,7 +44,7 @@ def bench(
     input_len: Annotated[int, Option(help="Prompt tokens in a closed loop.")] = 1024,
     output_len: Annotated[int, Option(help="New tokens in a closed loop.")] = 256,
     ttft_tokens: Annotated[str, Option(help="Prompt tokens of a single request.")] = "128,1024,8192",
-    repeats: Annotated[int, Option(help="Rounds over the configurations, interleaved: A B C A B C.")] = 3,
+    repeats: Annotated[int, Option(help="Rounds over the configurations, interleaved: A B C C B A.")] = 3,
     peers: Annotated[
         str | None, Option(metavar="FILE.csv", help="CSV with results of other engines, to show next to these.")
     ] = None,

@@ -67,7 +67,7 @@ def evaluate(
     repeats: Annotated[
         int,
         Option(
-            help="With --configs: rounds over the configurations, interleaved: A B C A B C. Speedups have an interval "
+            help="With --configs: rounds over the configurations, interleaved: A B C C B A. Speedups have an interval "
             "from 2 on; use 3 or more, because that of 2 is 3.6 times as wide as that of 3.",
             rich_help_panel=_GRID,
         ),

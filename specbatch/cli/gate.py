@@ -36,7 +36,8 @@ def gate(
     Accuracy is compared with the baseline question by question (exact McNemar test), together with the smallest drop
     that the number of questions could detect. docs/ci-gate.md describes all rules and a workflow for GitHub Actions.
 
-    Exit status 0 if every check passed, 1 if one failed, 2 if there is no verdict.
+    Exit status 0 if every check passed, 1 if one failed, 2 if there is no verdict: an error, or a check that the runs
+    are too few or too noisy to decide.
     """
     needs("report")
     from specbatch.evals.gate.gate import run_gate
@@ -48,4 +49,4 @@ def gate(
             save(result, folder)
     show(markdown(result), result.as_dict(), as_json=as_json, kept="the verdict, as the exit status,")
     if not result.passed:
-        raise typer.Exit(1)
+        raise typer.Exit(result.exit_status)

@@ -147,7 +147,7 @@ def sweep(
     repeats: Annotated[
         int,
         Option(
-            help="Rounds over the configurations, interleaved: A B C A B C. Use 3 or more: one has no intervals, and "
+            help="Rounds over the configurations, interleaved: A B C C B A. Use 3 or more: one has no intervals, and "
             "those of 2 are 3.6 times as wide as those of 3.",
             rich_help_panel=_LOAD,
         ),
@@ -157,7 +157,7 @@ def sweep(
         Option(
             metavar="P%",
             help="Add rounds, after --repeats, until the 95% interval of every ratio of "
-            "output tok/s to the baseline is at most ±P%.",
+            "output tok/s to the baseline, valid at every number of rounds, is at most ±P%.",
             rich_help_panel=_LOAD,
         ),
     ] = None,

@@ -90,6 +90,11 @@ def is_evaluated(folder: Path) -> bool:
     return any(folder.glob(f"*/c*/r*/{QUESTIONS}"))
 
 
-def load_answers(setting: str, folder: Path) -> EvalAnswers | None:
-    """The answers in `folder`; None where another command than eval wrote it."""
+def load_answers(setting: str, folder: Path, run: Path | None = None, files: Path | None = None) -> EvalAnswers | None:
+    """The answers in `folder`; None where another command than eval wrote it.
+
+    run, files: a run that holds `folder`, and where its files are (`specbatch.records.archive.unpacked`).
+    """
+    if run is not None and files is not None and folder.is_relative_to(run):
+        folder = files / folder.relative_to(run)
     return EvalAnswers.load(folder, setting) if (folder / QUESTIONS).is_file() else None

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from specbatch.plurals import counted
 from specbatch.records.metrics import ACCEPTANCE
 
-SHORTER = 0.8  # share of the verifies that drafted the most tokens; fewer are no matter of answers that end
+DENOMINATORS = (
+    '"Reached draft j" is a share of the verifies that drafted at least j tokens: those without drafts, or with fewer, '
+    'are not counted. "Emitted" is a share of all verifies.'
+)
 
 
 def markdown_table(rows: Iterable[Any], headers: Sequence[str] | str = "keys") -> str:
@@ -44,33 +47,24 @@ def acceptance_cells(runs: Iterable[Mapping[str, Any]]) -> list[str] | None:
 def acceptance_table(
     rows: Mapping[tuple[Any, ...], Iterable[Mapping[str, Any]]], names: tuple[str, ...] = (), sampling: str = ""
 ) -> str:
-    """Markdown: one row of `acceptance_cells` for each key, after the parts of the key, whose headings are `names`,
-    above them how tokens were sampled, and below them `acceptance_note`. Empty where nothing was drafted."""
+    """Markdown: one row of `acceptance_cells` for each key, after the parts of the key, whose headings are `names`; how
+    tokens were sampled above them, which verifies a column counts below. Empty where nothing was drafted."""
     known = {key: list(runs) for key, runs in rows.items()}
     body = [[*key, *cells] for key, runs in known.items() if (cells := acceptance_cells(runs))]
-    title = f"Acceptance, {sampling}:\n\n" if sampling else ""
-    note = acceptance_note(known)
-    below = f"\n\n{note}" if note else ""
-    return f"{title}{markdown_table(body, [*names, *ACCEPTANCE])}{below}" if body else ""
-
-
-def acceptance_note(rows: Mapping[tuple[Any, ...], Iterable[Mapping[str, Any]]]) -> str:
-    """Which verifies the shares of an acceptance table are of, and how many, for the rows whose columns are of clearly
-    different ones: some verifies had no draft, or far fewer tokens than others. Empty without such rows."""
-    counts = []
-    for key, runs in rows.items():
-        found = [counters for counters in runs if "acceptance" in counters]
-        drafted = sum_lists(counters["acceptance"]["drafted"] for counters in found)
-        verifies = sum(sum(counters["emitted_histogram"]) for counters in found)
-        if any(drafted) and (drafted[0] < verifies or drafted[-1] < SHORTER * drafted[0]):
-            where = f" ({', '.join(map(str, key))})" if key else ""
-            counts.append(f"{', '.join(map(str, drafted))} of {verifies}{where}")
-    if not counts:
+    if not body:
         return ""
-    return (
-        'Verifies without a draft are not counted in "reached", but in "emitted": "reached draft j" is a share of the '
-        f"verifies that drafted at least j tokens. Verifies that drafted 1, 2, ... tokens: {'; '.join(counts)}."
-    )
+    title = f"Acceptance, {sampling}:" if sampling else ""
+    parts = title, markdown_table(body, [*names, *ACCEPTANCE]), denominators_note(chain(*known.values()))
+    return "\n\n".join(filter(None, parts))
+
+
+def denominators_note(runs: Iterable[Mapping[str, Any]]) -> str:
+    """Which verifies the columns of an acceptance table count; "" where all had the same number of drafts."""
+    for counters in runs:
+        drafted = counters.get("acceptance", {}).get("drafted", ())
+        if any(drafted) and {*drafted} != {sum(counters["emitted_histogram"])}:
+            return DENOMINATORS
+    return ""
 
 
 def draft_length_lines(runs: Iterable[Mapping[str, Any]], caps: Mapping[str, Any]) -> list[str]:

@@ -7,10 +7,19 @@ cannot distinguish a drop of 4 points from noise; paired answers can show a drop
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.answers import EvalAnswers
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_STEP = 1e-9  # from the difference itself, at which the statistic is 0
+_MOST = 1_000_000  # questions to count up to
 
 
 @dataclass(frozen=True)
@@ -44,15 +53,26 @@ class Changes:
         return self._p("two-sided")
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """Interval of `delta`, given how many changed: Clopper and Pearson's interval of the share gained. It contains
-        0 exactly if the two-sided test is not significant."""
-        from scipy.stats import binomtest
+        """Interval of `delta`: Tango's score interval of two paired shares (Statistics in Medicine 17, 1998), extended
+        to 0 where the exact two-sided test is not significant. Without a changed question its ends are z^2 / (n + z^2)
+        away from 0."""
+        from scipy.optimize import brentq
+        from scipy.stats import norm
 
-        if not self.changed:
-            return 0.0, 0.0
-        share = binomtest(len(self.gained), self.changed).proportion_ci(confidence, method="exact")
-        scale = self.changed / self.n
-        return scale * (2 * float(share.low) - 1), scale * (2 * float(share.high) - 1)
+        limit = float(norm.isf((1 - confidence) / 2)) ** 2
+        low, high = (
+            float(brentq(self._beyond, start, end, (limit,), xtol=1e-12)) if self._beyond(end, limit) > 0 else end
+            for start, end in ((self.delta - _STEP, -1.0), (self.delta + _STEP, 1.0))
+        )
+        return (low, high) if self.p_changed() < 1 - confidence else (min(low, 0.0), max(high, 0.0))
+
+    def _beyond(self, delta: float, limit: float) -> float:
+        """Above 0 where the square of the score statistic of a true difference `delta` is above `limit`."""
+        lost, gained = len(self.lost), len(self.gained)
+        linear = (2 * self.n - gained + lost) * delta - self.changed
+        root = math.sqrt(max(0.0, linear**2 + 8 * self.n * lost * delta * (1 - delta)))
+        likely = (root - linear) / (4 * self.n)  # the share lost, most likely with this difference
+        return (gained - lost - self.n * delta) ** 2 - limit * self.n * (2 * likely + delta * (1 - delta))
 
     def _p(self, alternative: str) -> float:
         from scipy.stats import binomtest
@@ -109,6 +129,20 @@ def detectable_drop(n: int, churn: float, *, alpha: float, power: float) -> floa
     return high / n if high <= steps else None
 
 
+def questions_for(drop: float, churn: float, *, alpha: float, power: float) -> int | None:
+    """About the fewest questions at which the test at `alpha` detects a true `drop` of accuracy with probability
+    `power`; None if a million do not. churn: as for `detectable_drop`."""
+    low, high = 0, 1
+    while found_with(high, churn, drop, alpha=alpha) < power:
+        low, high = high, 2 * high
+        if high > _MOST:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if found_with(middle, churn, drop, alpha=alpha) >= power else (middle, high)
+    return high
+
+
 def found_with(n: int, churn: float, drop: float, *, alpha: float) -> float:
     """The probability that the test at `alpha` detects a true `drop`."""
     import numpy as np
@@ -116,21 +150,19 @@ def found_with(n: int, churn: float, drop: float, *, alpha: float) -> float:
 
     first, last = int(binom.ppf(1e-12, n, churn)), int(binom.isf(1e-12, n, churn))
     gained = np.arange(max(first, 0), last + 1)
-    least = np.array(_least_lost(gained[0], gained[-1], alpha))
     share = min(1.0, (churn + drop) / (1 - churn))  # of the questions that are not gained
-    return float((binom.pmf(gained, n, churn) * binom.sf(least - 1, n - gained, share)).sum())
+    return float((binom.pmf(gained, n, churn) * binom.sf(_least_lost(gained, alpha) - 1, n - gained, share)).sum())
 
 
-def _least_lost(first: int, last: int, alpha: float) -> list[int]:
-    """For first, first + 1, ... last questions gained: the fewest losses that are significant. It never decreases."""
-    from scipy.stats import binom
+def _least_lost(gained: NDArray[np.int64], alpha: float) -> NDArray[np.int64]:
+    """For each number of questions gained: the fewest losses that are significant."""
+    from scipy.stats import binom, nbinom
 
-    found, lost = [], 0
-    for gained in range(first, last + 1):
-        while binom.sf(lost - 1, lost + gained, 0.5) >= alpha:
-            lost += 1
-        found.append(lost)
-    return found
+    # The chance of at least so many losses among all that changed is that of so many before one more gain.
+    lost: NDArray[np.int64] = nbinom.isf(alpha, gained + 1, 0.5).astype(int)
+    for _ in range(2):  # the first with a chance below alpha, not at it
+        lost += binom.sf(lost - 1, lost + gained, 0.5) >= alpha
+    return lost
 
 
 def _verdicts(report: EvalAnswers, filter: str, metric: str) -> dict[int, tuple[str, bool]]:

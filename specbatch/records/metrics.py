@@ -53,6 +53,8 @@ class Metric:
     is_median       the median over the requests of that field, not its mean
     part, field     mean, median, p90, ... or max of the values of `field` in the rows of requests; "" of other metrics
     is_time         depends on the clock, so that it varies between repeats; other metrics follow from the prompts
+    counts_only     what the denominator is limited to, so that it depends on the drafts: "drafts", or "drafted"
+                    (verifies with drafts). Two runs whose drafts differ in that cannot be compared by it
     """
 
     key: str
@@ -67,6 +69,7 @@ class Metric:
     per_request: tuple[str, str | None] | None = None
     is_median: bool = False
     is_time: bool = True
+    counts_only: Literal["", "drafts", "drafted"] = ""
     part: str = ""
     field: str = ""
 
@@ -311,6 +314,7 @@ _ALL = (
         decimals=3,
         per_request=("accepted", "drafted"),
         is_time=False,
+        counts_only="drafts",
     ),
     Metric(
         "untrimmed_accept_length",
@@ -323,6 +327,7 @@ _ALL = (
         better="higher",
         decimals=3,
         is_time=False,
+        counts_only="drafted",
     ),
     Metric(
         "untrimmed_accept_rate",
@@ -334,6 +339,7 @@ _ALL = (
         better="higher",
         decimals=3,
         is_time=False,
+        counts_only="drafts",
     ),
     Metric(
         "first_draft_accept_rate",
@@ -344,6 +350,7 @@ _ALL = (
         better="higher",
         decimals=3,
         is_time=False,
+        counts_only="drafted",
     ),
     Metric(
         "rows_per_verify",
@@ -376,6 +383,7 @@ _ALL = (
         decimals=3,
         per_request=("corpus_emitted", "corpus_verifies"),
         is_time=False,
+        counts_only="drafted",
     ),
     Metric(
         "corpus_accept_rate",
@@ -387,6 +395,7 @@ _ALL = (
         decimals=3,
         per_request=("corpus_accepted", "corpus_drafted"),
         is_time=False,
+        counts_only="drafts",
     ),
     _count("verify_steps", "verifies", "Verifies from which at least one token was kept.", unit=""),
     _count("drafted_tokens", "drafted tokens", "Drafts that count in the accept rate."),
@@ -633,11 +642,11 @@ RELATIVE: dict[str, Metric] = {
             "speedup",
             "",
             "Output throughput over that of the baseline: the geometric mean of the ratios of the rounds that both "
-            "measured, with its 95% interval (a t interval of their logarithms). The baseline is the configuration "
-            "without speculation that has the same prefill graphs; where there is none, and for configurations without "
-            "speculation, the one named `baseline`, else the first without speculation, else the first. It counts "
-            "prompts, which drafting does not make faster. Sections of `bench` compare decode tok/s, full-batch steps "
-            "or TTFT instead.",
+            "measured, with its 95% interval (a t interval of their logarithms; with --until-precise a confidence "
+            "sequence). The baseline is the configuration without speculation that has the same prefill graphs; where "
+            "there is none, and for configurations without speculation, the one named `baseline`, else the first "
+            "without speculation, else the first. It counts prompts, which drafting does not make faster. Sections of "
+            "`bench` compare decode tok/s, full-batch steps or TTFT instead.",
             "output tok/s / output tok/s of the baseline",
             better="higher",
             decimals=2,

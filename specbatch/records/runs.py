@@ -131,7 +131,8 @@ def load_run(setting: str, path: Path, read_rows: ReadRows) -> Run:
         point.paths.append(folder)
         point.records.append(record)
     points = {key: _without_failures(point) for key, point in points.items()}
-    missing = Counter(PointKey("", point.configuration, point.concurrency) for point in unfinished(path, setting))
+    with unpacked(setting, path) as files:
+        missing = Counter(PointKey("", point.configuration, point.concurrency) for point in unfinished(files, setting))
     return Run(path, points, missing)
 
 

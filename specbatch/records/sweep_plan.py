@@ -77,7 +77,7 @@ def folder_name(configuration: str) -> str:
 
 
 def points(configurations: Iterable[str], options: Rounds, folder: Path | None = None) -> Iterator[Point]:
-    """In the order in which they run: A B C A B C at each concurrency.
+    """In the order in which they run: A B C C B A at each concurrency.
 
     folder: of the sweep, with the rounds that it has begun beyond `options.repeats` (--until-precise).
     """
@@ -91,8 +91,10 @@ def rounds_at(concurrency: int, repeats: int, folder: Path) -> int:
 
 
 def round_of(configurations: Iterable[str], concurrency: int, repeat: int) -> Iterator[Point]:
-    """The points of one round."""
-    return (Point(name, place, concurrency, repeat) for place, name in enumerate(configurations))
+    """The points of one round. Every second one runs in the opposite order, so that a steady drift of the machine slows
+    no configuration more than another."""
+    every = [Point(name, place, concurrency, repeat) for place, name in enumerate(configurations)]
+    return iter(every if repeat % 2 else reversed(every))
 
 
 def _points(
@@ -160,6 +162,7 @@ def unfinished(run: Path, setting: str = "folder") -> list[Point]:
         plan = _read_plan(setting, path, "move it away or run the sweep again")
         every = list(_points(list(plan["configurations"]), plan["concurrency"], plan["repeats"], path.parent))
         missing = [point for point in every if not point.is_finished(path.parent)]
+        missing.sort(key=lambda point: (plan["concurrency"].index(point.concurrency), point.repeat, point.place))
         found += [point for point in missing if point.folder(path.parent).is_relative_to(place)]
     return found
 

@@ -4,6 +4,8 @@
     loses       it excludes zero on the worse side
     undecided   it contains zero
     one repeat  a time of one run per side, which does not show how much it varies between runs
+    not interleaved  it excludes zero, but all runs of one side were after those of the other: the difference may come
+                from the machine
     not judged  there is no interval for another reason; `Interval.over` is that reason
 
 `verdict_of` is the only place that decides, from an interval of `specbatch.records.intervals`. `sweep`, `bench`,
@@ -13,14 +15,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from specbatch.records.intervals import Interval, in_common, interval, over_logs
+from specbatch.records.estimates import Estimate
+from specbatch.records.intervals import Interval, in_common, interval, over_logs, were_added, were_interleaved
 from specbatch.records.metrics import Better, Metric
 from specbatch.records.runs import Replicates
 
 PAYS, LOSES, UNDECIDED, ONE_REPEAT, NOT_JUDGED = "pays", "loses", "undecided", "one repeat", "not judged"
+NOT_INTERLEAVED = "not interleaved"
 _MOST = 700.0  # exp of more overflows
 
 
@@ -32,6 +36,8 @@ def verdict_of(difference: Interval, better: Better | None = "higher") -> str:
         return NOT_JUDGED
     if not difference.excludes_zero:
         return UNDECIDED
+    if not difference.interleaved:
+        return NOT_INTERLEAVED
     return PAYS if (difference.low > 0) == (better == "higher") else LOSES
 
 
@@ -45,6 +51,8 @@ class Speedup:
                relative to the mean of `before`. It excludes 1 where the verdict is PAYS or LOSES. None without an
                interval, as with one repeat
     repeats    of the side with fewer
+    estimate   that the interval follows from, of the logarithm of the ratio; with `relative_to`, the mean of `before`,
+               of the difference
     """
 
     ratio: float
@@ -52,17 +60,17 @@ class Speedup:
     high: float | None
     verdict: str
     repeats: int
+    estimate: Estimate | None = field(default=None, compare=False)
+    relative_to: float | None = field(default=None, compare=False)
+
+    def on_its_scale(self, ratio: float) -> float:
+        """A ratio on the scale of `estimate`."""
+        return math.log(ratio) if self.relative_to is None else (ratio - 1) * self.relative_to
 
     @property
     def precision(self) -> float | None:
         """Half the length of the interval."""
         return None if self.low is None or self.high is None else (self.high - self.low) / 2
-
-    def verdict_against(self, bound: float, better: Better | None) -> str:
-        """The verdict on the difference of the ratio from `bound`; from 1 it is `verdict`."""
-        if self.low is None or self.high is None or self.verdict in (ONE_REPEAT, NOT_JUDGED):
-            return self.verdict
-        return verdict_of(Interval(self.low - bound, self.high - bound, ""), better)
 
     def __str__(self) -> str:
         """For a table: "1.83 (1.77-1.89)", or "1.83 (one repeat)" where the verdict is no more than that."""
@@ -82,16 +90,23 @@ class Speedup:
         return next((n for n in (2, 3) if all((round(end, n) == 1) == (end == 1) for end in ends)), 4)
 
 
-def speedup_over_runs(before: list[float], after: list[float], better: Better | None, *, paired: bool) -> Speedup:
-    """Of positive values, one per run. paired: run by run."""
+def speedup_over_runs(
+    before: list[float],
+    after: list[float],
+    better: Better | None,
+    *,
+    paired: bool,
+    interleaved: bool = True,
+    anytime: bool = False,
+) -> Speedup:
+    """Of positive values, one per run. paired: run by run; interleaved, anytime: as for `Interval` and `over_logs`."""
     repeats = min(len(before), len(after))
     if repeats < 2:
         return Speedup(fmean(after) / fmean(before), None, None, ONE_REPEAT, repeats)
-    logs = over_logs(before, after, paired=paired)
-    assert logs.low is not None
-    assert logs.high is not None
+    logs = replace(over_logs(before, after, paired=paired, anytime=anytime), interleaved=interleaved)
+    low, high = (None if end is None else _exp(end) for end in (logs.low, logs.high))
     ratio = math.exp(fmean(map(math.log, after)) - fmean(map(math.log, before)))
-    return Speedup(ratio, _exp(logs.low), _exp(logs.high), verdict_of(logs, better), repeats)
+    return Speedup(ratio, low, high, verdict_of(logs, better), repeats, logs.estimate)
 
 
 def speedup_of(
@@ -106,10 +121,17 @@ def speedup_of(
     repeats = min(len(old.records), len(new.records))
     past, now = ([record.metrics[metric.key] or 0.0 for record in point.records] for point in (old, new))
     if metric.is_time and repeats > 1 and min(*past, *now) > 0:
-        return speedup_over_runs(past, now, metric.better, paired=old.rounds == new.rounds)
+        return speedup_over_runs(
+            past,
+            now,
+            metric.better,
+            paired=old.rounds == new.rounds,
+            interleaved=were_interleaved(old.records, new.records),
+            anytime=were_added(old, new),
+        )
     found = difference or interval(metric, before, after)
     low, high = (None if end is None else 1 + end / base for end in (found.low, found.high))
-    return Speedup(own / base, low, high, verdict_of(found, metric.better), repeats)
+    return Speedup(own / base, low, high, verdict_of(found, metric.better), repeats, found.estimate, base)
 
 
 def _exp(value: float) -> float:

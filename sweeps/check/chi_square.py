@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -62,17 +62,6 @@ def smallest_distance(freedom: int, count: int, alpha: float, power: float) -> f
         return _chance_above(critical * whole / spread, whole * whole / spread)
 
     return math.sqrt(_bisect(lambda value: detects(value) < power, 10.0 * critical) / count) / 2
-
-
-def holm(p_values: Sequence[float], alpha: float) -> list[bool]:
-    """Which of several tests reject at the family-wise level `alpha` (Holm 1979)."""
-    order = sorted(range(len(p_values)), key=p_values.__getitem__)
-    rejected = [False] * len(p_values)
-    for rank, place in enumerate(order):
-        if p_values[place] > alpha / (len(p_values) - rank):
-            break
-        rejected[place] = True
-    return rejected
 
 
 def total(parts: Iterable[ChiSquare]) -> ChiSquare:

@@ -25,10 +25,11 @@ from specbatch.jobs.configurations import load_engine
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
 from specbatch.plurals import counted
 from specbatch.progress import Report
+from specbatch.records.estimates import holm
 from specbatch.records.markdown import acceptance_table, markdown_table
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.check import prompts as check_prompts
-from specbatch.sweeps.check.chi_square import ChiSquare, holm, of_counts, smallest_distance, total
+from specbatch.sweeps.check.chi_square import ChiSquare, of_counts, smallest_distance, total
 from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.referee import Referee, plan_referee
 from specbatch.sweeps.check.run import Progress, refuse_simulated
@@ -90,7 +91,7 @@ class SampledReport:
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         found = [row for item in self.tested for row in item.rows()]
-        wrong = holm([row["p_value"] for row in found], ALPHA)
+        wrong = [p <= ALPHA for p in holm([row["p_value"] for row in found])]
         return [row | {"deviates": deviates} for row, deviates in zip(found, wrong, strict=True)]
 
     @property

@@ -19,14 +19,14 @@ def median_seconds(run: Call, device: torch.device, repeats: int = 20) -> float:
 def interleaved_seconds(
     runs: Mapping[str, Call], device: torch.device, repeats: int, *, warm_ups: int = 3, pause_s: float = 0.0
 ) -> dict[str, list[float]]:
-    """Times of each callable over `repeats` rounds A B C A B C, after rounds that warm up.
+    """Times of each callable over `repeats` rounds A B C C B A, after rounds that warm up.
 
     pause_s: idle seconds before each run, so that a GPU at its power limit gets its clock back.
     """
     timed = _on_device if device.type == "cuda" else _on_host
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(warm_ups + repeats):
-        for name, run in runs.items():
+    for round in range(warm_ups + repeats):
+        for name, run in reversed(runs.items()) if round % 2 else runs.items():
             time.sleep(pause_s)
             seconds[name].append(timed(run))
     return {name: values[warm_ups:] for name, values in seconds.items()}

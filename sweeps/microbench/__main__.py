@@ -1,6 +1,6 @@
 """Command line of the benchmarks of single operations: `python -m specbatch.sweeps.microbench --help`.
 
-Each number is a median, with the smallest and largest. Variants of an operation run interleaved, A B C A B C; on a GPU
+Each number is a median, with the smallest and largest. Variants of an operation run interleaved, A B C C B A; on a GPU
 each is the replay of a CUDA graph over more data than the L2 cache holds. Floors are measured in the same run.
 """
 

@@ -1,6 +1,6 @@
 """Acceptance of a sweep as a table of its own: no column depends on the speed of the machine.
 
-A number is over the requests of all repeats. The interval of the accept length is a bootstrap over prompts.
+A number is over the requests of all repeats. The interval of the accept length is a jackknife over prompts.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from specbatch.core.sampling_params import sampling_text
-from specbatch.records.intervals import CONFIDENCE, Interval, Sample, over_prompts, sample
-from specbatch.records.markdown import acceptance_cells, acceptance_note, markdown_table
+from specbatch.records.estimates import CONFIDENCE
+from specbatch.records.intervals import Interval, Sample, over_prompts, sample
+from specbatch.records.markdown import acceptance_cells, denominators_note, markdown_table
 from specbatch.records.metrics import ACCEPTANCE
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.notes import Note
 from specbatch.sweeps.report.summaries import heading
-from specbatch.sweeps.report.tables import about, counters_of, points_of
+from specbatch.sweeps.report.tables import about, points_of
 
 COUNTS = ("output_tokens", "verify_steps", "emitted", "drafted", "accepted")
 _LISTS = tuple(ACCEPTANCE)[1:]  # by draft position, number of tokens or context; the first is verify_steps
@@ -67,12 +68,11 @@ def acceptance_markdown(records: list[RunRecord], rows: list[Row], notes: list[N
     ]
     lines = "".join(f"* {note}\n" for note in notes if note.warning in WARNINGS)
     sampling = sampling_text(records[0].workload.get("sampling"))
-    note = acceptance_note(counters_of(records))
     parts = (
         heading(about(records)),
-        f"Acceptance, {sampling}; intervals are a bootstrap over prompts:\n",
+        f"Acceptance, {sampling}; intervals are over prompts (jackknife):\n",
         f"{markdown_table(body, HEADINGS)}\n",
-        f"{note}\n" if note else "",
+        f"{counted}\n" if (counted := denominators_note(record.counters for record in records)) else "",
         lines,
     )
     return "\n".join(filter(None, parts))

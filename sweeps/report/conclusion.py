@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from specbatch.records.bases import base_in_words
-from specbatch.records.verdicts import ONE_REPEAT, UNDECIDED, Speedup
+from specbatch.records.verdicts import NOT_INTERLEAVED, ONE_REPEAT, UNDECIDED, Speedup
 
 
 def conclusion(speedups: Mapping[tuple[Any, ...], Speedup], bases: Mapping[str, str]) -> list[str]:
@@ -31,7 +32,8 @@ def _part(name: str, speedup: Speedup, base: str) -> str:
         return f"{name} is {speedup.ratio:.2f} times {base}"
     if speedup.verdict == UNDECIDED:
         return f"no difference is shown between {name} and {base} ({speedup.interval_text} times)"
-    return f"{name} is {speedup} times {base}"
+    marked = f", {speedup.verdict}" if speedup.verdict == NOT_INTERLEAVED else ""
+    return f"{name} is {speedup} times {base}{marked}"
 
 
 def _caveat(speedups: Iterable[Speedup]) -> Iterator[str]:
@@ -49,7 +51,8 @@ def precision_sentences(known: Mapping[tuple[Any, ...], float], wanted: float) -
         ours = {name: share for (number, name), share in known.items() if number == concurrency}
         reached = all(share <= wanted for share in ours.values())
         verdict = "within" if reached else "STILL NOT WITHIN"
-        parts = ", ".join(f"{name} ±{100 * share:.2g}%" for name, share in ours.items())
+        known_to = {name: f"±{100 * share:.2g}%" if math.isfinite(share) else "unknown" for name, share in ours.items()}
+        parts = ", ".join(f"{name} {text}" for name, text in known_to.items())
         text = f"Concurrency {concurrency}: the 95% intervals of the ratios are {verdict} ±{100 * wanted:g}%: {parts}"
         sentences.append(f"{text}." if reached else f"{text}; a larger --most-repeats adds rounds.")
     return sentences

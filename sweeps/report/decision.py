@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from specbatch.records.intervals import CONFIDENCE
+from specbatch.records.estimates import CONFIDENCE
 from specbatch.records.metrics import METRICS, RELATIVE
 from specbatch.records.verdicts import ONE_REPEAT, Speedup
 

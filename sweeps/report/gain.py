@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from specbatch.algorithms import causes_of_low_acceptance
-from specbatch.records.intervals import CONFIDENCE
+from specbatch.records.estimates import CONFIDENCE
 from specbatch.records.run_record import RunRecord
 from specbatch.records.verdicts import LOSES, ONE_REPEAT, PAYS, Speedup, speedup_over_runs
 from specbatch.sweeps.report.notes import Note
@@ -49,10 +49,16 @@ class Gain:
         return not self.measures_step and self.share < -tolerance and self.speedup.verdict in (LOSES, ONE_REPEAT)
 
 
-def gain_of(repeats: Iterable[tuple[float | None, float | None]], simulated: float | None = None) -> Gain | None:
+def gain_of(
+    repeats: Iterable[tuple[float | None, float | None]],
+    simulated: float | None = None,
+    *,
+    interleaved: bool = True,
+    anytime: bool = False,
+) -> Gain | None:
     """The gain from (accept length, break-even) of each repeat; None where a repeat has both in none.
 
-    simulated: the mean of simulated accept lengths.
+    simulated: the mean of simulated accept lengths; interleaved, anytime: as for `speedup_over_runs`.
     """
     pairs = [
         (accepted, needed)
@@ -62,7 +68,7 @@ def gain_of(repeats: Iterable[tuple[float | None, float | None]], simulated: flo
     if not pairs:
         return None
     accepted, needed = ([pair[side] for pair in pairs] for side in (0, 1))
-    speedup = speedup_over_runs(needed, accepted, "higher", paired=True)
+    speedup = speedup_over_runs(needed, accepted, "higher", paired=True, interleaved=interleaved, anytime=anytime)
     return Gain(fmean(accepted), fmean(needed), speedup, simulated == 1)
 
 

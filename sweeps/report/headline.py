@@ -1,4 +1,4 @@
-"""The result of a sweep in one sentence: the largest speedup shown, and where the same configuration has none."""
+"""The result of a sweep in a sentence: the largest speedup shown, the same configuration elsewhere, and what loses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specbatch.plurals import listed
 from specbatch.records.bases import base_in_words
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
-from specbatch.records.verdicts import LOSES, ONE_REPEAT, PAYS, UNDECIDED, Speedup
+from specbatch.records.verdicts import LOSES, NOT_INTERLEAVED, ONE_REPEAT, PAYS, UNDECIDED, Speedup
 from specbatch.sweeps.report.tables import bases, points_of, speedups_of
 
 _VERDICTS = {PAYS: "also pays", UNDECIDED: "is undecided", LOSES: "loses"}
@@ -31,11 +31,13 @@ def _compared(speedups: Mapping[tuple[Any, ...], Speedup], over: Mapping[str, st
     if best.verdict == ONE_REPEAT:
         return f"{name} generates {best.ratio:.2f} {amount}, in one repeat, which does not show how much that varies."
     rest = _elsewhere({size: one for (size, which), one in speedups.items() if which == name and size != concurrency})
+    rest += _losses({point: one for point, one in speedups.items() if point[1] != name and one.verdict == LOSES})
     if best.verdict == PAYS:
         return f"{name} generates {best} {amount}{rest}."
     other = base if len({*over.values()}) == 1 else "the one that it is compared with"
     none = f"No configuration is shown to generate more tokens per second than {other}"
-    return f"{none}; {name} comes closest, with {best} {amount}{rest}."
+    marked = f" ({best.verdict})" if best.verdict in (LOSES, NOT_INTERLEAVED) else ""
+    return f"{none}; {name} comes closest, with {best} {amount}{marked}{rest}."
 
 
 def _elsewhere(others: Mapping[int, Speedup]) -> str:
@@ -45,6 +47,14 @@ def _elsewhere(others: Mapping[int, Speedup]) -> str:
         if sizes := [str(size) for size, one in others.items() if one.verdict == verdict]:
             parts.append(f"{words} at {listed(sizes)}")
     return f"; it {listed(parts)}" if parts else ""
+
+
+def _losses(lost: Mapping[tuple[Any, ...], Speedup]) -> str:
+    """Where other configurations are shown to lose."""
+    found: dict[str, list[str]] = {}
+    for (size, name), one in lost.items():
+        found.setdefault(name, []).append(f"{size} ({one.interval_text})")
+    return "".join(f"; {name} loses at {listed(places)}" for name, places in found.items())
 
 
 def _fastest(records: list[RunRecord]) -> str:

@@ -28,7 +28,7 @@ from specbatch.records.answers import is_evaluated
 from specbatch.records.archive import SUFFIX, unpacked
 from specbatch.records.bases import bases_sentence
 from specbatch.records.low_acceptance import is_low
-from specbatch.records.markdown import acceptance_cells, acceptance_note
+from specbatch.records.markdown import acceptance_cells, denominators_note
 from specbatch.records.metrics import ACCEPTANCE, glossary
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Point, unfinished
@@ -54,7 +54,6 @@ from specbatch.sweeps.report.tables import (
     about,
     as_json,
     bases,
-    counters_of,
     grouped_tables,
     load_records,
     losses_of,
@@ -183,7 +182,7 @@ def page(
         compared_with=bases_sentence(over),
         summaries=summary_tables(serving),
         acceptance=_acceptance(records),
-        acceptance_note=acceptance_note(counters_of(records)),
+        acceptance_note=denominators_note(record.counters for record in records),
         groups=[(f"By {titles[2]}", *_named(titles, body)) for titles, body in grouped_tables(records)],
         sampling=sampling_text(records[0].workload.get("sampling")),
         blocks={name_of(row): block(row) for row in serving},

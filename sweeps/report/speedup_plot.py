@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specbatch.records.bases import base_in_words, bases_sentence
-from specbatch.records.intervals import CONFIDENCE
+from specbatch.records.estimates import CONFIDENCE
 from specbatch.records.verdicts import LOSES, PAYS, Speedup
 from specbatch.sweeps.report.plot_style import INK, Looks, Plot, beside, legend, panels
 

@@ -21,7 +21,7 @@ from specbatch.config import Graphs
 from specbatch.core.sampling_params import sampling_text
 from specbatch.errors import refuse
 from specbatch.records.bases import bases_of, bases_sentence
-from specbatch.records.intervals import of_ratios
+from specbatch.records.intervals import of_ratios, were_interleaved
 from specbatch.records.markdown import acceptance_table, markdown_table
 from specbatch.records.metrics import METRICS, RELATIVE, Metric
 from specbatch.records.run_record import RunRecord
@@ -135,13 +135,15 @@ def bases(records: list[RunRecord]) -> dict[str, str]:
 
 def gains_of(records: list[RunRecord], view: View = SWEEP) -> dict[tuple[Any, ...], Gain | None]:
     """What speculation gains by its steps at each (concurrency, configuration); None where that is unknown."""
-    points, needed = points_of(records), _break_evens(records, view)
+    points, over, needed = points_of(records), bases(records), _break_evens(records, view)
     return {
-        point: gain_of(
+        (concurrency, name): gain_of(
             ((record.metrics.get("accept_length"), needed.get(_run(record))) for record in repeats),
             repeats[0].simulated_accept_length,
+            interleaved=were_interleaved(points.get((concurrency, over[name]), repeats), repeats),
+            anytime=wanted_precision(records) is not None,
         )
-        for point, repeats in points.items()
+        for (concurrency, name), repeats in points.items()
     }
 
 
@@ -164,7 +166,12 @@ def speedups_of(records: list[RunRecord], view: View = SWEEP) -> dict[tuple[Any,
 def precision_of(records: list[RunRecord]) -> dict[tuple[Any, ...], float]:
     """How exactly the ratios of output tok/s of `speedups_of` are known: half the length of their intervals."""
     found = {point: speedup.precision for point, speedup in speedups_of(records).items()}
-    return {point: precision for point, precision in found.items() if precision is not None}
+    return {point: math.inf if precision is None else precision for point, precision in found.items()}
+
+
+def wanted_precision(records: list[RunRecord]) -> float | None:
+    """Of --until-precise; None where no rounds were to be added. Of a continued sweep with several, the largest."""
+    return max((wanted for record in records if (wanted := record.workload.get("until_precise"))), default=None)
 
 
 def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
@@ -199,7 +206,8 @@ def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
     rows.insert(0, "simulated_acceptance", groups.simulated_acceptance.first())
     rows.insert(0, "simulated_accept_length", groups.simulated_accept_length.first())
     rows[f"{first}_min"], rows[f"{first}_max"] = groups[first].min(), groups[first].max()
-    middles = [of_ratios(list(values.dropna())) for _, values in groups.break_even]
+    added = wanted_precision(records) is not None
+    middles = [of_ratios(list(values.dropna()), anytime=added) for _, values in groups.break_even]
     for place, end in enumerate(("", "_low", "_high")):
         rows[f"break_even{end}"] = [_or_nan(numbers[place]) for numbers in middles]
     gains, speedups = gains_of(records, view), speedups_of(records, view)
@@ -269,7 +277,7 @@ def _sentences(records: list[RunRecord], over: Mapping[str, str]) -> list[str]:
     """What is compared with what, if that is not the same for all; the conclusion; and how exactly the ratios are known
     if that was asked for."""
     sentences = [*filter(None, [bases_sentence(over)]), *conclusion(speedups_of(records), over)]
-    wanted = max((record.workload.get("until_precise") or 0.0 for record in records), default=0.0)
+    wanted = wanted_precision(records)
     return sentences + (precision_sentences(precision_of(records), wanted) if wanted else [])
 
 

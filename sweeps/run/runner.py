@@ -46,8 +46,9 @@ CPU_WARM_UP = 4  # requests and tokens: a CPU has nothing to compile, and a whol
 class SweepOptions:
     """Which points are run: each configuration at each concurrency, `repeats` times.
 
-    until_precise   adds rounds at each concurrency until the 95% interval of every ratio to the baseline is at most
-                    this (0.02: ±2%), or `most_repeats` rounds have run; None: adds none
+    until_precise   adds rounds at each concurrency until the 95% interval of every ratio to the baseline, which is
+                    valid at every number of rounds (`specbatch.records.estimates`), is at most this (0.02: ±2%), or
+                    `most_repeats` rounds have run; None: adds none
     section         the name of this sweep in a bench, which consists of several
     """
 

@@ -39,6 +39,12 @@ def test_baseline_comes_before_others_with_the_same_prefill_graphs() -> None:
     assert bases_of({"plain": plain["baseline"]} | plain | named(BASE, ("v1",)))["v1"] == "baseline"
 
 
+def test_of_several_with_the_same_prefill_graphs_the_first_is_the_base() -> None:
+    plain, drafting = (named(BASE, (name,))[name] for name in ("baseline+piecewise", "v2+piecewise"))
+    configs = named(BASE, ("baseline",)) | {"first": plain, "second": plain, "drafts": drafting}
+    assert bases_of(configs)["drafts"] == bases_of(records_of(configs))["drafts"] == "first"
+
+
 def test_servers_are_compared_with_the_baseline_else_with_the_first() -> None:
     """Their prefill graphs are unknown, whatever a record has in their place."""
     servers = records_of(named(BASE, ALL), server="s")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,8 +12,9 @@ from hypothesis import strategies as st
 from made_runs import make_record, metrics_of
 from scipy import stats
 
-from specbatch.records.intervals import Sample, over_prompts, over_runs, sample
+from specbatch.records.intervals import Sample, interval, over_logs, over_prompts, over_runs, sample
 from specbatch.records.metrics import METRICS
+from specbatch.records.runs import Replicates
 
 
 @given(
@@ -43,26 +47,62 @@ def test_pairing_removes_the_variance_between_prompts():
     assert others.over.endswith("unpaired")
 
 
-def test_bootstrap_has_the_distribution_of_all_resamples():
-    """Of ten prompts of which one differs, a resample holds it k times with a binomial probability."""
-    top = np.zeros(10)
-    new = top.copy()
-    new[3] = 10.0  # the mean difference of a resample is k
-    samples = [Sample(part, np.ones(10), tuple(range(10))) for part in (top, new)]
-    exact = stats.binom(10, 0.1).ppf([0.025, 0.975])
-    found = over_prompts(*samples)
-    assert (found.low, found.high) == tuple(exact) == (0.0, 3.0)
-    assert over_prompts(*samples) == found  # a fixed seed
+def test_interval_of_a_ratio_of_sums_is_the_jackknife_with_t():
+    draw = np.random.default_rng(4)
+    bottom = draw.integers(1, 30, 12).astype(float)
+    old, new = (Sample(draw.uniform(1, 4, 12) * bottom, bottom, tuple(range(12))) for _ in range(2))
+
+    def change(keep):
+        ratios = [side.top[keep].sum() / side.bottom[keep].sum() for side in (old, new)]
+        return ratios[1] - ratios[0]
+
+    every = np.arange(12)
+    left_out = np.array([change(every != place) for place in every])
+    half = stats.t.ppf(0.975, 11) * math.sqrt(11 / 12 * ((left_out - left_out.mean()) ** 2).sum())
+    found = over_prompts(old, new)
+    assert (found.low, found.high) == pytest.approx((change(every) - half, change(every) + half))
 
 
-def test_bootstrap_interval_is_at_95_percent():
-    """The mean of many differences is normal, so that the ends are 1.96 standard errors away (at 90%, 1.64)."""
-    change = np.random.default_rng(5).normal(size=400)
-    zeros, ones = np.zeros(400), np.ones(400)
-    found = over_prompts(*[Sample(top, ones, tuple(range(400))) for top in (zeros, change)])
-    error = change.std() / np.sqrt(len(change))
-    ends = [(end - change.mean()) / error for end in (found.low, found.high)]
-    assert ends == pytest.approx([-1.96, 1.96], abs=0.15)
+def test_bootstrap_of_medians_has_the_distribution_of_all_resamples():
+    """Of eleven prompts of which five are slow, the median of a resample is slow if it holds six slow ones or more."""
+    top = np.array([0.0] * 6 + [10.0] * 5)
+    zeros, ones = np.zeros(11), np.ones(11)
+    samples = [Sample(part, ones, tuple(range(11))) for part in (zeros, top)]
+    found = over_prompts(*samples, median=True)
+    assert (found.low, found.high) == (0.0, 10.0)
+    assert over_prompts(*samples, median=True) == found  # a fixed seed
+    rare = np.array([0.0] * 10 + [10.0])
+    found = over_prompts(samples[0], Sample(rare, ones, tuple(range(11))), median=True)
+    assert (found.low, found.high) == (0.0, 0.0), "the mean of resamples varies, the median does not"
+
+
+def test_median_of_a_metric_is_not_compared_as_a_ratio_of_sums():
+    """One prompt is slow: the means differ, the medians do not."""
+    old, new = ([metrics_of(ttft=0.1 + place / 100) for place in range(12)] for _ in range(2))
+    new[0].ttft_s = 60.0
+    points = [Replicates([Path(name)], [make_record(rows)]) for name, rows in (("old", old), ("new", new))]
+    found = {name: interval(METRICS[name], *points) for name in ("mean_ttft_s", "median_ttft_s")}
+    assert found["mean_ttft_s"].high > 5
+    assert found["median_ttft_s"].high < 0.1
+
+
+@pytest.mark.parametrize("median", [False, True])
+@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize("prompts", [10, 20])
+def test_intervals_over_few_prompts_hold(prompts, paired, median):
+    """Equal drafts: 5% of the intervals may exclude no difference (600 samples)."""
+    draw, decided = np.random.default_rng(6), 0
+
+    def side(rate, length):
+        verifies = np.maximum(1, draw.poisson(length))
+        top = verifies + draw.binomial(3 * verifies, rate)
+        return Sample(top.astype(float), verifies.astype(float), tuple(range(prompts)) if paired else None)
+
+    for _ in range(600 if not median else 150):
+        mixes = [(draw.beta(2, 2, prompts), draw.gamma(1.2, 15, prompts) + 2) for _ in range(2)]
+        found = over_prompts(side(*mixes[0]), side(*mixes[not paired]), median=median)
+        decided += found.excludes_zero
+    assert decided / (600 if not median else 150) <= 0.07
 
 
 def test_few_prompts_have_no_interval():
@@ -73,7 +113,7 @@ def test_few_prompts_have_no_interval():
 
 def test_metrics_of_few_prompts_have_no_interval():
     bottom = np.zeros(12)
-    bottom[0] = 1.0  # many resamples lack the only prompt that drafted
+    bottom[:9] = 1.0  # three prompts drafted nothing
     found = over_prompts(*[Sample(bottom, bottom, tuple(range(12)))] * 2)
     assert (found.low, found.over) == (None, "too few prompts have it")
 
@@ -91,6 +131,60 @@ def test_intervals_over_runs_by_hand():
     assert (found.over, within.over) == ("3 and 3 runs", "3 runs, paired by round")
     assert over_runs([2.0, 2.0], [3.0, 3.0]).low == 1.0  # without variance there is no t
     assert over_runs([2.0, 5.0], [3.0, 6.0], paired=True).high == 1.0
+
+
+def test_interval_of_a_ratio_over_unpaired_runs_is_that_of_logarithms():
+    old, new = [100.0, 110.0, 95.0], [130.0, 180.0, 150.0]
+    logs = [np.log(values) for values in (old, new)]
+    ends = stats.ttest_ind(logs[1], logs[0], equal_var=False).confidence_interval(0.95)
+    found = over_logs(old, new)
+    assert (found.low, found.high) == pytest.approx((ends.low, ends.high))
+    assert found.over == "3 and 3 runs"
+
+
+def test_runs_that_were_added_until_precise_have_wider_intervals():
+    old, new = [10.0, 12.0, 14.0], [20.0, 21.0, 25.0]
+    for compare in (over_runs, over_logs):
+        for paired in (True, False):
+            plain, added = (compare(old, new, paired=paired, anytime=anytime) for anytime in (False, True))
+            assert added.low < plain.low < plain.high < added.high
+    two = over_logs([10.0, 11.0], [20.0, 23.0], paired=True, anytime=True)
+    assert (two.low, two.over) == (None, "2 runs, paired by round: --until-precise needs three")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "alike"),
+    [
+        ({}, {}, True),
+        ({}, {"schedule": "v2"}, True),
+        ({"algorithm": "standalone"}, {}, False),
+        ({"draft_tokens": 5}, {"draft_tokens": 3}, False),
+        ({"draft_tokens": "auto"}, {"draft_tokens": "auto"}, False),  # chosen by step times
+        ({"ngram_max": 8}, {}, False),
+        ({"corpus": "run"}, {}, False),
+        ({"verify_budget": 2.0}, {}, False),
+    ],
+)
+def test_accept_rates_of_other_drafts_are_not_compared(before, after, alike):
+    points = []
+    for name, settings in (("old", before), ("new", after)):
+        record = make_record([metrics_of() for _ in range(12)])
+        record.config["speculation"] |= settings
+        points.append(Replicates([Path(name)], [record]))
+    found = interval(METRICS["accept_rate"], *points)
+    assert (found.low is not None) == alike
+    assert alike or found.over == "rates of other drafts (drafted tokens)"
+    assert interval(METRICS["accept_length"], *points).low is not None
+
+
+def test_accept_rates_of_other_default_shapes_are_not_compared():
+    points = [Replicates([Path("a")], [make_record([metrics_of() for _ in range(12)])]) for _ in range(2)]
+    for point, shape in zip(points, ("a chain of 3", "a chain of 5"), strict=True):
+        point.records[0].caps["draft_shape"] = shape
+    assert interval(METRICS["accept_rate"], *points).low is None
+    points[1].records[0].config["speculation"]["draft_tokens"] = 3  # the default of the other, named
+    points[1].records[0].caps["draft_shape"] = "a chain of 3"
+    assert interval(METRICS["accept_rate"], *points).low is not None
 
 
 # Samples give the metrics of the record

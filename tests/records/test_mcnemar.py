@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from math import comb
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import make_report
 
-from specbatch.records.mcnemar import Changes, changes, detectable_drop, found_with
+from specbatch.records.mcnemar import Changes, changes, detectable_drop, found_with, questions_for
 
 
 def some(lost: int, gained: int, n: int = 100) -> Changes:
@@ -35,9 +37,49 @@ def test_interval_contains_zero_unless_the_test_is_significant(lost, gained):
     assert low <= found.delta <= high
     assert (low <= 0 <= high) == (found.p_changed() >= 0.05)
     mirrored = some(gained, lost).interval()
-    assert (low, high) == pytest.approx((-mirrored[1], -mirrored[0]), abs=1e-12)
-    assert -found.changed / found.n - 1e-12 <= low
+    assert (low, high) == pytest.approx((-mirrored[1], -mirrored[0]), abs=1e-9)
+    assert -1 <= low < high <= 1
     assert found.right_after - found.right_before == gained - lost
+
+
+@pytest.mark.parametrize("n", [1, 3, 40, 400])
+def test_interval_of_unchanged_answers_has_the_width_that_their_number_allows(n):
+    """Wilson's upper limit of a share of which none was seen; the exact one of 40 is 8.8%."""
+    low, high = some(0, 0, n).interval()
+    assert (-low, high) == pytest.approx((1.959964**2 / (n + 1.959964**2),) * 2)
+    assert n != 40 or high == pytest.approx(1 - 0.025 ** (1 / 40), abs=0.001)
+
+
+def test_interval_is_that_of_the_score_test():
+    """Tango's statistic at both ends is that of 95%, the shares maximizing the likelihood found by a search."""
+    found = some(12, 3, 50)
+    for end in found.interval():
+        shares = np.linspace(max(0, -end), (1 - end) / 2, 200_001)[1:-1]  # of lost answers
+        likelihood = 12 * np.log(shares) + 3 * np.log(shares + end) + 35 * np.log(1 - 2 * shares - end)
+        lost = shares[np.nanargmax(likelihood)]
+        assert abs(3 - 12 - 50 * end) / math.sqrt(50 * (2 * lost + end * (1 - end))) == pytest.approx(1.96, abs=1e-3)
+
+
+@pytest.mark.parametrize(("lose", "gain"), [(0.0, 0.0), (0.02, 0.02), (0.06, 0.0), (0.1, 0.02), (0.15, 0.15)])
+@pytest.mark.parametrize("n", [20, 40, 100])
+def test_interval_contains_the_true_difference(n, lose, gain):
+    draw, known = np.random.default_rng(5), {}
+    for lost, gained, _ in draw.multinomial(n, [lose, gain, 1 - lose - gain], 2000).tolist():
+        if (lost, gained) not in known:
+            known[lost, gained] = [some(lost, gained, n).interval(), 0]
+        known[lost, gained][1] += 1
+    outside = sum(many for (low, high), many in known.values() if not low - 1e-9 <= gain - lose <= high + 1e-9)
+    assert outside / 2000 < 0.065
+
+
+@pytest.mark.parametrize(("drop", "churn"), [(0.05, 0.05), (0.05, 0.0), (0.3, 0.1), (0.01, 0.02)])
+def test_questions_for_a_drop_are_the_fewest(drop, churn):
+    n = questions_for(drop, churn, alpha=0.05, power=0.8)
+    assert found_with(n, churn, drop, alpha=0.05) >= 0.8 > found_with(n - 1, churn, drop, alpha=0.05)
+
+
+def test_no_number_of_questions_finds_a_tiny_drop():
+    assert questions_for(0.0001, 0.2, alpha=0.05, power=0.8) is None
 
 
 def chance(n: int, lose: float, gain: float, alpha: float) -> float:

@@ -12,7 +12,16 @@ from scipy import stats
 from specbatch.records.intervals import Interval
 from specbatch.records.metrics import METRICS
 from specbatch.records.runs import Replicates
-from specbatch.records.verdicts import LOSES, NOT_JUDGED, ONE_REPEAT, PAYS, UNDECIDED, speedup_of, verdict_of
+from specbatch.records.verdicts import (
+    LOSES,
+    NOT_INTERLEAVED,
+    NOT_JUDGED,
+    ONE_REPEAT,
+    PAYS,
+    UNDECIDED,
+    speedup_of,
+    verdict_of,
+)
 from tests.kit.made_runs import make_record, metrics_of
 
 SPEED, TTFT = METRICS["output_throughput"], METRICS["mean_ttft_s"]
@@ -34,6 +43,8 @@ SPEED, TTFT = METRICS["output_throughput"], METRICS["mean_ttft_s"]
 def test_verdict_follows_from_the_interval(low, high, better, verdict):
     assert verdict_of(Interval(low, high, ""), better) == verdict
     assert verdict_of(Interval(low, high, "", one_repeat=True), better) == ONE_REPEAT
+    apart = verdict_of(Interval(low, high, "", interleaved=False), better)
+    assert apart == (NOT_INTERLEAVED if verdict in (PAYS, LOSES) else verdict)
 
 
 def point(name: str, speeds: dict[int, float], *, ttft: float = 0.1) -> Replicates:
@@ -68,6 +79,42 @@ def test_speedup_is_that_of_the_rounds_in_common():
     assert unpaired.verdict == UNDECIDED, "without common rounds the machine's changes are not cancelled"
     assert unpaired.low is not None
     assert unpaired.low > 0
+
+
+def test_runs_of_other_rounds_are_not_paired():
+    """Welch's interval of the logarithms, also where both sides have as many runs, each slower than the one before."""
+    before, after = {1: 100.0, 2: 80.0, 3: 60.0}, {4: 121.0, 5: 97.0, 6: 72.0}
+    speedup = speedup_of(SPEED, point("baseline", before), point("v1", after))
+    assert speedup is not None
+    logs = [[math.log(value) for value in side.values()] for side in (before, after)]
+    ends = stats.ttest_ind(logs[1], logs[0], equal_var=False).confidence_interval(0.95)
+    assert (speedup.low, speedup.high) == pytest.approx((math.exp(ends.low), math.exp(ends.high)))
+    assert speedup.verdict == UNDECIDED
+    paired = speedup_of(SPEED, point("baseline", before), point("v1", dict(zip(before, after.values(), strict=True))))
+    assert paired is not None
+    assert paired.verdict == PAYS
+
+
+def test_a_clear_difference_of_runs_that_were_not_interleaved_is_no_verdict():
+    before, after = point("baseline", {1: 100.0, 2: 101.0, 3: 99.0}), point("v1", {1: 150.0, 2: 151.0, 3: 149.0})
+    for record in after.records:
+        record.created = "2031-01-01T00:00:00+00:00"
+    speedup = speedup_of(SPEED, before, after)
+    assert speedup is not None
+    assert speedup.low is not None
+    assert (speedup.low > 1, speedup.verdict) == (True, NOT_INTERLEAVED)
+    assert speedup_of(METRICS["accept_length"], before, after).verdict == UNDECIDED  # type: ignore[union-attr]
+
+
+def test_rounds_that_were_added_until_precise_have_a_sequence():
+    before, after = point("baseline", {1: 100.0, 2: 101.0, 3: 99.0}), point("v1", {1: 150.0, 2: 154.0, 3: 149.0})
+    plain = speedup_of(SPEED, before, after)
+    for record in (*before.records, *after.records):
+        record.workload["until_precise"] = 0.02
+    added = speedup_of(SPEED, before, after)
+    assert plain is not None
+    assert added is not None
+    assert added.low < plain.low < plain.high < added.high  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("factor", [2.0, 1.3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,17 @@ def test_one_differing_answer_fails_and_is_shown(
     (check,) = result.failed
     assert (check.name, check.found, check.detail) == (NAME, "2", f"first divergence: {shown}")
     assert shown in markdown(result)
+
+
+def test_repeats_of_a_question_are_compared_each(tmp_path: Path, policy: Any) -> None:
+    new, old = (write(tmp_path / name, BEFORE[:1] * 3) for name in ("new", "old"))
+    for folder, tokens in ((new, [[5, 6, 7], [5, 9], [5, 6, 7]]), (old, [[5, 6, 7]] * 3)):
+        rows = [json.loads(line) for line in (folder / "questions.jsonl").read_text().splitlines()]
+        for repeat, row in enumerate(rows):
+            row |= {"doc_id": 4, "repeat": repeat, "prompt_hash": "same", "token_ids": tokens[repeat]}
+        (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (check,) = run_gate(policy(RULE), new, old).failed
+    assert check.detail.startswith("first divergence: question 4, token 1 of 3: 6 -> 9")
 
 
 def test_one_differing_answer_exits_with_1(tmp_path: Path, policy: Any) -> None:

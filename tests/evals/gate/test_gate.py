@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from made_runs import make_record, make_report, metrics_of
 from scipy import stats
@@ -16,10 +19,12 @@ from swept import saved
 
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError
+from specbatch.evals.gate.checks import Check, Tested, judged
 from specbatch.evals.gate.gate import GateResult, run_gate
 from specbatch.evals.gate.report import junit, markdown, save
 from specbatch.evals.report import EvalReport
-from specbatch.records.mcnemar import changes, detectable_drop
+from specbatch.records.archive import pack
+from specbatch.records.mcnemar import Changes, changes, detectable_drop
 from specbatch.sweeps.compare import compare
 
 RULES = '[accuracy]\nfilter = "loose"\n'
@@ -133,6 +138,14 @@ def test_runs_without_a_verdict_are_refused(put, policy, tmp_path):
     ):  # fmt: skip
         with pytest.raises(SpecbatchError, match=message):
             run_gate(policy(RULES), put(name, report), old)
+    for rules in (RULES, "[answers]\nequal = true\n"):
+        with pytest.raises(SpecbatchError, match=r"^baseline=.*acceptance was simulated"):
+            run_gate(policy(rules), old, tmp_path / "simulated")
+    loss = make_report("1100")
+    loss.scores[0] = replace(loss.scores[0], better="lower")
+    loss.record.workload |= loss.settings()
+    with pytest.raises(SpecbatchError, match=r"lower is better; \[accuracy\] needs a metric for which"):
+        run_gate(policy(RULES), put("loss", loss), old)
     graded = make_report("1100")
     graded.questions[0]["scores"]["loose"]["match"] = 0.4
     with pytest.raises(SpecbatchError, match="is not 0 or 1 for every question"):
@@ -197,8 +210,9 @@ def test_bounds_relative_to_the_baseline(put, policy, metric, old, new, share, p
 @pytest.mark.parametrize(
     ("speeds", "share", "passed", "verdict", "shown"),
     [
-        ((97.0, 100.0, 91.0), 0.0, True, "undecided", "96 (0.85-1.08 of the baseline's, undecided)"),
-        ((97.4, 97.6, 98.2), 0.02, True, "loses", "97.7333 (0.97-0.99 of the baseline's, loses; undecided about 0.98)"),
+        ((97.0, 100.0, 91.0), 0.0, None, "undecided", "96 (0.85-1.08 of the baseline's, undecided)"),
+        ((97.4, 97.6, 98.2), 0.02, None, "loses", "97.7333 (0.97-0.99 of the baseline's, loses; undecided about 0.98)"),
+        ((98.4, 97.6, 98.2), 0.02, True, "loses", "98.0667 (0.97-0.99 of the baseline's, loses)"),
         ((90.0, 90.1, 89.9), 0.2, True, "loses", "90 (0.90-0.90 of the baseline's, loses)"),
         ((90.0, 90.1, 89.9), 0.02, False, "loses", "90 (0.90-0.90 of the baseline's, loses)"),
         ((110.0, 110.2, 109.9), 0.0, True, "pays", "110.033 (1.10-1.10 of the baseline's, pays)"),
@@ -206,7 +220,7 @@ def test_bounds_relative_to_the_baseline(put, policy, metric, old, new, share, p
     ],
 )
 def test_relative_bounds_have_the_verdict_of_compare(tmp_path, policy, speeds, share, passed, verdict, shown):
-    """A change that the interval cannot tell from the bound does not fail; with one repeat the value decides."""
+    """A value beyond a bound that the interval cannot tell it from is no verdict; with one repeat the value decides."""
     for name, values in (("old", [100.0, 100.2, 99.8][: len(speeds)]), ("new", speeds)):
         records = [make_record([metrics_of()] * 4, concurrency=4, repeat=n) for n in range(1, len(values) + 1)]
         for record, value in zip(records, values, strict=True):
@@ -218,6 +232,109 @@ def test_relative_bounds_have_the_verdict_of_compare(tmp_path, policy, speeds, s
     assert (item.passed, item.found) == (passed, shown)
     (row,) = [row for row in compare(tmp_path / "old", tmp_path / "new").rows if row.metric == "output_throughput"]
     assert row.verdict == verdict
+
+
+def points(folder: Path, *speeds: tuple[float, ...], created: str = "2030-01-01T00:00:00+00:00") -> Path:
+    """Points v1, v2, ... with these throughputs, one per repeat."""
+    for number, values in enumerate(speeds, 1):
+        for repeat, value in enumerate(values, 1):
+            made = make_record([metrics_of()] * 4, configuration=f"v{number}", repeat=repeat, created=created)
+            made.metrics["output_throughput"] = value
+            saved(folder, made)
+    return folder
+
+
+BOUND = "[bounds]\noutput_throughput = {worsens_at_most = 0.10}\n"
+
+
+def test_a_clear_loss_of_two_repeats_is_no_verdict_and_names_the_repeats_that_would_be(tmp_path, policy):
+    old, new = points(tmp_path / "old", (100.0, 106.0)), points(tmp_path / "new", (77.0, 86.0))
+    result = run_gate(policy(BOUND), new, old)
+    (item,) = result.undecided
+    assert (result.passed, result.failed, result.exit_status) == (False, [], 2)
+    assert (item.passed, item.verdict) == (None, "**undecided**")
+    assert "2 repeats cannot tell that from noise: with such values about 4 repeats would" in item.detail
+    many = points(tmp_path / "old3", (100.0, 106.0, 102.0)), points(tmp_path / "new3", (77.0, 86.0, 81.0))
+    assert run_gate(policy(BOUND), *reversed(many)).exit_status == 1
+    text = markdown(result)
+    assert text.startswith("## specbatch gate: no verdict (1 of 2 checks undecided)\n")
+    assert "about 4 repeats would" in text
+    (suite,) = ElementTree.fromstring(junit(result))
+    assert (suite.get("failures"), suite.get("errors")) == ("0", "1")
+    assert [case[0].tag for case in suite if len(case)] == ["error"]
+    assert result.as_dict()["undecided"] == 1
+
+
+def test_a_value_within_the_bound_passes_whatever_the_noise(tmp_path, policy):
+    old, new = points(tmp_path / "old", (100.0, 140.0)), points(tmp_path / "new", (150.0, 89.0))
+    assert run_gate(policy(BOUND), new, old).passed
+
+
+def test_alpha_is_that_of_all_points_and_metrics(tmp_path, policy):
+    """p = 0.019 fails alone, not among six tests; a clear loss among them fails still."""
+    slow, same = (86.7, 88.0, 85.9), (100.0, 101.0, 99.0)
+    old = points(tmp_path / "old", *[same] * 6)
+    one = run_gate(policy(BOUND), points(tmp_path / "one", slow) / "v1", points(tmp_path / "same", same) / "v1")
+    assert [item.passed for item in one.checks] == [True, False]
+    six = run_gate(policy(BOUND), points(tmp_path / "six", slow, *[same] * 5), old)
+    assert [(item.point, item.passed) for item in six.checks if item.passed is not True] == [("v1 concurrency 4", None)]
+    clear = run_gate(policy(BOUND), points(tmp_path / "clear", (50.0, 50.1, 50.2), *[same] * 5), old)
+    (item,) = clear.failed
+    assert item.detail.endswith("after Holm's correction for 6 tests, alpha 0.05")
+
+
+def test_accuracy_and_bounds_share_alpha(put, policy):
+    """Five lost answers are p = 1/32 alone, and 1/16 with one other test."""
+    before, after = make_report("1" * 20 + "0" * 20), make_report("0" * 5 + "1" * 15 + "0" * 20)
+    old, new = put("old", before), put("new", after)
+    assert not run_gate(policy(RULES), new, old).passed
+    both = run_gate(policy(RULES + "[bounds]\naccept_length = {worsens_at_most = 0.1}"), new, old)
+    assert both.passed
+    (test,) = both.tests
+    assert (test.p_value, test.adjusted_p_value, test.tests) == (1 / 32, 1 / 16, 2)
+    assert test.detectable_drop == detectable_drop(40, 5 / 80, alpha=0.025, power=0.8)
+    assert "p = 0.0312, 0.0625 for 2 tests (Holm), alpha 0.05." in test.text
+
+
+def test_gates_without_a_change_fail_as_often_as_alpha_says(tmp_path, policy, monkeypatch):
+    """300 gates of 6 points with 100 questions each, whose answers change by chance (without a correction 20% fail)."""
+    draw, fails = np.random.default_rng(1), 0
+    for _ in range(300):
+        counts = draw.multinomial(100, [0.1, 0.1, 0.8], 6)
+        found = [Changes(100, 50, tuple(range(lost)), tuple(range(gained))) for lost, gained, _ in counts.tolist()]
+        tests = [Tested(one.p_fallen(), lambda level: [Check("", "", not level.rejects, "", "")]) for one in found]
+        fails += not all(check.passed for check in judged([*tests], 0.05))
+    assert 0 < fails / 300 <= 0.05
+
+
+def test_a_verdict_on_runs_that_were_not_interleaved_is_marked(tmp_path, policy):
+    old, same = points(tmp_path / "old", (100.0, 101.0, 99.0)), points(tmp_path / "same", (50.0, 51.0, 50.5))
+    late = points(tmp_path / "late", (50.0, 51.0, 50.5), created="2030-01-02T00:00:00+00:00")
+    (item,) = run_gate(policy(BOUND), late, old).failed
+    assert "of the baseline's, not interleaved)" in item.found
+    assert item.detail.startswith("not interleaved: all runs of one side came after those of the other")
+    (item,) = run_gate(policy(BOUND), same, old).failed
+    assert "interleaved" not in item.found + item.detail
+
+
+def test_rates_of_other_drafts_are_refused(tmp_path, policy):
+    old, new = points(tmp_path / "old", (100.0,)), tmp_path / "new"
+    made = make_record([metrics_of()] * 4, config=EngineConfig(speculation=Speculation("standalone", draft="x/y")))
+    saved(new, made)
+    rule = policy("[bounds]\naccept_rate = {worsens_at_most = 0.1}")
+    with pytest.raises(SpecbatchError, match=r"worsens_at_most of accept_rate.*use accept_length"):
+        run_gate(rule, new, old)
+    assert run_gate(policy("[bounds]\naccept_length = {worsens_at_most = 0.1}"), new, old).passed
+
+
+def test_undecided_prompts_are_counted(tmp_path, policy):
+    """A lower accept length of 12 prompts that vary a lot."""
+    folders = []
+    for name, emitted in (("old", range(14, 38, 2)), ("new", range(12, 36, 2))):
+        rows = [metrics_of(emitted=count) for count in (emitted if name == "old" else reversed(emitted))]
+        folders.append(saved(tmp_path / name, make_record(rows)))
+    (item,) = run_gate(policy("[bounds]\naccept_length = {worsens_at_most = 0}"), *reversed(folders)).undecided
+    assert re.search(r"12 prompts cannot tell that from noise: with such values about \d+ prompts would", item.detail)
 
 
 def test_times_of_another_device_are_refused(put, policy):
@@ -259,6 +376,59 @@ def test_requested_graphs_must_be_replayed(put, policy):
         assert found == [("decode graphs replayed", "0")]
     off = run_gate(rules, put("off", make_report("1100")))
     assert [item.name for item in off.checks] == ["requests finished", "accept_length"]
+
+
+def test_archives_are_read_like_folders(put, policy, tmp_path):
+    old, worse = put("old", make_report("1" * 20 + "0" * 20)), put("worse", make_report("0" * 10 + "1" * 10 + "0" * 20))
+    packed = [tmp_path / f"{folder.name}.tar.xz" for folder in (old, worse)]
+    for folder, archive in zip((old, worse), packed, strict=True):
+        pack(folder, archive)
+    for rules in (RULES, "[answers]\nequal = true\n"):
+        if rules != RULES:
+            for folder in (old, worse):
+                rows = [json.loads(line) for line in (folder / "questions.jsonl").read_text().splitlines()]
+                rows = [row | {"token_ids": [int(row["scores"]["loose"]["match"])]} for row in rows]
+                (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+                pack(folder, tmp_path / f"{folder.name}.tar.xz")
+        for before, after in product(
+            (old, packed[0]), ((old, True), (packed[0], True), (worse, False), (packed[1], False))
+        ):
+            assert run_gate(policy(rules), after[0], before).passed == after[1]
+
+
+def test_folders_inside_an_archive(tmp_path, policy):
+    for name, right in (("v1", "1" * 20), ("v2", "0" * 9 + "1" * 11)):
+        report = make_report(right, configuration=name, concurrency=4, repeat=1, place=0)
+        (tmp_path / "grid" / name / "c4/r1").mkdir(parents=True)
+        report.save(tmp_path / "grid" / name / "c4/r1")
+    pack(tmp_path / "grid", archive := tmp_path / "records.tar.xz")
+    assert run_gate(policy(RULES), archive, archive).passed
+    assert not run_gate(policy(RULES), archive / "v2", archive / "v1").passed
+    assert run_gate(policy(RULES), archive / "v1", tmp_path / "grid/v2").passed
+
+
+def test_an_archive_of_an_interrupted_sweep_fails(tmp_path, policy):
+    run = saved(tmp_path / "run", make_record([metrics_of()] * 4))
+    plan = {"configurations": {"v1": {}, "v2": {}}, "concurrency": [4], "repeats": 1}
+    (run / "sweep.json").write_text(json.dumps(plan))
+    pack(run, tmp_path / "run.tar.xz")
+    rules = policy("[bounds]\noutput_throughput = { at_least = 1 }")
+    for path in (run, tmp_path / "run.tar.xz"):
+        (found,) = run_gate(rules, path).failed
+        assert (found.name, found.point, found.found) == ("measured", "v2 concurrency 4", "1 missing")
+
+
+@pytest.mark.parametrize(
+    ("detects", "detail"),
+    [
+        (0.05, "about 398 questions would detect a drop of 0.05"),
+        (0.00001, "no number of questions would detect a drop of 1e-05"),
+    ],
+)
+def test_questions_that_a_drop_needs(put, policy, detects, detail):
+    old, new = put("old", make_report("1" * 20 + "0" * 20)), put("new", make_report("1" * 18 + "0011" + "0" * 18))
+    item = check(run_gate(policy(f"{RULES}detects = {detects}"), new, old), "smallest detectable drop")
+    assert item.detail == f"{detail} if the same share of answers changes by chance"
 
 
 def test_unfinished_requests_fail(put, policy):

@@ -17,7 +17,7 @@ from targets import Targets
 
 from specbatch.engine import acceptance
 from specbatch.records.store import load_record
-from specbatch.sweeps.check.chi_square import ChiSquare, holm, of_counts, smallest_distance
+from specbatch.sweeps.check.chi_square import ChiSquare, of_counts, smallest_distance
 from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.sampled import SAMPLING, SampledReport, run_sampled
 
@@ -150,8 +150,3 @@ def test_smallest_distance_has_the_promised_power(freedom: int, count: int) -> N
     distance = smallest_distance(freedom, count, 0.001, 0.8)
     critical = stats.chi2.isf(0.001, freedom)
     assert stats.ncx2.sf(critical, freedom, 4 * distance**2 * count) == pytest.approx(0.8, abs=0.02)
-
-
-def test_holm_rejects_step_by_step() -> None:
-    assert holm([0.0004, 0.2, 0.0001], 0.001) == [True, False, True]
-    assert holm([0.0006, 0.2, 0.0001], 0.001) == [False, False, True]

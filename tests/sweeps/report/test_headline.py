@@ -36,7 +36,18 @@ def test_nothing_that_pays() -> None:
     mine = [*at("v2", 1, 90, 91, 89), *at("v2", 8, 80, 81, 79)]
     assert headline(BASE + mine) == (
         "No configuration is shown to generate more tokens per second than the baseline; v2 comes closest, with 0.90 "
-        "(0.90-0.90) times the baseline's tokens per second at concurrency 1; it loses at 8."
+        "(0.90-0.90) times the baseline's tokens per second at concurrency 1 (loses); it loses at 8."
+    )
+
+
+def test_losses_of_other_configurations_are_named() -> None:
+    """As the only thing that was shown, and beside what pays."""
+    slow = [*at("v1", 1, 97, 103, 100), *at("v1", 8, 90, 91, 89), *at("v1", 32, 80, 81, 79)]
+    vague = [*at("v2", 1, 110, 90, 104), *at("v2", 8, 110, 90, 104), *at("v2", 32, 110, 90, 104)]
+    assert headline(BASE + slow + vague).endswith("v1 loses at 8 (0.90-0.90) and 32 (0.80-0.80).")
+    assert headline(BASE + slow[3:] + at("v2", 8, 182, 183.5, 180.5)) == (
+        "v2 generates 1.82 (1.81-1.83) times the baseline's tokens per second at concurrency 8; v1 loses at 8 "
+        "(0.90-0.90) and 32 (0.80-0.80)."
     )
 
 
