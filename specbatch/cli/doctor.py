@@ -63,12 +63,7 @@ def examine() -> dict[str, Any]:
                 None if is_installed("triton") else "triton is not installed; CUDA builds of torch bring it",
                 "on a GPU; a CPU runs their torch references",
             ),
-            _feature(
-                "eval (lm-eval tasks)", missing("eval"), "gsm8k, gsm8k_platinum and one_digit_sums need no network"
-            ),
-            _feature("sweep, bench, report, compare, gate", missing("report"), "installed"),
             _feature("sweep --engine http", missing("http"), "installed"),
-            _feature("Parquet, Arrow, CSV and data sets of the hub", missing("data"), "installed"),
             _feature("Ray clusters", missing("ray"), "--distributed ray"),
             _feature("reasoning-gym tasks", missing("reasoning"), "installed"),
         ],

@@ -15,7 +15,6 @@ from specbatch.cli.output import fresh_folder, open_replicas, say, show
 from specbatch.cli.values import whole_numbers
 from specbatch.errors import refuse
 from specbatch.evals.options import EvalOptions
-from specbatch.extras import needs
 from specbatch.progress import progress
 
 if TYPE_CHECKING:
@@ -123,7 +122,6 @@ def evaluate(
     the log-likelihoods of given texts. The target computes them without drafts, so --algorithm and --configs do not
     apply.
     """
-    needs("eval")
     from specbatch.evals.finished import PARTIAL
     from specbatch.evals.grid import GridOptions
     from specbatch.evals.run import prepare
@@ -170,6 +168,7 @@ def evaluate(
             say(f"continuing: {len(kept.rows)} {'answers' if ready.task.generates else 'texts'} are finished")
         done = 0 if kept is None else len(kept.rows)
         with open_replicas(config, workers) as running, progress(f"eval {task}", "requests", done) as report:
+            running.on_prefill = report.prefilled
             result = ready.run(running, report, kept)
     text = f"{result.table()}\n\nresults: {folder}"
     show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json)

@@ -11,7 +11,6 @@ from typer import Argument, Option
 
 from specbatch.cli.options import Json
 from specbatch.cli.output import RUN_HELP, derived_folder, show
-from specbatch.extras import needs
 
 
 def gate(
@@ -38,7 +37,6 @@ def gate(
 
     Exit status 0 if every check passed, 1 if one failed, 2 if there is no verdict.
     """
-    needs("report")
     from specbatch.evals.gate.gate import run_gate
     from specbatch.evals.gate.report import markdown, save
 

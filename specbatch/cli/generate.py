@@ -132,6 +132,7 @@ def generate(
     with open_replicas(config, workers) as running:
         running.reset_record(rows=False)
         with progress("generate", "prompts", len(job.finished)) as report:
+            running.on_prefill = report.prefilled
             finished = job.run(running, concurrency=concurrency, limits=limits, report=report)
         record = running.record(concurrency=concurrency, workload={"command": "generate", **job.kept.header})
     say(f"generate: {summary(record.metrics, drafts=config.speculation.drafted > 0)}")

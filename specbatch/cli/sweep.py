@@ -15,7 +15,6 @@ from specbatch.cli.output import fresh_folder, results, say, show
 from specbatch.cli.servers import configured_with_servers, only_server
 from specbatch.cli.values import is_given, length, share, whole_number, whole_numbers
 from specbatch.errors import refuse
-from specbatch.extras import needs
 from specbatch.progress import progress
 
 if TYPE_CHECKING:
@@ -274,7 +273,6 @@ def sweep(
     A configuration that fails (it does not fit into memory, its draft is unknown) does not end the sweep: the summary
     shows the reason, the exit status is 1, and the same command with the folder as --out runs it again.
     """
-    needs("report")
     from specbatch.evals.prompts import task_prompts
     from specbatch.records.objectives import Objectives
     from specbatch.records.sweep_plan import PLAN

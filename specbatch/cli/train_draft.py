@@ -12,7 +12,6 @@ from typer import Option
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions, Json, Output, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_engine, say, show
 from specbatch.errors import refuse
-from specbatch.extras import needs
 from specbatch.progress import progress
 from specbatch.training.recipe import ANSWER_TOKENS, HEADS, Recipe
 
@@ -110,7 +109,6 @@ def _asked(
         return None, ()
     if data is None:
         raise refuse("task", task, "asks the questions in --data, such as those of a training set; give one")
-    needs("eval")
     from specbatch.evals.prompts import task_prompts
 
     return task_prompts(task, data, as_messages=False, num_fewshot=num_fewshot)
