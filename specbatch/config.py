@@ -166,7 +166,7 @@ class Speculation:
             raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} takes no draft; those that do: {takers}")
         self._check_heads()
         if self.ngram_max < self.ngram_min or self.ngram_max > 16:
-            raise refuse("ngram_max", self.ngram_max, f"use ngram_min={self.ngram_min} to 16")
+            raise refuse("ngram_max", self.ngram_max, f"use {self.ngram_min} (ngram_min) to 16")
         self._check_corpus()
         self._check_simulation()
         self._check_verification()

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from typer import Option
 
 from specbatch.acceptance_profile import read_profile
+from specbatch.cli.values import layers
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.core.sampling_params import SAMPLED, SamplingParams
 from specbatch.errors import at_least, refuse, shown_json
@@ -188,7 +189,11 @@ class EngineOptions(SimpleNamespace):
         default = "standalone" if self.draft else "none" if self.spec is None else "ngram"
         settings = {name: getattr(self, name) for name in ("draft", *_ONLY_WITH_DRAFTS)}
         profile = None if self.simulate_accept is None else read_profile(self.simulate_accept)
-        settings |= {"draft_tokens": draft_tokens, "aux_layers": self._aux_layers(), "simulate_accept": profile}
+        settings |= {
+            "draft_tokens": draft_tokens,
+            "aux_layers": layers("aux_layers", self.aux_layers),
+            "simulate_accept": profile,
+        }
         return Speculation(algorithm=self.algorithm or default, schedule=self.spec or "v2", **settings)
 
     def config(
@@ -243,14 +248,6 @@ class EngineOptions(SimpleNamespace):
             return int(self.draft_tokens)
         except ValueError:
             raise refuse("draft_tokens", self.draft_tokens, "use a whole number, or auto") from None
-
-    def _aux_layers(self) -> tuple[int, ...] | None:
-        if self.aux_layers is None:
-            return None
-        try:
-            return tuple(int(layer) for layer in self.aux_layers.split(","))
-        except ValueError:
-            raise refuse("aux_layers", self.aux_layers, "write layers with commas, such as 2,18,33") from None
 
 
 @functools.cache

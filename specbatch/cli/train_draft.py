@@ -11,6 +11,7 @@ from typer import Option
 
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions, Json, Output, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_engine, say, show
+from specbatch.cli.values import layers
 from specbatch.errors import refuse
 from specbatch.progress import progress
 from specbatch.training.recipe import ANSWER_TOKENS, HEADS, Recipe
@@ -26,7 +27,18 @@ _KEPT = (
 _WITHOUT = tuple(name for name in ENGINE_OPTIONS if name not in _KEPT)
 _DATA, _HEAD, _TRAINING = "Data", "Head", "Training"
 _PANELS = dict.fromkeys(
-    ("unroll", "vocab", "draft_layers", "block_size", "anchors", "markov_rank", "token_weight", "selector_rank"), _HEAD
+    (
+        "unroll",
+        "vocab",
+        "draft_layers",
+        "aux_layers",
+        "block_size",
+        "anchors",
+        "markov_rank",
+        "token_weight",
+        "selector_rank",
+    ),
+    _HEAD,
 )
 _in_data = partial(Option, rich_help_panel=_DATA)
 
@@ -86,6 +98,7 @@ def train_draft(
     from specbatch.training.run import train_draft as run
     from specbatch.training.saved_state import FILE as STATE
 
+    training["aux_layers"] = layers("aux_layers", training["aux_layers"])
     recipe = Recipe(algorithm=algorithm, seed=engine.seed, **training)
     prompts, stop = _asked(task, num_fewshot, data)
     params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, stop=stop)

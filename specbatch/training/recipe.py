@@ -8,13 +8,13 @@ from typing import Any
 from specbatch.algorithms import ALGORITHMS
 from specbatch.draft_shape import MOST
 from specbatch.errors import MOST_SEED, refuse
-from specbatch.settings import check_fields, number, setting, whole
+from specbatch.settings import Rule, check_fields, is_whole, number, setting, whole
 
 HEADS = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.training)
 _OWN: dict[str, dict[str, float | None]] = {  # settings of one algorithm, with defaults; None: depends on the target
     "eagle": {"unroll": 3, "draft_layers": 1},
-    "eagle3": {"unroll": 5, "vocab": None, "draft_layers": 1},
-    "peagle": {"unroll": 7, "vocab": None, "draft_layers": 2},
+    "eagle3": {"unroll": 5, "vocab": None, "draft_layers": 1, "aux_layers": None},
+    "peagle": {"unroll": 7, "vocab": None, "draft_layers": 2, "aux_layers": None},
     "mtp": {"unroll": 5},
     "dflash": {"draft_layers": 2, "block_size": 8, "anchors": 16},
     "dflash2": {"draft_layers": 2, "block_size": 8, "anchors": 16, "selector_rank": 256},
@@ -22,6 +22,11 @@ _OWN: dict[str, dict[str, float | None]] = {  # settings of one algorithm, with 
 }
 ANSWER_TOKENS = 512  # default limit of an answer
 USUAL_VOCABULARY = 32000  # draft vocabulary of published EAGLE-3 heads
+
+_LAYERS = Rule(
+    lambda x: isinstance(x, tuple) and len(set(x)) == len(x) > 0 and all(is_whole(k) and k >= 1 for k in x),
+    "give a tuple of different layers, such as (2, 18, 33)",
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,12 @@ class Recipe:
     )
     draft_layers: int | None = setting(
         None, "All but mtp: number of layers. Default: 1 for eagle and eagle3, else 2.", whole(1, 64)
+    )
+    aux_layers: tuple[int, ...] | None = setting(
+        None,
+        "eagle3, peagle: layers of the target whose inputs the head reads, such as 2,18,33. Default: 2, the middle one "
+        "and the last but two.",
+        _LAYERS,
     )
     block_size: int | None = setting(
         None,
