@@ -22,6 +22,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DECODE_GRAPHS = ("off", "whole")
 PREFILL_GRAPHS = ("off", "piecewise")
 ATTENTION_BACKENDS = ("auto", "triton", "torch", "flashinfer", "flash-attn")
+CORPUS_MIN, CORPUS_MIN_SAMPLED = 4, 8  # tokens; the second where the algorithm samples drafts
 KV_DTYPES = ("auto", "fp8")
 STATE_DTYPES = ("fp32", "bf16", "fp16")
 
@@ -124,8 +125,9 @@ class Speculation:
     )
     corpus_min: int | None = setting(
         None,
-        "Shortest n-gram to look up in the corpus; four and two times as long ones are tried first. Default: 4 with "
-        "ngram, and 8 with a draft model or head, whose drafts are better than what follows shorter ones.",
+        "Shortest n-gram to look up in the corpus; four and two times as long ones are tried first. "
+        f"Default: {CORPUS_MIN} with ngram, and {CORPUS_MIN_SAMPLED} with a draft model or head, whose drafts are "
+        "better than what follows shorter ones.",
         whole(1, 16),
     )
     verification: str = setting(
@@ -254,7 +256,7 @@ class Speculation:
     @property
     def corpus_ngram(self) -> int:
         """Length of the shortest n-grams that are looked up in the corpus."""
-        return self.corpus_min or (8 if self.entry.samples_drafts else 4)
+        return self.corpus_min or (CORPUS_MIN_SAMPLED if self.entry.samples_drafts else CORPUS_MIN)
 
     @property
     def corpus_files(self) -> tuple[str, ...]:

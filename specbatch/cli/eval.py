@@ -98,17 +98,19 @@ def evaluate(
 
     specbatch eval gsm8k --configs baseline,v1,v2 --concurrency 1,8,32,128 --algorithm eagle3 --draft HEAD
 
-    specbatch eval gsm8k --configs grid.toml --concurrency 1,8,32,128 --out out/grid
-
     specbatch eval gsm8k --data my_questions.jsonl
 
     specbatch eval one_digit_sums --limit 40
 
-    specbatch eval gsm8k --temperature 0.6 --top-p 0.95 --seed 3
-
     gsm8k, gsm8k_platinum, one_digit_sums and one_digit_choices need no network. Results for each question go to the
     output folder. Text inside <think> is not scored. To continue an interrupted evaluation, run the same command with
     its folder as --out: only the missing answers are generated.
+
+    Details:
+
+    specbatch eval gsm8k --configs grid.toml --concurrency 1,8,32,128 --out out/grid
+
+    specbatch eval gsm8k --temperature 0.6 --top-p 0.95 --seed 3
 
     Answers are sampled as the task says (most tasks are greedy), or with --temperature, --top-p, --top-k and --min-p;
     --seed chooses the random numbers.

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from typer import Option
 
 from specbatch.acceptance_profile import read_profile
+from specbatch.cli.help import HELP_ALL
 from specbatch.cli.values import layers
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.core.sampling_params import SAMPLED, SamplingParams
@@ -271,6 +272,7 @@ def takes_engine(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(**values: Any) -> None:
+            del values["help_all"]
             engine = EngineOptions(**{name: values.pop(name) for name in shared})
             for group, options in groups.items():
                 values[group] = {name: values.pop(name) for name in options}
@@ -284,6 +286,8 @@ def takes_engine(
             elif name != "engine":
                 parameters.append(item.replace(kind=inspect.Parameter.KEYWORD_ONLY))
         parameters += [option.parameter(name) for name, option in shared.items()]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter("help_all", keyword, default=False, annotation=Annotated[bool, HELP_ALL]))
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run

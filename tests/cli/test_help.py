@@ -36,8 +36,10 @@ COMMANDS = [
 
 @functools.cache
 def page(*command: str) -> str:
-    """The help of a command on a wide terminal, without colours and boxes' line breaks."""
+    """The whole help of a command on a wide terminal, without colours and boxes' line breaks."""
     result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "1000"})
+    if "--help-all" in result.output:
+        result = CliRunner().invoke(app, [*command, "--help-all"], env={"COLUMNS": "1000"})
     assert result.exit_code == 0
     return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", result.output))
 
