@@ -18,7 +18,7 @@ from specbatch.progress import progress
 _WITHOUT = ("data_parallel", "spec", "prefill_graph", "max_running", "max_model_len", "kv_pages", "prefix_cache")
 
 
-@takes_engine(without=_WITHOUT, sampling=SAMPLING_OPTIONS)
+@takes_engine(without=_WITHOUT, defaults={"algorithm": "standalone with --draft, else none"}, sampling=SAMPLING_OPTIONS)
 def bench(
     context: typer.Context,
     engine: EngineOptions,

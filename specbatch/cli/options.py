@@ -48,6 +48,10 @@ class DerivedOption:
     metavar: str | None = None
     choices: tuple[str, ...] = ()
 
+    def with_default(self, text: str) -> DerivedOption:
+        """The same option with another default in its help."""
+        return replace(self, help=f"{self.help.partition(' Default: ')[0]} Default: {text}.")
+
     def parameter(self, name: str) -> inspect.Parameter:
         """What Typer reads."""
         complete = _completion(name, self.choices)
@@ -83,13 +87,13 @@ _PANELS = {
 _LONGEST_METAVAR = 24  # a longer one takes the width of the terminal from the help texts
 # Option: type, default, and text to append to the help of the field.
 _OVERRIDES: dict[str, tuple[Any, Any, str]] = {
-    "algorithm": (str | None, None, "Default: standalone with --draft, else ngram."),
+    "algorithm": (str | None, None, "Default: standalone with --draft, ngram with --spec v1 or v2, else none."),
     "draft_tokens": (str | None, None, ""),
     "aux_layers": (str | None, None, ""),
     "simulate_accept": (str | None, None, ""),
     "json_schema": (str | None, None, ""),
     "max_running": (int | None, None, f"Default: the concurrency, else {EngineConfig.max_running}."),
-    "prefix_cache": (bool | None, None, "Default: on; off in trace, send-one and sweep (on for gsp)."),
+    "prefix_cache": (bool | None, None, "Default: on."),
     "decode_graph": (str | None, None, "Default: whole on a CUDA device, off on a CPU."),
     "prefill_graph": (
         str | None,
@@ -148,6 +152,9 @@ SAMPLING_OPTIONS = {name: option for name, option in options_of(SamplingParams, 
 _ONLY_WITH_DRAFTS = tuple(
     item.name for item in fields(Speculation) if item.name not in ("algorithm", "schedule", "draft")
 )
+
+
+WITH_DRAFTS = {"algorithm": "standalone with --draft, else ngram"}  # defaults of commands that speculate without --spec
 
 
 class EngineOptions(SimpleNamespace):
@@ -260,14 +267,19 @@ def _keep_imports() -> None:
 
 
 def takes_engine(
-    *, without: tuple[str, ...] = (), **groups: dict[str, DerivedOption]
+    *,
+    without: tuple[str, ...] = (),
+    defaults: Mapping[str, str] = MappingProxyType({}),
+    **groups: dict[str, DerivedOption],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace a command's parameter `engine` by the options in `ENGINE_OPTIONS`, except those in `without`.
 
+    defaults: what the help says of the defaults that are the command's own, by the name of the option
     groups: other parameters of the command, each replaced by its options; the command gets a dict of their values.
     Typer reads the signature of a command, so this rewrites it.
     """
     shared = {name: option for name, option in ENGINE_OPTIONS.items() if name not in without}
+    shared |= {name: shared[name].with_default(text) for name, text in defaults.items()}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)

@@ -10,7 +10,7 @@ import typer
 from typer import Option
 
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
-from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, Wide, takes_engine
+from specbatch.cli.options import SAMPLING_OPTIONS, WITH_DRAFTS, EngineOptions, Json, Wide, takes_engine
 from specbatch.cli.output import fresh_folder, results, say, show
 from specbatch.cli.servers import configured_with_servers, only_server
 from specbatch.cli.values import is_given, length, share, whole_number, whole_numbers
@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 _WORKLOAD, _TEMPLATE, _LOAD, _SERVER = "Workload", "Chat template", "Load", "HTTP server"  # boxes of --help
 
 
-@takes_engine(without=("spec",), sampling=SAMPLING_OPTIONS, cluster=CLUSTER_OPTIONS)
+@takes_engine(
+    without=("spec",),
+    defaults={"prefix_cache": "off; on with --dataset gsp", "max_running": "the highest --concurrency"} | WITH_DRAFTS,
+    sampling=SAMPLING_OPTIONS,
+    cluster=CLUSTER_OPTIONS,
+)
 def sweep(
     context: typer.Context,
     engine: EngineOptions,

@@ -12,6 +12,7 @@ from typer import Option
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions, Json, Output, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_engine, say, show
 from specbatch.cli.values import layers
+from specbatch.config import EngineConfig
 from specbatch.errors import refuse
 from specbatch.progress import progress
 from specbatch.training.recipe import ANSWER_TOKENS, HEADS, Recipe
@@ -43,7 +44,11 @@ _PANELS = dict.fromkeys(
 _in_data = partial(Option, rich_help_panel=_DATA)
 
 
-@takes_engine(without=_WITHOUT, training=options_of(Recipe, _TRAINING, _PANELS))
+@takes_engine(
+    without=_WITHOUT,
+    defaults={"max_running": str(EngineConfig.max_running)},
+    training=options_of(Recipe, _TRAINING, _PANELS),
+)
 def train_draft(
     *,
     engine: EngineOptions,
