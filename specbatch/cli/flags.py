@@ -59,15 +59,15 @@ def in_flags(error: SpecbatchError, flags: Mapping[str, Flag]) -> str:
     text = str(error)
     flag = flags.get(error.setting or "")
     if flag is None or not text.startswith(f"{error.setting}="):
-        return text if flag is not None and flag.of_file else _translated(text, flags)
+        return text if flag is not None and flag.of_file else in_text(text, flags)
     rest = text[len(f"{error.setting}=") :]
     value = re.match(r"(True|False|None|\([\d, ]*\))(?=: )", rest)
     if value is not None:
         head, rest = _written(flag, value[0]), rest[value.end() :]
-        return head + (rest if flag.of_file else _translated(rest, flags))
+        return head + (rest if flag.of_file else in_text(rest, flags))
     works = error.works if error.works is not None and rest.endswith(error.works) else ""
     shown = rest.removesuffix(works)
-    return f"{flag.name}={shown}{works if flag.of_file else _translated(works, flags)}"
+    return f"{flag.name}={shown}{works if flag.of_file else in_text(works, flags)}"
 
 
 # The option of each command that a word without an option may be meant for.
@@ -94,7 +94,8 @@ def in_keys(error: SpecbatchError, names: Iterable[str]) -> str:
     return _renamed(str(error), {name: name.replace("_", "-") for name in names if "_" in name})
 
 
-def _translated(text: str, flags: Mapping[str, Flag]) -> str:
+def in_text(text: str, flags: Mapping[str, Flag]) -> str:
+    """A text with the names of options in place of those of settings."""
     options = {name: flag for name, flag in flags.items() if flag.name.startswith("--")}
     if not options:
         return text
