@@ -21,6 +21,10 @@ SECONDS_WITHOUT_REPORT = 1.0  # after which the speed of prefill is shown
 _BAR = 10  # columns
 
 
+def time_text(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < LONG else f"{seconds / 60:.0f} min"
+
+
 class NotedReport(Protocol):
     """A `Report` with an optional note, such as a speed, and with the work where items differ in it: the remaining time
     follows from the work.
@@ -141,7 +145,7 @@ class _Pace:
         if new <= 0 or passed <= 0:
             return count, "", ""
         rest = passed / (worked - worked_before) * (all_work - worked)
-        left = f"about {rest:.0f} s left" if rest < LONG else f"about {rest / 60:.0f} min left"
+        left = f"about {time_text(rest)} left"
         return count, f"{new / passed:.3g}/s", left if done < total else ""
 
 
