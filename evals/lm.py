@@ -26,6 +26,7 @@ from specbatch.core.request import Completion, SamplingParams
 from specbatch.core.sampling_params import SAMPLED, refuse_unsampled, sampling_of
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.evals.finished import Answer, Row, Scored, hash_of
+from specbatch.evals.options import MAX_NEW_TOKENS
 from specbatch.jobs.partial_output import row_seed
 from specbatch.jobs.thinking import Reasoning
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
     from specbatch.engine.scoring import Likelihood
 
-MAX_NEW_TOKENS = 512  # if neither the user nor the task sets a limit; lm-eval's 256 truncates chains of thought
 _KNOWN = {"until", "max_gen_toks", "do_sample", *SAMPLED}
 
 

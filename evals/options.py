@@ -10,6 +10,7 @@ from specbatch.core.sampling_params import SAMPLED, SamplingParams
 from specbatch.errors import refuse
 from specbatch.settings import check_fields, setting, whole
 
+MAX_NEW_TOKENS = 512  # if neither the user nor the task sets a limit; lm-eval's 256 truncates chains of thought
 _PARAMS = {item.name: item.metadata for item in fields(SamplingParams)}
 
 
@@ -50,7 +51,7 @@ class EvalOptions:
         None, "Text that ends reasoning, if the model's own is not known: stop strings apply to what follows."
     )
     max_new_tokens: int | None = setting(
-        None, "Maximum number of tokens per answer. Default: the task's limit, else 512.", whole(1)
+        None, f"Maximum number of tokens per answer. Default: the task's limit, else {MAX_NEW_TOKENS}.", whole(1)
     )
     temperature: float | None = _of_task("temperature")
     top_p: float | None = _of_task("top_p")

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.errors import refuse
-from specbatch.extras import needs
 from specbatch.jobs.questions import Questions, bundled_questions, read_questions, refuse_shared
 
 EMBEDDED = "one_digit_sums"
@@ -116,7 +115,6 @@ def load_task(
     seed                 draws the examples; lm-eval's default is 1234
     kinds                the output types that the caller supports
     """
-    needs("eval")
     if fewshot_data is not None and data is None:
         raise refuse("fewshot_data", str(fewshot_data), "needs data as well, the questions to score")
     scored = read_questions("data", data) if data is not None else None

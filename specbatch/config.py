@@ -22,6 +22,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DECODE_GRAPHS = ("off", "whole")
 PREFILL_GRAPHS = ("off", "piecewise")
 ATTENTION_BACKENDS = ("auto", "triton", "torch", "flashinfer", "flash-attn")
+CORPUS_MIN, CORPUS_MIN_SAMPLED = 4, 8  # tokens; the second where the algorithm samples drafts
 KV_DTYPES = ("auto", "fp8")
 STATE_DTYPES = ("fp32", "bf16", "fp16")
 
@@ -125,8 +126,9 @@ class Speculation:
     )
     corpus_min: int | None = setting(
         None,
-        "Shortest n-gram to look up in the corpus; four and two times as long ones are tried first. Default: 4 with "
-        "ngram, and 8 with a draft model or head, whose drafts are better than what follows shorter ones.",
+        "Shortest n-gram to look up in the corpus; four and two times as long ones are tried first. "
+        f"Default: {CORPUS_MIN} with ngram, and {CORPUS_MIN_SAMPLED} with a draft model or head, whose drafts are "
+        "better than what follows shorter ones.",
         whole(1, 16),
     )
     verification: str = setting(
@@ -167,7 +169,7 @@ class Speculation:
             raise refuse("draft", self.draft, f"algorithm {self.algorithm!r} takes no draft; those that do: {takers}")
         self._check_heads()
         if self.ngram_max < self.ngram_min or self.ngram_max > 16:
-            raise refuse("ngram_max", self.ngram_max, f"use ngram_min={self.ngram_min} to 16")
+            raise refuse("ngram_max", self.ngram_max, f"use {self.ngram_min} (ngram_min) to 16")
         self._check_corpus()
         self._check_simulation()
         self._check_verification()
@@ -261,7 +263,7 @@ class Speculation:
     @property
     def corpus_ngram(self) -> int:
         """Length of the shortest n-grams that are looked up in the corpus."""
-        return self.corpus_min or (8 if self.entry.samples_drafts else 4)
+        return self.corpus_min or (CORPUS_MIN_SAMPLED if self.entry.samples_drafts else CORPUS_MIN)
 
     @property
     def corpus_files(self) -> tuple[str, ...]:

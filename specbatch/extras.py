@@ -7,14 +7,10 @@ from importlib.util import find_spec
 
 from specbatch.errors import SpecbatchError
 
-_TABLES = ("matplotlib", "pandas", "scipy")
 EXTRAS: dict[str, tuple[str, ...]] = {
-    "data": ("datasets", "pandas"),
-    "eval": ("lm_eval", "datasets", *_TABLES),
     "http": ("aiohttp", "prometheus_client"),
     "ray": ("ray",),
     "reasoning": ("reasoning_gym",),
-    "report": _TABLES,
 }
 
 

@@ -7,8 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 Report = Callable[[int, int], None]  # (done, total); total 0: it is not known
 Work = tuple[float, float]  # done and total, in a unit that always takes about as long
@@ -16,13 +18,25 @@ SECONDS_BETWEEN_LINES = 60.0
 SECONDS_OF_SILENCE = 0.5  # before the first line of a phase whose total is not known, which may end soon
 LONG = 600.0  # seconds that are shown as minutes
 SECONDS_OF_SPEED = 10.0
+SECONDS_WITHOUT_REPORT = 1.0  # after which the speed of prefill is shown
+_BAR = 10  # columns
+
+
+def time_text(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < LONG else f"{seconds / 60:.0f} min"
 
 
 class NotedReport(Protocol):
     """A `Report` with an optional note, such as a speed, and with the work where items differ in it: the remaining time
-    follows from the work."""
+    follows from the work.
+
+    note   parts separated by ", ", the most important one first: those that do not fit on a line are left out
+    """
 
     def __call__(self, done: int, total: int, note: str = "", /, *, work: Work | None = None) -> None: ...
+
+    def prefilled(self, tokens: int) -> None:
+        """Count prompt tokens that were computed. Their speed is shown while nothing else is reported."""
 
 
 def begin_phase(report: Report, name: str) -> None:
@@ -105,20 +119,11 @@ def progress(label: str, unit: str, done: int = 0) -> Iterator[NotedReport]:
         yield _Lines(label, unit)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.live import Live
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=10),  # the line fits in 80 columns
-        TextColumn("{task.fields[count]}"),
-        TextColumn("elapsed"),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=None, completed=done, count="", left="", note="")
-        yield _Bar(label, unit, partial(bar.update, task))
+    shown = _Bar(label, unit, done)
+    with Live(shown, console=Console(stderr=True), refresh_per_second=10, transient=True):
+        yield shown
 
 
 class _Pace:
@@ -129,8 +134,8 @@ class _Pace:
         self._first: tuple[int, float, float] | None = None  # done, its work, when
         self._last = 0, 0.0
 
-    def __call__(self, done: int, total: int, work: Work | None = None) -> tuple[str, str]:
-        """("23/72 requests, 0.37/s", "about 132 s left"); without a rate and empty until more is done."""
+    def __call__(self, done: int, total: int, work: Work | None = None) -> tuple[str, str, str]:
+        """("23/72 requests", "0.37/s", "about 132 s left"); the last two are empty until more is done."""
         now = time.monotonic()
         worked, all_work = work or (done, total)
         if self._first is None or done < self._last[0] or worked < self._last[1]:
@@ -140,24 +145,22 @@ class _Pace:
         of_total = f"/{total}" if total else ""
         count, passed, new = f"{done}{of_total} {self._unit}", now - start, done - before
         if new <= 0 or passed <= 0:
-            return count, ""
+            return count, "", ""
         rest = passed / (worked - worked_before) * (all_work - worked)
-        left = f"about {rest:.0f} s left" if rest < LONG else f"about {rest / 60:.0f} min left"
-        return f"{count}, {new / passed:.3g}/s", left if done < total else ""
+        left = f"about {time_text(rest)} left"
+        return count, f"{new / passed:.3g}/s", left if done < total else ""
 
 
-class Speed:
-    """The speed of a token stream: tokens per second over the last 10 seconds, and the number of running requests."""
+class Rate:
+    """Tokens per second over the last 10 seconds."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._start = clock()
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or time.monotonic
+        self._start = self._clock()
         self._recent: deque[tuple[float, int]] = deque()
         self._tokens = 0  # in `_recent`
-        self._running: set[int] = set()
 
-    def add(self, index: int, tokens: int, *, ended: bool) -> None:
-        """Count new tokens of request `index`."""
+    def add(self, tokens: int) -> None:
         now = self._clock()
         if self._recent and now - self._recent[-1][0] < SECONDS_OF_SPEED / 100:
             self._recent[-1] = (self._recent[-1][0], self._recent[-1][1] + tokens)
@@ -165,18 +168,32 @@ class Speed:
             self._recent.append((now, tokens))
             self._forget(now)
         self._tokens += tokens
-        (self._running.discard if ended else self._running.add)(index)
 
-    def __str__(self) -> str:
+    def __float__(self) -> float:
         now = self._clock()
         since = max(self._start, now - SECONDS_OF_SPEED)
         self._forget(now)
-        rate = self._tokens / (now - since) if now > since else 0.0
-        return f"{rate:.0f} tok/s, {len(self._running)} running"
+        return self._tokens / (now - since) if now > since else 0.0
 
     def _forget(self, now: float) -> None:
         while self._recent and self._recent[0][0] < now - SECONDS_OF_SPEED:
             self._tokens -= self._recent.popleft()[1]
+
+
+class Speed:
+    """The speed of a token stream, and the number of running requests."""
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._rate = Rate(clock)
+        self._running: set[int] = set()
+
+    def add(self, index: int, tokens: int, *, ended: bool) -> None:
+        """Count new tokens of request `index`."""
+        self._rate.add(tokens)
+        (self._running.discard if ended else self._running.add)(index)
+
+    def __str__(self) -> str:
+        return f"{float(self._rate):.0f} tok/s, {len(self._running)} running"
 
 
 class _Shown:
@@ -184,36 +201,90 @@ class _Shown:
 
     def __init__(self, label: str, unit: str) -> None:
         self._label, self._unit, self._pace = label, unit, _Pace(unit)
+        self._count = self._rate = self._left = self._note = ""
+        self._prefill = Rate()
+        self._start = self._reported = time.monotonic()
 
     def phase(self, name: str) -> None:
         self._label, self._pace = name, _Pace(self._unit)
 
-
-class _Bar(_Shown):
-    def __init__(self, label: str, unit: str, update: Callable[..., Any]) -> None:
-        super().__init__(label, unit)
-        self._update = update
-
-    def phase(self, name: str) -> None:
-        super().phase(name)
-        self._update(description=self._label)
+    def prefilled(self, tokens: int) -> None:
+        self._prefill.add(tokens)
 
     def __call__(self, done: int, total: int, note: str = "", *, work: Work | None = None) -> None:
-        count, left = self._pace(done, total, work)
-        self._update(completed=done, total=total or None, count=count, left=left, note=note)
+        self._count, self._rate, self._left = self._pace(done, total, work)
+        self._note, self._reported = note, time.monotonic()
+
+    def _notes(self) -> list[str]:
+        """The parts of the note. Prefill passes of long prompts end no request and emit no token: their speed is shown
+        in its place."""
+        prefill = float(self._prefill)
+        if prefill >= 1 and time.monotonic() - self._reported >= SECONDS_WITHOUT_REPORT:
+            return [f"{prefill:.0f} prompt tok/s"]
+        return self._note.split(", ") if self._note else []
+
+
+class _Bar(_Shown):
+    """One line of a terminal, which rich renders again and again. Parts that do not fit are left out whole."""
+
+    def __init__(self, label: str, unit: str, done: int) -> None:
+        super().__init__(label, unit)
+        self._done, self._total = done, float("nan")
+
+    def __call__(self, done: int, total: int, note: str = "", *, work: Work | None = None) -> None:
+        super().__call__(done, total, note, work=work)
+        self._done, self._total = done, total
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        line = Text(self._line(options.max_width))
+        row = Table.grid(padding=(0, 1))
+        if self._total > 0 and len(line) + _BAR + 1 <= options.max_width:
+            row.add_row(ProgressBar(self._total, self._done, width=_BAR), line)
+        else:
+            row.add_row(line)
+        yield row
+
+    def _line(self, width: int) -> str:
+        """The parts that fit into `width` columns, the important ones first."""
+        passed = int(time.monotonic() - self._start)
+        elapsed = f"{passed // 3600}:{passed // 60 % 60:02}:{passed % 60:02} elapsed"
+        notes = self._notes()
+        order = [self._count, self._rate, elapsed, self._left, *notes]
+        label, chosen = "", list[str]()
+        for part in (self._count, elapsed, self._left, self._label, *notes, self._rate):
+            labelled = self._label if part is self._label else label
+            longer = chosen if part is self._label else sorted(filter(None, [*chosen, part]), key=order.index)
+            if len(f"{labelled} {', '.join(longer)}".strip()) <= width:
+                label, chosen = labelled, longer
+        return f"{label} {', '.join(chosen)}".strip()
 
 
 class _Lines(_Shown):
+    """A line per minute."""
+
     def __init__(self, label: str, unit: str) -> None:
         super().__init__(label, unit)
-        self._start = self._last = time.monotonic()
-        self._printed = False
+        self._last, self._printed = self._start, False
+
+    def prefilled(self, tokens: int) -> None:
+        super().prefilled(tokens)
+        self._print(of_known=True)
 
     def __call__(self, done: int, total: int, note: str = "", *, work: Work | None = None) -> None:
+        super().__call__(done, total, note, work=work)
+        self._print(of_known=total > 0)
+
+    def _print(self, *, of_known: bool) -> None:
+        """of_known: whether the total is known. Else the first line comes early."""
         now = time.monotonic()
-        count, left = self._pace(done, total, work)
-        if now - self._last < (SECONDS_BETWEEN_LINES if total or self._printed else SECONDS_OF_SILENCE):
+        now = time.monotonic()
+        if now - self._last < (SECONDS_BETWEEN_LINES if of_known or self._printed else SECONDS_OF_SILENCE):
             return
         self._last, self._printed = now, True
-        parts = filter(None, (count, f"{now - self._start:.0f} s elapsed", left, note))
+        passed = f"{now - self._start:.0f} s elapsed"
+        parts = filter(None, (self._count, self._rate, passed, self._left, *self._notes()))
         print(f"{self._label}: {', '.join(parts)}", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 
 import pytest
@@ -46,7 +47,7 @@ def test_speed_of_a_long_run_needs_little_memory(clock):
     for step in range(100_000):
         clock.now += 0.01
         speed.add(step, 4, ended=True)
-    assert len(speed._recent) < 200
+    assert len(speed._rate._recent) < 200
     assert 390 < float(str(speed).split()[0]) < 410
 
 
@@ -101,20 +102,79 @@ def test_no_remaining_time_before_the_first_item(clock, capsys):
     assert capsys.readouterr().err == "work: 3/9 steps, 60 s elapsed\n"
 
 
-def test_a_terminal_has_a_bar_with_the_note(monkeypatch):
+def terminal(monkeypatch, columns):
+    """Standard error as a terminal."""
     screen = io.StringIO()
     screen.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    with progress("work", "prompts", 1) as report:
-        report(1, 4)
-        report(2, 4, "7 tok/s, 2 running")
-    shown = screen.getvalue()
-    assert "2/4 prompts, " in shown
-    assert "elapsed" in shown
-    assert "/?" not in shown
-    assert "7 tok/s, 2 running" in shown
+    monkeypatch.setenv("COLUMNS", str(columns))
+    return lambda: re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).strip())[-1].strip()
+
+
+def shown_on(monkeypatch, clock, columns, label, *reports):
+    """The last line on a terminal of so many columns, 100 s after the beginning. Reports come every 2 s."""
+    last_line = terminal(monkeypatch, columns)
+    with progress(label, "prompts", 1) as report:
+        clock.now += 100 - 2 * len(reports)
+        for item in reports:
+            clock.now += 2
+            report(*item)
+        time.sleep(0.25)  # it is drawn ten times a second
+    return last_line()
+
+
+@pytest.mark.parametrize(
+    ("columns", "label", "done", "note", "line"),
+    [
+        (
+            *(140, "generate", 81, "6 failed, 160 tok/s, 32 running"),
+            "━╺━━━━━━━━ generate 81/600 prompts, 0.5/s, 0:01:40 elapsed, about 17 min left, 6 failed, 160 tok/s, "
+            "32 running",
+        ),
+        (
+            *(100, "generate", 81, "6 failed, 160 tok/s, 32 running"),
+            "generate 81/600 prompts, 0.5/s, 0:01:40 elapsed, about 17 min left, 6 failed, 160 tok/s, 32 running",
+        ),
+        (
+            *(80, "generate", 81, "6 failed, 160 tok/s, 32 running"),
+            "generate 81/600 prompts, 0:01:40 elapsed, about 17 min left, 6 failed, 160 tok/s",
+        ),
+        (
+            *(80, "eval one_digit_sums", 598, ""),
+            "eval one_digit_sums 598/600 prompts, 0.5/s, 0:01:40 elapsed, about 4 s left",
+        ),
+        (60, "a" * 30, 598, "6 failed", "598/600 prompts, 0:01:40 elapsed, about 4 s left, 6 failed"),
+        (30, "generate", 598, "6 failed", "generate 598/600 prompts"),
+        (80, "[red]", 598, "", "━━━━━━━━━╸ [red] 598/600 prompts, 0.5/s, 0:01:40 elapsed, about 4 s left"),
+    ],
+)
+def test_parts_that_do_not_fit_on_a_terminal_are_left_out_whole(monkeypatch, clock, columns, label, done, note, line):
+    assert shown_on(monkeypatch, clock, columns, label, (done - 1, 600), (done, 600, note)) == line
+
+
+def test_prefill_shows_prompt_tokens_while_nothing_else_is_reported(clock, monkeypatch):
+    last_line = terminal(monkeypatch, 80)
+    with progress("generate", "prompts") as report:
+        clock.now += 4
+        report.prefilled(2048)
+        clock.now += 1
+        time.sleep(0.25)
+        assert last_line() == "generate 0:00:05 elapsed, 410 prompt tok/s"
+        report(1, 4, "7 tok/s")
+        time.sleep(0.25)
+        assert last_line().endswith("1/4 prompts, 0:00:05 elapsed, 7 tok/s")
+        clock.now += 1
+        time.sleep(0.25)
+        assert last_line().endswith("1/4 prompts, 0:00:06 elapsed, 341 prompt tok/s")
+
+
+def test_prefill_is_printed_every_minute_without_a_terminal(clock, capsys):
+    with progress("generate", "prompts") as report:
+        for _ in range(6):
+            clock.now += SECONDS_BETWEEN_LINES / 6
+            report.prefilled(2000)
+    assert capsys.readouterr().err == "generate: 60 s elapsed, 400 prompt tok/s\n"
 
 
 def test_a_phase_is_named_and_has_a_rate_of_its_own(clock, capsys):

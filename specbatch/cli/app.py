@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import inspect
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from specbatch.cli.check import check
 from specbatch.cli.compare import compare
 from specbatch.cli.doctor import doctor
 from specbatch.cli.eval import evaluate
+from specbatch.cli.flags import flags_of, in_flags, no_argument
 from specbatch.cli.gate import gate
 from specbatch.cli.generate import generate
 from specbatch.cli.help import Command
@@ -50,27 +52,38 @@ class Commands(TyperGroup):
     """Turns exceptions of a command into a line on standard error and an exit status."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        with _reported(lambda: info_name):
+        with _reported(lambda: (info_name, self)):
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        with _reported(lambda: f"{ctx.command_path} {ctx.invoked_subcommand}"):
+        with _reported(lambda: self._invoked(ctx)):
             return super().invoke(ctx)
+
+    def _invoked(self, ctx: Any) -> tuple[str, Any]:
+        """The command that runs, and how to call it."""
+        name = ctx.invoked_subcommand
+        return f"{ctx.command_path} {name}", self.get_command(ctx, name) if name else self
 
 
 @contextmanager
-def _reported(command: Callable[[], str | None]) -> Iterator[None]:
-    """Report errors in one line. command: which help to see where the error does not know it."""
+def _reported(running: Callable[[], tuple[str | None, Any]]) -> Iterator[None]:
+    """Report errors in one line, in the words of the command line. running: the command, and how it was called."""
+
+    def said(error: SpecbatchError) -> str:
+        return in_flags(error, flags_of(running()[1].params))
+
     try:
         yield
     except SpecbatchError as error:
-        say(f"error: {'; '.join(filter(None, [str(error), error.kept]))}")
+        say(f"error: {'; '.join(filter(None, [said(error), error.kept]))}")
         raise typer.Exit(1 if isinstance(error, FailedError) else 2) from error
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help of a group of commands
             raise
-        where = error.ctx.command_path if error.ctx else command()
-        say(f"error: {_usage_error(error)} (see {where} --help)")
+        where, command = running()
+        if error.ctx:
+            where, command = error.ctx.command_path, error.ctx.command
+        say(f"error: {_usage_error(error, command)} (see {where} --help)")
         raise typer.Exit(2) from error
     except BrokenPipeError:  # the reader of standard output has ended
         raise
@@ -82,13 +95,18 @@ def _reported(command: Callable[[], str | None]) -> Iterator[None]:
         raise typer.Exit(130) from stop
 
 
-def _usage_error(error: Any) -> str:
-    """Of a value that pydantic refuses Typer's own message has no value."""
+def _usage_error(error: Any, command: Any) -> str:
+    """Of a value that pydantic refuses Typer's own message has no value, and of a word that is no argument no option
+    that takes it."""
     from pydantic import ValidationError
 
     if isinstance(error.__cause__, ValidationError):
         problems = error.__cause__.errors(include_url=False)
-        return str(refuse(error.param.name, problems[0]["input"], what_works(problems[0], problems)))
+        refused = refuse(error.param.name, problems[0]["input"], what_works(problems[0], problems))
+        return in_flags(refused, flags_of(command.params))
+    if extra := re.search(r"unexpected extra arguments? ?\(?s?\)? \((.*)\)", error.format_message()):
+        words = extra[1]
+        return f"{words}: {no_argument(command, words)}"
     return " ".join(error.format_message().split()).rstrip(".")
 
 

@@ -12,14 +12,13 @@ from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, Wide, t
 from specbatch.cli.output import fresh_folder, results, say, show
 from specbatch.cli.values import is_given, names, whole_numbers
 from specbatch.errors import refuse
-from specbatch.extras import needs
 from specbatch.progress import progress
 
 # Options of the engine that each point of `bench` sets itself.
 _WITHOUT = ("data_parallel", "spec", "prefill_graph", "max_running", "max_model_len", "kv_pages", "prefix_cache")
 
 
-@takes_engine(without=_WITHOUT, sampling=SAMPLING_OPTIONS)
+@takes_engine(without=_WITHOUT, defaults={"algorithm": "standalone with --draft, else none"}, sampling=SAMPLING_OPTIONS)
 def bench(
     context: typer.Context,
     engine: EngineOptions,
@@ -77,7 +76,6 @@ def bench(
 
     Exit status 1 if a point failed; a note shows the reason, and the same command runs it again.
     """
-    needs("report")
     from specbatch.records.sweep_plan import PLAN
     from specbatch.sweeps.bench.bench import run_bench
     from specbatch.sweeps.bench.peers import read_peers

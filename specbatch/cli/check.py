@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument
 
-from specbatch.cli.options import EngineOptions, Json, Output, options_of, takes_engine
+from specbatch.cli.options import WITH_DRAFTS, EngineOptions, Json, Output, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, say, show
 from specbatch.progress import progress
 from specbatch.sweeps.check.options import CheckOptions
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from specbatch.sweeps.check.sampled import SampledReport
 
 
-@takes_engine(without=("simulate_accept_length", "simulate_accept"), settings=options_of(CheckOptions))
+@takes_engine(
+    without=("simulate_accept_length", "simulate_accept"),
+    defaults={"spec": "v2"} | WITH_DRAFTS,
+    settings=options_of(CheckOptions),
+)
 def check(
     *,
     engine: EngineOptions,

@@ -10,7 +10,6 @@ from typer import Argument, Option
 
 from specbatch.cli.options import Json
 from specbatch.cli.output import RUN_HELP, derived_folder, show
-from specbatch.extras import needs
 
 
 def compare(
@@ -36,7 +35,6 @@ def compare(
 
     Runs with different models, prompts or lengths cannot be compared; the error names what differs.
     """
-    needs("report")
     from specbatch.atomic_file import write_atomic, write_json
     from specbatch.sweeps.compare import compare as run
 

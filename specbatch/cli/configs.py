@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specbatch.cli.options import EngineOptions
+from specbatch.cli.flags import in_keys
+from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions
 from specbatch.cli.values import names
 from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError, refuse
@@ -33,4 +34,4 @@ def engine_of_table(engine: EngineOptions, changes: Mapping[str, Any], where: st
     try:
         return options.config(**settings)
     except SpecbatchError as error:
-        raise refuse("configs", where, str(error)) from error
+        raise refuse("configs", where, in_keys(error, ENGINE_OPTIONS)) from error

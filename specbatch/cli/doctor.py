@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from specbatch.cli.options import Json
+from specbatch.cli.flags import Flag, in_text
+from specbatch.cli.options import ENGINE_OPTIONS, Json
 from specbatch.cli.output import show
+from specbatch.cli.terminal import print_markdown
 from specbatch.extras import is_installed, missing
+from specbatch.progress import progress
 from specbatch.records.environment import hardware, versions
 
 HUB = ("huggingface.co", 443)
@@ -22,26 +26,29 @@ def doctor(as_json: Json = False) -> None:
     The support matrix shows which drafts run with which family of targets, and which settings with which drafts. It is
     made by the checks that refuse a configuration.
     """
-    found = examine()
-    show(report(found), found, as_json=as_json)
+    found: dict[str, Any] = {}
+    for examine, text in SECTIONS:
+        found |= examine()
+        if not as_json:
+            print_markdown(f"{text(found)}\n")
+    if as_json:
+        show("", found, as_json=True)
 
 
-def examine() -> dict[str, Any]:
-    """Everything that `specbatch doctor` shows, as JSON values."""
-    import torch
-
-    from specbatch.engine import support
-    from specbatch.weights import known_models
+def _environment() -> dict[str, Any]:
     from specbatch.weights.cache import cache_folder
 
+    return {"versions": versions(), "hardware": hardware(), "devices": _devices(), "cache": str(cache_folder())}
+
+
+def _features() -> dict[str, Any]:
+    import torch
+
+    from specbatch.weights import known_models
+
     models = known_models.rows()
-    families, settings = support.of_families(), support.of_settings()
     cuda = torch.cuda.is_available()
     return {
-        "versions": versions(),
-        "hardware": hardware(),
-        "devices": _devices(),
-        "cache": str(cache_folder()),
         "models": models,
         "features": [
             _feature("engine on the CPU", None, "torch; float32 unless --dtype is given"),
@@ -63,23 +70,27 @@ def examine() -> dict[str, Any]:
                 None if is_installed("triton") else "triton is not installed; CUDA builds of torch bring it",
                 "on a GPU; a CPU runs their torch references",
             ),
-            _feature(
-                "eval (lm-eval tasks)", missing("eval"), "gsm8k, gsm8k_platinum and one_digit_sums need no network"
-            ),
-            _feature("sweep, bench, report, compare, gate", missing("report"), "installed"),
             _feature("sweep --engine http", missing("http"), "installed"),
-            _feature("Parquet, Arrow, CSV and data sets of the hub", missing("data"), "installed"),
             _feature("Ray clusters", missing("ray"), "--distributed ray"),
             _feature("reasoning-gym tasks", missing("reasoning"), "installed"),
         ],
-        "families": [asdict(item) | {"runs": item.runs} for item in families],
-        "settings": [asdict(item) | {"runs": item.runs} for item in settings],
-        "conflicts": [list(pair) for pair in support.CONFLICTS],
     }
 
 
-def report(found: dict[str, Any]) -> str:
-    """The same as Markdown: tables of the environment and of the features."""
+def _support(what: str) -> dict[str, Any]:
+    """Half of the support matrix: "families" or "settings"."""
+    from specbatch.engine import support
+
+    every = support.of_families() if what == "families" else support.of_settings()
+    with progress(f"trying {what}", "combinations") as report:
+        rows = []
+        for item in every:
+            rows.append(asdict(item) | {"runs": item.runs})
+            report(len(rows), len(support.DRAFTS) * len(support.FAMILIES if what == "families" else support.SETTINGS))
+    return {what: rows, "conflicts": [list(pair) for pair in support.CONFLICTS]}
+
+
+def _environment_table(found: dict[str, Any]) -> str:
     from specbatch.records.markdown import markdown_table
 
     machine = found["hardware"]
@@ -90,8 +101,17 @@ def report(found: dict[str, Any]) -> str:
         "devices": ", ".join(device["name"] for device in found["devices"]),
         "cache": found["cache"],
     }
+    return markdown_table(lines.items(), ["environment", "found"])
+
+
+def _features_table(found: dict[str, Any]) -> str:
+    from specbatch.records.markdown import markdown_table
+
     rows = [[row["feature"], "yes" if row["runs"] else "no", row["why"]] for row in found["features"]]
-    tables = markdown_table(lines.items(), ["environment", "found"]), markdown_table(rows, ["feature", "runs", "why"])
+    return markdown_table(rows, ["feature", "runs", "why"])
+
+
+def _support_tables(found: dict[str, Any]) -> str:
     matrices, notes = _matrices(found)
     conflicts = "; ".join(f"{one} with {other}" for one, other in found["conflicts"])
     notes.append(
@@ -104,7 +124,15 @@ def report(found: dict[str, Any]) -> str:
         "of tokens: without tree (--draft-topk) and --draft-tokens auto."
     )
     notes.append(f"Settings that run with a draft run together, except {conflicts}.")
-    return "\n\n".join([*tables, *matrices, "\n".join(f"* {note}" for note in notes)])
+    return "\n\n".join([*matrices, "\n".join(f"* {note}" for note in notes)])
+
+
+# What is found, and shown, one after the other: the last two take seconds.
+SECTIONS: tuple[tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], str]], ...] = (
+    (_environment, _environment_table),
+    (_features, _features_table),
+    (lambda: _support("families") | _support("settings"), _support_tables),
+)
 
 
 def _matrices(found: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -119,7 +147,8 @@ def _matrices(found: dict[str, Any]) -> tuple[list[str], list[str]]:
             cells.setdefault(item["what"], {})[item["draft"]] = _cell(item["why"], reasons)
         headings = next(iter(cells.values()))
         tables.append(markdown_table([[what, *row.values()] for what, row in cells.items()], [heading, *headings]))
-    notes = [f"no ({number}): {text}" for number, text in enumerate(reasons.values(), start=1)]
+    flags = {name: Flag(f"--{name.replace('_', '-')}", None, False, False) for name in ENGINE_OPTIONS}
+    notes = [f"no ({number}): {in_text(text, flags)}" for number, text in enumerate(reasons.values(), start=1)]
     return tables, notes
 
 

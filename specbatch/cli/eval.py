@@ -15,7 +15,6 @@ from specbatch.cli.output import fresh_folder, open_replicas, say, show
 from specbatch.cli.values import whole_numbers
 from specbatch.errors import refuse
 from specbatch.evals.options import EvalOptions
-from specbatch.extras import needs
 from specbatch.progress import progress
 
 if TYPE_CHECKING:
@@ -100,17 +99,19 @@ def evaluate(
 
     specbatch eval gsm8k --configs baseline,v1,v2 --concurrency 1,8,32,128 --algorithm eagle3 --draft HEAD
 
-    specbatch eval gsm8k --configs grid.toml --concurrency 1,8,32,128 --out out/grid
-
     specbatch eval gsm8k --data my_questions.jsonl
 
     specbatch eval one_digit_sums --limit 40
 
-    specbatch eval gsm8k --temperature 0.6 --top-p 0.95 --seed 3
-
     gsm8k, gsm8k_platinum, one_digit_sums and one_digit_choices need no network. Results for each question go to the
     output folder. Text inside <think> is not scored. To continue an interrupted evaluation, run the same command with
     its folder as --out: only the missing answers are generated.
+
+    Details:
+
+    specbatch eval gsm8k --configs grid.toml --concurrency 1,8,32,128 --out out/grid
+
+    specbatch eval gsm8k --temperature 0.6 --top-p 0.95 --seed 3
 
     Answers are sampled as the task says (most tasks are greedy), or with --temperature, --top-p, --top-k and --min-p;
     --seed chooses the random numbers.
@@ -124,7 +125,6 @@ def evaluate(
     the log-likelihoods of given texts. The target computes them without drafts, so --algorithm and --configs do not
     apply.
     """
-    needs("eval")
     from specbatch.evals.finished import PARTIAL
     from specbatch.evals.grid import GridOptions
     from specbatch.evals.run import prepare
@@ -176,6 +176,7 @@ def evaluate(
             say(f"continuing: {len(kept.rows)} {'answers' if ready.task.generates else 'texts'} are finished")
         done = 0 if kept is None else len(kept.rows)
         with open_replicas(config, workers) as running, progress(f"eval {task}", "requests", done) as report:
+            running.on_prefill = report.prefilled
             result = ready.run(running, report, kept)
     _show(result, folder, as_json)
 

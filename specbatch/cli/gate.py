@@ -11,7 +11,6 @@ from typer import Argument, Option
 
 from specbatch.cli.options import Json
 from specbatch.cli.output import RUN_HELP, derived_folder, show
-from specbatch.extras import needs
 
 
 def gate(
@@ -39,7 +38,6 @@ def gate(
     Exit status 0 if every check passed, 1 if one failed, 2 if there is no verdict: an error, or a check that the runs
     are too few or too noisy to decide.
     """
-    needs("report")
     from specbatch.evals.gate.gate import run_gate
     from specbatch.evals.gate.report import markdown, save
 

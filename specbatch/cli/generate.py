@@ -80,17 +80,9 @@ def generate(
 
     specbatch generate prompts.jsonl -o answers.jsonl --max-new-tokens 256 --spec v2
 
-    specbatch generate prompts.jsonl -o answers.jsonl --skip-bad
-
     specbatch generate hf:openai/gsm8k:main --split test -o answers.parquet
 
     specbatch generate chats.parquet --column conversation -o answers/
-
-    specbatch generate mails.csv --column body -o answers.jsonl
-
-    specbatch generate saved/ --split train -o answers/
-
-    specbatch generate batch.jsonl -o s3://bucket/answers.jsonl --time-limit 30m
 
     Each line of JSONL is an object with prompt, prompt_token_ids, question or messages, and optionally an id:
 
@@ -99,6 +91,16 @@ def generate(
     {"messages": [{"role": "user", "content": "Name a river."}]}
 
     {"prompt": "Once upon a time", "sampling": {"temperature": 0.8, "n": 4, "max_new_tokens": 50}}
+
+    Details:
+
+    specbatch generate prompts.jsonl -o answers.jsonl --skip-bad
+
+    specbatch generate mails.csv --column body -o answers.jsonl
+
+    specbatch generate saved/ --split train -o answers/
+
+    specbatch generate batch.jsonl -o s3://bucket/answers.jsonl --time-limit 30m
 
     The output has the order of the input; `index` is the position of the line or row in the input, from 0. A prompt
     that fails while it runs, because its logits are not finite, has a row with an `error` in place of an answer.
@@ -138,6 +140,7 @@ def generate(
         with open_replicas(config, workers) as running:
             running.reset_record(rows=False)
             with progress("generate", "prompts", len(job.finished)) as report:
+                running.on_prefill = report.prefilled
                 finished = job.run(running, concurrency=concurrency, limits=limits, report=report)
             record = running.record(concurrency=concurrency, workload={"command": "generate", **job.kept.header})
         say(f"generate: {summary(record.metrics, drafts=config.speculation.drafted > 0)}")

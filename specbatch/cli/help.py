@@ -8,21 +8,36 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import typer
 from typer.core import TyperArgument, TyperCommand
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
+DETAILS = "\n\nDetails:"  # of a command's text, which only the whole page has
+# The options of the short pages, by the names of parameters.
+COMMON = (
+    *("model", "device", "spec", "configs", "algorithm", "draft", "draft_tokens"),
+    *("dataset", "data", "answers", "task", "input_len", "output_len", "limit", "num_fewshot"),
+    *("prompt", "stream", "max_new_tokens", "temperature", "chat_template", "steps", "lr", "sections", "batch"),
+    *("sampled", "concurrency", "prompts_per_concurrency", "repeats"),
+    *("output", "overwrite", "skip_bad", "dry_run", "as_json"),
+)
 LEAST_HELP = 48  # columns of the help beside a name
 _INDENT, _FRAME = 4, 4
 
 
 class Command(TyperCommand):
-    """A command with such a page."""
+    """A command with such a page. That of a command with `HELP_ALL` has the common options, and the names of the
+    others."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the page: usage, the text of the command, and a box for each panel of arguments and options."""
+        """Print the page of `--help`."""
+        self.page(ctx, whole=all(item.name != "help_all" for item in self.params))
+
+    def page(self, ctx: Any, *, whole: bool) -> None:
+        """Usage, the text of the command, and a box for each panel of arguments and options."""
         from rich.console import Console
         from rich.padding import Padding
         from rich.panel import Panel
@@ -30,17 +45,43 @@ class Command(TyperCommand):
 
         console = Console(highlight=False)
         console.print(Padding(Text(self.get_usage(ctx), style="bold"), 1))
-        console.print(Padding(Text.from_markup(self.help or ""), (0, 1, 1, 1)))
+        text, _, details = (self.help or "").partition(DETAILS)
+        console.print(Padding(Text.from_markup(text + details if whole else text), (0, 1, 1, 1)))
         panels: dict[str, list[tuple[str, Text]]] = {"Arguments": [], "Options": []}
-        for item in self.get_params(ctx):
-            if (record := item.get_help_record(ctx)) is not None:
-                usual = "Arguments" if isinstance(item, TyperArgument) else "Options"
-                panel = getattr(item, "rich_help_panel", None) or usual
-                panels.setdefault(panel, []).append((record[0], _help(item, record[1])))
+        others: dict[str, list[str]] = {}
+        for item in self._in_order(ctx, whole=whole):
+            if (record := item.get_help_record(ctx)) is None:
+                continue
+            is_argument = isinstance(item, TyperArgument)
+            panel = getattr(item, "rich_help_panel", None) or ("Arguments" if is_argument else "Options")
+            if whole or is_argument or item.required or item.name in (*COMMON, "help", "help_all"):
+                shown = panel if whole or is_argument else "Options"
+                panels.setdefault(shown, []).append((record[0], _help(item, record[1])))
+            else:
+                others.setdefault(panel, []).append(" / ".join([*item.opts, *item.secondary_opts]))
+        if others:
+            rows = [(f"{panel}:", Text("  ".join(names))) for panel, names in others.items()]
+            panels["Others, which --help-all describes"] = rows
         for title, rows in panels.items():
             if rows:
                 body = _body(rows, console.width - _FRAME)
                 console.print(Panel(body, title=title, title_align="left", border_style="dim"))
+
+    def _in_order(self, ctx: Any, *, whole: bool) -> list[Any]:
+        """The parameters; on the short page the common ones in the order of `COMMON`."""
+        every = self.get_params(ctx)
+        if whole:
+            return every
+        return sorted(every, key=lambda item: COMMON.index(item.name) if item.name in COMMON else len(COMMON))
+
+
+def _show_all(ctx: typer.Context, value: bool) -> None:
+    if value:
+        ctx.command.page(ctx, whole=True)
+        raise typer.Exit
+
+
+HELP_ALL = typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show all options, and details.")
 
 
 def _help(item: Any, text: str) -> Text:

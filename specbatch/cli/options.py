@@ -18,6 +18,8 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from typer import Option
 
 from specbatch.acceptance_profile import read_profile
+from specbatch.cli.help import HELP_ALL
+from specbatch.cli.values import layers
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.core.sampling_params import SAMPLED, SamplingParams
 from specbatch.errors import at_least, refuse, shown_json
@@ -45,6 +47,10 @@ class DerivedOption:
     panel: str | None
     metavar: str | None = None
     choices: tuple[str, ...] = ()
+
+    def with_default(self, text: str) -> DerivedOption:
+        """The same option with another default in its help."""
+        return replace(self, help=f"{self.help.partition(' Default: ')[0]} Default: {text}.")
 
     def parameter(self, name: str) -> inspect.Parameter:
         """What Typer reads."""
@@ -81,13 +87,13 @@ _PANELS = {
 _LONGEST_METAVAR = 24  # a longer one takes the width of the terminal from the help texts
 # Option: type, default, and text to append to the help of the field.
 _OVERRIDES: dict[str, tuple[Any, Any, str]] = {
-    "algorithm": (str | None, None, "Default: standalone with --draft, else ngram."),
+    "algorithm": (str | None, None, "Default: standalone with --draft, ngram with --spec v1 or v2, else none."),
     "draft_tokens": (str | None, None, ""),
     "aux_layers": (str | None, None, ""),
     "simulate_accept": (str | None, None, ""),
     "json_schema": (str | None, None, ""),
     "max_running": (int | None, None, f"Default: the concurrency, else {EngineConfig.max_running}."),
-    "prefix_cache": (bool | None, None, "Default: on; off in trace, send-one and sweep (on for gsp)."),
+    "prefix_cache": (bool | None, None, "Default: on."),
     "decode_graph": (str | None, None, "Default: whole on a CUDA device, off on a CPU."),
     "prefill_graph": (
         str | None,
@@ -148,6 +154,9 @@ _ONLY_WITH_DRAFTS = tuple(
 )
 
 
+WITH_DRAFTS = {"algorithm": "standalone with --draft, else ngram"}  # defaults of commands that speculate without --spec
+
+
 class EngineOptions(SimpleNamespace):
     """The values of the options in `ENGINE_OPTIONS`, as attributes; those not given have the option's default."""
 
@@ -188,7 +197,11 @@ class EngineOptions(SimpleNamespace):
         default = "standalone" if self.draft else "none" if self.spec is None else "ngram"
         settings = {name: getattr(self, name) for name in ("draft", *_ONLY_WITH_DRAFTS)}
         profile = None if self.simulate_accept is None else read_profile(self.simulate_accept)
-        settings |= {"draft_tokens": draft_tokens, "aux_layers": self._aux_layers(), "simulate_accept": profile}
+        settings |= {
+            "draft_tokens": draft_tokens,
+            "aux_layers": layers("aux_layers", self.aux_layers),
+            "simulate_accept": profile,
+        }
         return Speculation(algorithm=self.algorithm or default, schedule=self.spec or "v2", **settings)
 
     def config(
@@ -244,14 +257,6 @@ class EngineOptions(SimpleNamespace):
         except ValueError:
             raise refuse("draft_tokens", self.draft_tokens, "use a whole number, or auto") from None
 
-    def _aux_layers(self) -> tuple[int, ...] | None:
-        if self.aux_layers is None:
-            return None
-        try:
-            return tuple(int(layer) for layer in self.aux_layers.split(","))
-        except ValueError:
-            raise refuse("aux_layers", self.aux_layers, "write layers with commas, such as 2,18,33") from None
-
 
 @functools.cache
 def _keep_imports() -> None:
@@ -262,18 +267,24 @@ def _keep_imports() -> None:
 
 
 def takes_engine(
-    *, without: tuple[str, ...] = (), **groups: dict[str, DerivedOption]
+    *,
+    without: tuple[str, ...] = (),
+    defaults: Mapping[str, str] = MappingProxyType({}),
+    **groups: dict[str, DerivedOption],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace a command's parameter `engine` by the options in `ENGINE_OPTIONS`, except those in `without`.
 
+    defaults: what the help says of the defaults that are the command's own, by the name of the option
     groups: other parameters of the command, each replaced by its options; the command gets a dict of their values.
     Typer reads the signature of a command, so this rewrites it.
     """
     shared = {name: option for name, option in ENGINE_OPTIONS.items() if name not in without}
+    shared |= {name: shared[name].with_default(text) for name, text in defaults.items()}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(**values: Any) -> None:
+            del values["help_all"]
             engine = EngineOptions(**{name: values.pop(name) for name in shared})
             for group, options in groups.items():
                 values[group] = {name: values.pop(name) for name in options}
@@ -287,6 +298,8 @@ def takes_engine(
             elif name != "engine":
                 parameters.append(item.replace(kind=inspect.Parameter.KEYWORD_ONLY))
         parameters += [option.parameter(name) for name, option in shared.items()]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter("help_all", keyword, default=False, annotation=Annotated[bool, HELP_ALL]))
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run

@@ -10,7 +10,6 @@ from typer import Argument, Option
 from specbatch.cli.options import Json
 from specbatch.cli.output import show
 from specbatch.errors import refuse
-from specbatch.extras import needs
 
 SCORES = ("scores.md", "scores.csv", "scores.json")
 
@@ -52,7 +51,6 @@ def report(
 
     report.html is a single file that needs no network. Files of an earlier report are replaced; records are only read.
     """
-    needs("report")
     from specbatch.records.archive import pack
     from specbatch.records.sweep_plan import PLAN
     from specbatch.sweeps.bench.sections import KINDS, kind_of

@@ -12,7 +12,9 @@ from specbatch.cli.output import open_engine, show
 from specbatch.errors import refuse
 
 
-@takes_engine(without=("data_parallel",), sampling=SAMPLING_OPTIONS)
+@takes_engine(
+    without=("data_parallel",), defaults={"prefix_cache": "off", "max_running": "1"}, sampling=SAMPLING_OPTIONS
+)
 def send_one(
     engine: EngineOptions,
     sampling: dict[str, Any],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.cli.configs import configured, engine_of_table
+from specbatch.cli.flags import in_keys
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions
 from specbatch.cli.output import say
 from specbatch.config import EngineConfig
@@ -115,4 +116,4 @@ def _server_of_table(
         usual = {"base_url": "", "tokenizer": engine.tokenizer, "thinking": thinking}
         return Server(**usual | own, speculation=speculation)
     except SpecbatchError as error:
-        raise refuse("configs", where, str(error)) from error
+        raise refuse("configs", where, in_keys(error, ("base_url", "api_key_env", *_TYPES, *_DESCRIBING))) from error

@@ -10,13 +10,13 @@ import typer
 from typer import Option
 
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
-from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, Wide, takes_engine
+from specbatch.cli.options import SAMPLING_OPTIONS, WITH_DRAFTS, EngineOptions, Json, Wide, takes_engine
 from specbatch.cli.output import fresh_folder, results, say, show
 from specbatch.cli.servers import configured_with_servers, only_server
 from specbatch.cli.values import is_given, length, share, whole_number, whole_numbers
 from specbatch.errors import refuse
-from specbatch.extras import needs
 from specbatch.progress import progress
+from specbatch.sweeps.run.defaults import CPU, GPU, INPUT_LEN, default_dataset
 
 if TYPE_CHECKING:
     from specbatch.config import EngineConfig
@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 _WORKLOAD, _TEMPLATE, _LOAD, _SERVER = "Workload", "Chat template", "Load", "HTTP server"  # boxes of --help
 
 
-@takes_engine(without=("spec",), sampling=SAMPLING_OPTIONS, cluster=CLUSTER_OPTIONS)
+@takes_engine(
+    without=("spec",),
+    defaults={"prefix_cache": "off; on with --dataset gsp", "max_running": "the highest --concurrency"} | WITH_DRAFTS,
+    sampling=SAMPLING_OPTIONS,
+    cluster=CLUSTER_OPTIONS,
+)
 def sweep(
     context: typer.Context,
     engine: EngineOptions,
@@ -34,7 +39,8 @@ def sweep(
     concurrency: Annotated[
         str | None,
         Option(
-            help="Maximum numbers of requests in flight, separated by commas. Default: 1,8,32,128; 1,8,32 on a CPU.",
+            help="Maximum numbers of requests in flight, separated by commas. "
+            f"Default: {GPU.concurrency}; {CPU.concurrency} on a CPU.",
             rich_help_panel=_LOAD,
         ),
     ] = None,
@@ -49,8 +55,8 @@ def sweep(
         str | None,
         Option(
             help="gsm8k, random, gsp (groups of random prompts with a shared prefix), lm-eval:TASK or FILE.jsonl. "
-            "Lines have the format of generate, or the turns of MT-Bench and SPEED-Bench. Default: gsm8k; with "
-            "--input-len random.",
+            "Lines have the format of generate, or the turns of MT-Bench and SPEED-Bench. Default: "
+            f"{default_dataset(input_len_given=False)}; with --input-len {default_dataset(input_len_given=True)}.",
             rich_help_panel=_WORKLOAD,
         ),
     ] = None,
@@ -73,8 +79,8 @@ def sweep(
         str | None,
         Option(
             metavar="N|N-M",
-            help="Tokens per random prompt, or a range; for gsp, without the shared prefix. Default: 128 with "
-            "--dataset random or gsp.",
+            help="Tokens per random prompt, or a range; for gsp, without the shared prefix. Default: "
+            f"{INPUT_LEN} with --dataset random or gsp.",
             rich_help_panel=_WORKLOAD,
         ),
     ] = None,
@@ -82,7 +88,8 @@ def sweep(
         str | None,
         Option(
             metavar="N|N-M",
-            help="Output tokens per answer, or a range; for text prompts, the maximum. Default: 128; 48 on a CPU.",
+            help="Output tokens per answer, or a range; for text prompts, the maximum. "
+            f"Default: {GPU.output_len}; {CPU.output_len} on a CPU.",
             rich_help_panel=_WORKLOAD,
         ),
     ] = None,
@@ -140,7 +147,8 @@ def sweep(
     prompts_per_concurrency: Annotated[
         int | None,
         Option(
-            help="Prompts of a point, as a multiple of its concurrency, but at least 4. Default: 4; 1 on a CPU.",
+            help="Prompts of a point, as a multiple of its concurrency, but at least 4. "
+            f"Default: {GPU.prompts_per_concurrency}; {CPU.prompts_per_concurrency} on a CPU.",
             rich_help_panel=_LOAD,
         ),
     ] = None,
@@ -221,26 +229,30 @@ def sweep(
 
     specbatch sweep --concurrency 1,4
 
-    specbatch sweep --output-len 256 --repeats 5
+    specbatch sweep --draft self:skip=12-15 --draft-tokens 3
+
+    specbatch sweep --configs grid.toml --out out/heads
+
+    specbatch sweep --engine http --base-url http://localhost:8000 --tokenizer Qwen/Qwen3-8B
+
+    baseline does not speculate and runs schedule v2. v1 and v2 speculate with ngram, or with --algorithm and --draft.
+    NAME+piecewise also uses piecewise CUDA graphs for prefill. Speedups are relative to the configuration named
+    baseline, else to the first one.
+
+    Details:
 
     specbatch sweep --output-len 256 --until-precise 2%
 
-    specbatch sweep --draft self:skip=12-15 --draft-tokens 3
+    specbatch sweep --output-len 256 --repeats 5
 
     specbatch sweep --dataset gsp --output-len 256 --request-rate 10 --concurrency 128
-
-    specbatch sweep --configs grid.toml --out out/heads
 
     specbatch sweep --temperature 0.6 --top-p 0.95
 
     specbatch sweep --request-rate 10 --slo ttft=0.5,tpot=0.03
 
     Answers are greedy, or sampled with --temperature, each with its own seed (--seed chooses them): the same for all
-    configurations and, if it has seeds, a server.
-
-    baseline does not speculate and runs schedule v2. v1 and v2 speculate with ngram, or with --algorithm and --draft.
-    NAME+piecewise also uses piecewise CUDA graphs for prefill. For gsp the prefix cache is on, and emptied before each
-    point.
+    configurations and, if it has seeds, a server. For gsp the prefix cache is on, and emptied before each point.
 
     Each table of a --configs file is one configuration; its keys are options of this command. A list gives one
     configuration per value:
@@ -252,13 +264,10 @@ def sweep(
     algorithm = "ngram"
     draft-tokens = [3, 7]
 
-    Speedups are relative to the configuration named baseline, else to the first one. Different models (model = ...) run
-    one after the other, each in its own process and folder.
+    Different models (model = ...) run one after the other, each in its own process and folder.
 
     A table with engine = "http" and base-url = "http://localhost:8000" is a server of another engine, measured in the
     same rounds and with the same prompts (docs/head-to-head.md).
-
-    specbatch sweep --engine http --base-url http://localhost:8000 --tokenizer Qwen/Qwen3-8B
 
     With --engine http the same prompts go to a server at the same times (streamed /v1/completions), and all times are
     measured by this client. The server has its own engine settings, so of the options below only --model (one of its
@@ -268,18 +277,17 @@ def sweep(
     stream, or has impossible counts, such as more tokens than requested.
 
     Each point writes record.json and requests.jsonl, from which the summary is computed. Suspicious outputs are
-    reported: truncated answers, reasoning with --no-thinking, chat template tokens in plain text. To continue an
-    interrupted sweep, run the same command with its folder as --out. Points of a server with failed requests run again.
+    reported: truncated answers, reasoning with --no-thinking, chat template tokens in plain text. Points of a
+    server with failed requests run again when a sweep continues.
 
     A configuration that fails (it does not fit into memory, its draft is unknown) does not end the sweep: the summary
     shows the reason, the exit status is 1, and the same command with the folder as --out runs it again.
     """
-    needs("report")
     from specbatch.evals.prompts import task_prompts
     from specbatch.records.objectives import Objectives
     from specbatch.records.sweep_plan import PLAN
     from specbatch.runtime.device import device_type
-    from specbatch.sweeps.run.defaults import CPU, GPU, default_dataset, resolved
+    from specbatch.sweeps.run.defaults import resolved
     from specbatch.sweeps.run.grid import by_model
     from specbatch.sweeps.run.loading import check, engines_of, fitted
     from specbatch.sweeps.run.process import run_in_process
@@ -298,7 +306,7 @@ def sweep(
     workload = Workload(
         chosen,
         data,
-        Workload.input_len if input_len is None else length("input_len", input_len),
+        INPUT_LEN if input_len is None else length("input_len", input_len),
         lengths.output_len if output_len is None else length("output_len", output_len),
         lengths.prompts_per_concurrency if prompts_per_concurrency is None else prompts_per_concurrency,
         engine.seed,

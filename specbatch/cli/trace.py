@@ -11,7 +11,7 @@ from specbatch.cli.output import fresh_folder, open_engine, show
 from specbatch.errors import at_least
 
 
-@takes_engine(without=("data_parallel",))
+@takes_engine(without=("data_parallel",), defaults={"prefix_cache": "off", "max_running": "--batch"})
 def trace(
     engine: EngineOptions,
     steps: Annotated[int, Option(help="Iterations to record.")] = 20,

@@ -12,8 +12,9 @@ from typer import Option
 from specbatch.atomic_file import is_leftover
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions, Json, Output, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_engine, say, show
+from specbatch.cli.values import layers
+from specbatch.config import EngineConfig
 from specbatch.errors import refuse
-from specbatch.extras import needs
 from specbatch.progress import progress
 from specbatch.training.recipe import ANSWER_TOKENS, HEADS, Recipe
 
@@ -28,12 +29,27 @@ _KEPT = (
 _WITHOUT = tuple(name for name in ENGINE_OPTIONS if name not in _KEPT)
 _DATA, _HEAD, _TRAINING = "Data", "Head", "Training"
 _PANELS = dict.fromkeys(
-    ("unroll", "vocab", "draft_layers", "block_size", "anchors", "markov_rank", "token_weight", "selector_rank"), _HEAD
+    (
+        "unroll",
+        "vocab",
+        "draft_layers",
+        "aux_layers",
+        "block_size",
+        "anchors",
+        "markov_rank",
+        "token_weight",
+        "selector_rank",
+    ),
+    _HEAD,
 )
 _in_data = partial(Option, rich_help_panel=_DATA)
 
 
-@takes_engine(without=_WITHOUT, training=options_of(Recipe, _TRAINING, _PANELS))
+@takes_engine(
+    without=_WITHOUT,
+    defaults={"max_running": str(EngineConfig.max_running)},
+    training=options_of(Recipe, _TRAINING, _PANELS),
+)
 def train_draft(
     *,
     engine: EngineOptions,
@@ -87,6 +103,7 @@ def train_draft(
     from specbatch.training.run import train_draft as run
     from specbatch.training.saved_state import FILE as STATE
 
+    training["aux_layers"] = layers("aux_layers", training["aux_layers"])
     recipe = Recipe(algorithm=algorithm, seed=engine.seed, **training)
     prompts, stop = _asked(task, num_fewshot, data)
     params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, stop=stop)
@@ -115,7 +132,6 @@ def _asked(
         return None, ()
     if data is None:
         raise refuse("task", task, "asks the questions in --data, such as those of a training set; give one")
-    needs("eval")
     from specbatch.evals.prompts import task_prompts
 
     return task_prompts(task, data, as_messages=False, num_fewshot=num_fewshot)

@@ -45,6 +45,16 @@ def whole_numbers(setting: str, text: str) -> tuple[int, ...]:
         raise refuse(setting, text, "use whole numbers of at least 1, separated by commas: 1,8,32,128") from None
 
 
+def layers(setting: str, text: str | None) -> tuple[int, ...] | None:
+    """Comma-separated layers; None of None."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(layer) for layer in text.split(","))
+    except ValueError:
+        raise refuse(setting, text, "write layers with commas, such as 2,18,33") from None
+
+
 def length(setting: str, text: str) -> int | tuple[int, int]:
     """A number of tokens (`128`), or the smallest and the largest one (`64-256`)."""
     if found := re.fullmatch(r"(\d{1,19})-(\d{1,19})", text):

@@ -88,6 +88,7 @@ class Engine(InferenceEngine):
             chunk=config.prefill_chunk,
             seed=config.seed,
             on_tokens=self._on_tokens,
+            on_prefill=lambda tokens: self.on_prefill(tokens),
         )
         self._schedule = SCHEDULES[config.speculation.schedule](self._runner)
         self._scorer = Scorer(

@@ -39,16 +39,20 @@ class InferenceEngine(ABC):
 
     config   as asked for, with what the draft and the memory decide
     caps     what it can hold at most
+    on_prefill  called with the number of prompt tokens of each prefill pass, to show progress. Replicas, which are
+             other processes, do not call it
     """
 
     config: EngineConfig
     caps: dict[str, Any]
+    on_prefill: Callable[[int], None]
     tokenizer: Tokenizer
     _prompts: PromptReader
 
     def __init__(self) -> None:
         self._state = "ready"  # or "busy" while a stream is open, or "closed"
         self._state_lock = threading.Lock()
+        self.on_prefill = lambda tokens: None
 
     # -- work -------------------------------------------------------------------------------------------------
 

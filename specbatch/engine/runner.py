@@ -73,10 +73,11 @@ class Runner:
         chunk: int,
         seed: int,
         on_tokens: OnTokens,
+        on_prefill: Callable[[int], None],
     ) -> None:
         """idle_at_zero: see `DraftPlan`; depth: the most drafts that a verify can accept; has_budget: whether verifies
         have a budget of rows; chunk: most tokens of a prefill pass; seed: of the engine; on_tokens: called with the new
-        tokens of a request."""
+        tokens of a request; on_prefill: called with the number of tokens of a prefill pass."""
         self.scheduler = scheduler
         self.counters = Counters()
         self._worker = worker
@@ -87,6 +88,7 @@ class Runner:
         self._chunk = chunk
         self._seed = seed
         self._on_tokens = on_tokens
+        self._on_prefill = on_prefill
         device = worker.batch.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._drafts = 0  # of the last decode step
@@ -114,8 +116,10 @@ class Runner:
         result = self._worker.prefill(_work_of(plan, scored))
         self._last_timer = None
         self.counters.prefill_passes += 1
-        self.counters.prefill_tokens += sum(chunk.end - chunk.start for chunk in plan.chunks)
+        tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
+        self.counters.prefill_tokens += tokens
         self.counters.prefill_s += time.perf_counter() - start
+        self._on_prefill(tokens)
         first = None if result.first is None else self._copy(result.first)
         found = result.prompt_logprobs
         scores = None if found is None else AsyncCopy(found, stream=self._stream)

@@ -115,24 +115,20 @@ class Support:
         return not self.why
 
 
-def of_families(device: str = "auto") -> list[Support]:
+def of_families(device: str = "auto") -> Iterator[Support]:
     """Each family with a chain of each draft."""
     with _draft_models(FAMILIES.values()) as models:
-        return [
-            Support(family, draft, refusal(draft, shape, models[shape], device=device))
-            for family, shape in FAMILIES.items()
-            for draft in DRAFTS
-        ]
+        for family, shape in FAMILIES.items():
+            for draft in DRAFTS:
+                yield Support(family, draft, refusal(draft, shape, models[shape], device=device))
 
 
-def of_settings(device: str = "auto") -> list[Support]:
+def of_settings(device: str = "auto") -> Iterator[Support]:
     """Each setting with each draft, for one target with attention in all layers."""
     with _draft_models([_SMALL]) as models:
-        return [
-            Support(setting, draft, refusal(draft, _SMALL, models[_SMALL], [setting], device=device))
-            for setting in SETTINGS
-            for draft in DRAFTS
-        ]
+        for setting in SETTINGS:
+            for draft in DRAFTS:
+                yield Support(setting, draft, refusal(draft, _SMALL, models[_SMALL], [setting], device=device))
 
 
 def refusal(draft: str, shape: str, draft_model: str, settings: Iterable[str] = (), *, device: str = "auto") -> str:

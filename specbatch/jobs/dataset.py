@@ -17,7 +17,6 @@ from typing import Any
 
 from specbatch.atomic_file import is_leftover, replacing
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.extras import needs
 from specbatch.jobs.files import is_remote, open_input
 from specbatch.jobs.input_version import HUB
 from specbatch.text_files import TEMPORARY, UnreadableError
@@ -43,7 +42,6 @@ def read_rows(
     Cells of .csv and .tsv are strings, unconverted. Raises SpecbatchError for a source that cannot be read, a split
     that is missing or does not exist, and a data set with none of `columns`.
     """
-    needs("data")
     wanted = _Columns(setting, source, columns, beside)
     path = Path(source)
     try:

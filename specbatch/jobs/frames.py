@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specbatch.extras import needs
 from specbatch.jobs.output_files import read_output
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
@@ -41,7 +40,6 @@ def load_run(path: str | Path) -> RunFrames:
 
     Raises SpecbatchError for a path without a record, or with one that is damaged.
     """
-    needs("report")
     import pandas as pd
 
     points, requests, drafts = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()

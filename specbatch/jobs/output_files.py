@@ -23,7 +23,6 @@ from typing import Any
 
 from specbatch.atomic_file import replacing, write_atomic, writing
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.extras import needs
 from specbatch.jobs.dataset import is_dataset, is_saved, read_rows, write_rows
 from specbatch.jobs.files import exists, is_remote, local_path, open_input, remove, upload
 from specbatch.jobs.formats import COLUMNS, SOMETIMES
@@ -47,8 +46,6 @@ class OutputFiles:
         self.name = str(output)
         self.url = self.name if is_remote(output) else None
         self.path = _local_output(str(output)) if self.url is None else _working_copy(self.name)
-        if not self.is_jsonl:
-            needs("data")
 
     @property
     def is_jsonl(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from specbatch.errors import refuse
 from specbatch.models.config import ModelConfig
 from specbatch.models.eagle3 import default_aux
 from specbatch.models.rope import DEFAULT_THETA, Rope
@@ -34,9 +35,18 @@ class MidLayer(Layer):
 
 class Eagle3Head(ChainHead):
     def __init__(
-        self, target: Target, kept: torch.Tensor, *, steps: int, max_len: int, seed: int, layers: int = 1
+        self,
+        target: Target,
+        kept: torch.Tensor,
+        *,
+        steps: int,
+        max_len: int,
+        seed: int,
+        layers: int = 1,
+        boundaries: tuple[int, ...] | None = None,
     ) -> None:
-        """kept: int64 [Vd], draft vocabulary, ascending; steps: number of unrolled drafts."""
+        """kept: int64 [Vd], draft vocabulary, ascending; steps: number of unrolled drafts; boundaries: the layers of
+        the target whose inputs are read, None: as `feature_boundaries` has them."""
         super().__init__()
         base = target.config
         sizes = replace(base, num_layers=layers, qk_norm=False, **plain_heads(base))
@@ -44,7 +54,7 @@ class Eagle3Head(ChainHead):
         self.drafts, self.depth = steps, layers
         self.kept = kept.to(target.device)
         self._usual = default_aux(base.depth)
-        self._boundaries = feature_boundaries(base.depth)
+        self._boundaries = boundaries or feature_boundaries(base.depth)
         self.aux = tuple(boundary - 1 for boundary in self._boundaries)
         self._sizes = sizes
         self.fc = nn.Linear(len(self.aux) * hidden, hidden, bias=False)
@@ -110,13 +120,23 @@ class Eagle3Head(ChainHead):
 
 def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> Eagle3Head:
     """A head whose draft vocabulary is the most frequent tokens of `train`; see `trainer.make_head`."""
-    require_inner_layers(recipe.algorithm, target)
-    assert recipe.unroll is not None
-    assert recipe.draft_layers is not None
     total = target.config.vocab_size
-    kept = frequent(train, recipe.vocabulary(total), total)
-    sizes = {"max_len": recipe.max_len, "seed": recipe.seed, "layers": recipe.draft_layers}
-    return Eagle3Head(target, kept, steps=recipe.unroll, **sizes)
+    return Eagle3Head(target, frequent(train, recipe.vocabulary(total), total), **sizes_of(recipe, target))
+
+
+def sizes_of(recipe: Recipe, target: Target) -> dict[str, Any]:
+    """Arguments of a head. Refuses a target without the layers that it reads."""
+    require_inner_layers(recipe.algorithm, target)
+    depth = target.config.depth
+    if recipe.aux_layers is not None and max(recipe.aux_layers) > depth:
+        raise refuse("aux_layers", recipe.aux_layers, f"{target.name} has {depth} layers; use 1 to {depth}")
+    return {
+        "steps": recipe.unroll,
+        "max_len": recipe.max_len,
+        "seed": recipe.seed,
+        "layers": recipe.draft_layers,
+        "boundaries": recipe.aux_layers,
+    }
 
 
 def feature_boundaries(layers: int) -> tuple[int, ...]:

@@ -18,8 +18,7 @@ from torch import nn
 from specbatch.training.chain import Memory
 from specbatch.training.data import Example, frequent
 from specbatch.training.dflash import unused_token
-from specbatch.training.eagle3 import Eagle3Head
-from specbatch.training.head import require_inner_layers
+from specbatch.training.eagle3 import Eagle3Head, sizes_of
 from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target
 
@@ -29,7 +28,7 @@ MASK_EMBEDDING = "mask_embedding"
 class PEagleHead(Eagle3Head):
     decay = 0.7
 
-    def __init__(self, target: Target, kept: torch.Tensor, *, mask_token: int, seed: int, **sizes: int) -> None:
+    def __init__(self, target: Target, kept: torch.Tensor, *, mask_token: int, seed: int, **sizes: Any) -> None:
         """mask_token: a token that no text contains; the others as for `Eagle3Head`."""
         super().__init__(target, kept, seed=seed, **sizes)
         self._mask_token, self._embedding = mask_token, target.embedding
@@ -58,16 +57,10 @@ class PEagleHead(Eagle3Head):
 
 def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> PEagleHead:
     """A head whose draft vocabulary is the most frequent tokens of `train`; see `trainer.make_head`."""
-    require_inner_layers(recipe.algorithm, target)
-    assert recipe.unroll is not None
-    assert recipe.draft_layers is not None
     total = target.config.vocab_size
     return PEagleHead(
         target,
         frequent(train, recipe.vocabulary(total), total),
         mask_token=unused_token(train, total, spare_tokens),
-        steps=recipe.unroll,
-        max_len=recipe.max_len,
-        seed=recipe.seed,
-        layers=recipe.draft_layers,
+        **sizes_of(recipe, target),
     )

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from specbatch.algorithms import ALGORITHMS
 from specbatch.draft_shape import MOST
 from specbatch.errors import MOST_SEED, refuse
-from specbatch.settings import check_fields, number, setting, whole
+from specbatch.settings import Rule, check_fields, is_whole, number, setting, whole
 
 HEADS = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.training)
 _OWN: dict[str, dict[str, float | None]] = {  # settings of one algorithm, with defaults; None: depends on the target
     "eagle": {"unroll": 3, "draft_layers": 1},
-    "eagle3": {"unroll": 5, "vocab": None, "draft_layers": 1},
-    "peagle": {"unroll": 7, "vocab": None, "draft_layers": 2},
+    "eagle3": {"unroll": 5, "vocab": None, "draft_layers": 1, "aux_layers": None},
+    "peagle": {"unroll": 7, "vocab": None, "draft_layers": 2, "aux_layers": None},
     "mtp": {"unroll": 5},
     "dflash": {"draft_layers": 2, "block_size": 8, "anchors": 16},
     "dflash2": {"draft_layers": 2, "block_size": 8, "anchors": 16, "selector_rank": 256},
     "dspark": {"draft_layers": 2, "block_size": 7, "anchors": 16, "markov_rank": 256, "token_weight": 0.1},
 }
+
+
+def _default(name: str) -> str:
+    """The defaults of a setting: that of most algorithms, and those that differ."""
+    values = {algorithm: own[name] for algorithm, own in _OWN.items() if name in own}
+    usual = Counter(values.values()).most_common(1)[0][0]
+    others = [f"{algorithm}: {value}" for algorithm, value in values.items() if value != usual]
+    return f"Default: {'; '.join([str(usual), ', '.join(others)]) if others else usual}"
+
+
 ANSWER_TOKENS = 512  # default limit of an answer
 USUAL_VOCABULARY = 32000  # draft vocabulary of published EAGLE-3 heads
+
+_LAYERS = Rule(
+    lambda x: isinstance(x, tuple) and len(set(x)) == len(x) > 0 and all(is_whole(k) and k >= 1 for k in x),
+    "give a tuple of different layers, such as (2, 18, 33)",
+)
 
 
 @dataclass(frozen=True)
@@ -44,36 +60,48 @@ class Recipe:
     seed: int = setting(0, "", whole(0, MOST_SEED))
     unroll: int | None = setting(
         None,
-        "eagle, eagle3, peagle, mtp: drafts after each token in training. Default: 5; eagle: 3, peagle: 7.",
+        f"eagle, eagle3, peagle, mtp: drafts after each token in training. {_default('unroll')}.",
         whole(1, 16),
     )
     vocab: int | None = setting(
         None,
-        "eagle3, peagle: size of the draft vocabulary, made of the most frequent tokens. Default: 32000 or all.",
+        "eagle3, peagle: size of the draft vocabulary, made of the most frequent tokens. "
+        f"Default: {USUAL_VOCABULARY} or all.",
         whole(1),
     )
     draft_layers: int | None = setting(
-        None, "All but mtp: number of layers. Default: 1 for eagle and eagle3, else 2.", whole(1, 64)
+        None, f"All but mtp: number of layers. {_default('draft_layers')}.", whole(1, 64)
+    )
+    aux_layers: tuple[int, ...] | None = setting(
+        None,
+        "eagle3, peagle: layers of the target whose inputs the head reads, such as 2,18,33. Default: 2, the middle one "
+        "and the last but two.",
+        _LAYERS,
     )
     block_size: int | None = setting(
         None,
-        "dflash, dflash2, dspark: rows of a block, including the newest token, where dspark drafts, too. Default: 8; "
-        "dspark: 7.",
+        "dflash, dflash2, dspark: rows of a block, including the newest token, where dspark drafts, too. "
+        f"{_default('block_size')}.",
         whole(2, 64),
     )
     anchors: int | None = setting(
         None,
-        "dflash, dflash2, dspark: blocks per answer and step. Default: 16; with a large target more cost little.",
+        "dflash, dflash2, dspark: blocks per answer and step. "
+        f"{_default('anchors')}; with a large target more cost little.",
         whole(1, 4096),
     )
-    markov_rank: int | None = setting(None, "dspark: rank of the Markov head. Default: 256.", whole(1, 4096))
+    markov_rank: int | None = setting(
+        None, f"dspark: rank of the Markov head. {_default('markov_rank')}.", whole(1, 4096)
+    )
     token_weight: float | None = setting(
         None,
         "dspark: weight of the cross entropy with the target's tokens at the end of the training; it falls from 1. The "
-        "rest is the distance from the target's distribution. Default: 0.1; 1: cross entropy alone.",
+        f"rest is the distance from the target's distribution. {_default('token_weight')}; 1: cross entropy alone.",
         number(lambda weight: 0 <= weight <= 1, "use a number from 0 to 1"),
     )
-    selector_rank: int | None = setting(None, "dflash2: rank of the selector. Default: 256.", whole(1, 4096))
+    selector_rank: int | None = setting(
+        None, f"dflash2: rank of the selector. {_default('selector_rank')}.", whole(1, 4096)
+    )
 
     def __post_init__(self) -> None:
         if self.algorithm not in HEADS:

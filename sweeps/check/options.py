@@ -9,6 +9,8 @@ from specbatch.core.request import SamplingParams
 from specbatch.errors import refuse
 from specbatch.settings import FLAG, check_fields, setting, whole
 
+RANDOM_PROMPTS = 32
+SAMPLED = ("math-table", "list-json", "dialogue-shop")  # of the bundled ones: texts that repeat themselves, and one
 REFEREES = ("float32", "same", "none")
 
 
@@ -27,7 +29,9 @@ class CheckOptions:
         FLAG,
     )
     prompts: int | None = setting(
-        None, "Number of prompts. Default: all of them, 32 random ones, or 3 with --sampled.", whole(1)
+        None,
+        f"Number of prompts. Default: all of them, {RANDOM_PROMPTS} random ones, or {len(SAMPLED)} with --sampled.",
+        whole(1),
     )
     input_len: int = setting(64, "Tokens per random prompt.", whole(1))
     max_new_tokens: int = setting(48, "Maximum number of tokens per answer.", whole(1))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from specbatch.errors import refuse
 from specbatch.jobs.prompts import Prompt, read_prompts
-from specbatch.sweeps.check.options import CheckOptions
+from specbatch.sweeps.check.options import RANDOM_PROMPTS, SAMPLED, CheckOptions
 from specbatch.sweeps.run.workloads import Workload
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from specbatch.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).with_name("prompts.jsonl")
-RANDOM_PROMPTS = 32
-SAMPLED = ("math-table", "list-json", "dialogue-shop")  # of the bundled ones: texts that repeat themselves, and one
 
 
 def read(options: CheckOptions) -> list[Prompt] | None:

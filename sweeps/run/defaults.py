@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specbatch.plurals import counted
-from specbatch.records.sweep_plan import LEAST_PROMPTS
-from specbatch.sweeps.run.workloads import lines_of
 
 if TYPE_CHECKING:
     from specbatch.sweeps.run.runner import SweepOptions
@@ -27,6 +25,7 @@ class Lengths:
 
 GPU = Lengths("1,8,32,128", 128, 4)
 CPU = Lengths("1,8,32", 32, 1)  # the bundled model takes about ten minutes on two cores
+INPUT_LEN = 128  # tokens of a random prompt
 LONG_RUN = (
     f"--output-len {GPU.output_len} --prompts-per-concurrency {GPU.prompts_per_concurrency} "
     f"--concurrency {GPU.concurrency}"
@@ -40,6 +39,9 @@ def default_dataset(*, input_len_given: bool) -> str:
 
 def resolved(options: SweepOptions, configurations: Iterable[str], *, shortened: bool) -> str:
     """The settings that a sweep runs with; `shortened`: defaults for a CPU are among them."""
+    from specbatch.records.sweep_plan import LEAST_PROMPTS
+    from specbatch.sweeps.run.workloads import lines_of  # not imported for the help of `sweep`
+
     workload = options.workload
     lengths = lines_of(workload.describe([]))["workload"]
     count = workload.prompts_per_concurrency

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from specbatch.engine.memory_plan import memory_plan
 from specbatch.engine.prepare import prepare
 from specbatch.memory.planner import MemoryPlan, size_text
 from specbatch.plurals import counted
+from specbatch.progress import time_text
 from specbatch.records.sweep_plan import points
 from specbatch.replicas.engine import of_one
 from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
@@ -22,12 +24,13 @@ from specbatch.sweeps.run.server import Server
 if TYPE_CHECKING:
     from pathlib import Path
 
-_HEADS = ("configuration", "", "concurrency", "repeat", "prompts", "new tokens", "about s")
+_HEADS = ("configuration", "concurrency", "repeats", "prompts", "new tokens", "about")
 
 
 def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str:
-    """A row for each point that is not finished in `folder`, and the memory that an engine (one replica) would get.
-    Points of servers, which are not connected to, have no time.
+    """A row for each configuration and concurrency with points that are not finished in `folder`: how many (repeats),
+    the prompts and new tokens of each, and the time of all of them. Below are the settings of each configuration, and
+    the memory that an engine (one replica) would get. Points of servers, which are not connected to, have no time.
 
     A step takes as long as reading all weights, or as multiplying them with a row of each request if that is longer,
     at the speeds that the device has now; prompt tokens are multiplied, too. Each step gives a request one token, and
@@ -47,39 +50,44 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
     shared = replicas if first.device.type == "cpu" else 1  # by all replicas
     read, rate = (speed / shared for speed in _speeds(first.device))
     left = [point for point in points(configs, options) if folder is None or not point.is_finished(folder)]
+    repeats = Counter((point.configuration, point.concurrency) for point in left)
     rows, total = [], 0.0
-    for point in left:
+    for point in {(point.configuration, point.concurrency): point for point in left}.values():
+        count = repeats[point.configuration, point.concurrency]
         prompts = options.workload.requests(point.concurrency)
         tokens = sum(wanted.max_new_tokens for wanted in options.workload.params(prompts))
         steps = -(-prompts // point.concurrency) * tokens / prompts
-        config, seconds = configs[point.configuration], None
-        what = (
-            f"server at {config.base_url}" if isinstance(config, Server) else f"{config.speculation}; {config.graphs}"
-        )
+        seconds = None
         if (plan := plans.get(point.configuration)) is not None:
             multiply = plan.weights / (rate * first.dtype.itemsize / 2)  # seconds for one row
             running = -(-point.concurrency // replicas)
             seconds = steps * max((plan.weights + plan.draft_weights) / read, running * multiply)
             seconds += prompts * options.workload.mean_input * multiply / replicas
+            seconds *= count
             total += seconds
-        rows.append((point.configuration, what, point.concurrency, point.repeat, prompts, tokens, seconds))
-    table = tabulate(rows, headers=_HEADS, tablefmt="github", floatfmt=".1f", missingval="-")
+        about = None if seconds is None else time_text(seconds)
+        rows.append((point.configuration, point.concurrency, count, prompts, tokens, about))
+    table = tabulate(rows, headers=_HEADS, tablefmt="github", missingval="-")
     pool = "; one pool for all" if share.pages is not None else ""
-    lines = "\n".join(_memory(plans, "of each replica " if replicas > 1 else "", pool))
+    lines = "\n".join(_described(configs, plans, "of each replica " if replicas > 1 else "", pool))
     start = (
         "without loading, graph capture, warm-up and verifying drafts; less if drafts are accepted or answers end early"
     )
     of_servers = sum(point.configuration not in plans for point in left)
     servers = f"; {counted(of_servers, 'point')} of servers not included" if of_servers else ""
-    return f"{table}\n\n{lines}\n{counted(len(left), 'point')}, about {total:.0f} s ({start}{servers})\n"
+    return f"{table}\n\n{lines}\n{counted(len(left), 'point')}, about {time_text(total)} ({start}{servers})\n"
 
 
-def _memory(plans: Mapping[str, MemoryPlan], whose: str, pool: str) -> Iterator[str]:
-    for name, plan in plans.items():
-        weights = f"{size_text(plan.weights + plan.draft_weights)} of weights"
-        used = plan.weights + plan.draft_weights + plan.own_kv + plan.states + plan.workspace + plan.graphs
-        kv = f"{plan.kv_pages} KV pages ({size_text(plan.kv)}{pool})"
-        yield f"* {name}: {size_text(used)} {whose}of {size_text(plan.available)} available: {weights}, {kv}"
+def _described(configs: Configs, plans: Mapping[str, MemoryPlan], whose: str, pool: str) -> Iterator[str]:
+    for name, config in configs.items():
+        if isinstance(config, Server):
+            yield f"* {name}: server at {config.base_url}"
+        elif (plan := plans.get(name)) is not None:
+            weights = f"{size_text(plan.weights + plan.draft_weights)} of weights"
+            used = plan.weights + plan.draft_weights + plan.own_kv + plan.states + plan.workspace + plan.graphs
+            kv = f"{plan.kv_pages} KV pages ({size_text(plan.kv)}{pool})"
+            memory = f"{size_text(used)} {whose}of {size_text(plan.available)} available: {weights}, {kv}"
+            yield f"* {name}: {config.speculation}; {config.graphs}; {memory}"
 
 
 def _speeds(device: torch.device) -> tuple[float, float]:

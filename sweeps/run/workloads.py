@@ -20,6 +20,7 @@ from specbatch.jobs.prompts import FORMS, TURNS, Prompt, misplaced_note, params_
 from specbatch.jobs.questions import bundled_questions
 from specbatch.records.objectives import Objectives, objectives_text
 from specbatch.records.sweep_plan import LEAST_PROMPTS
+from specbatch.sweeps.run.defaults import INPUT_LEN
 
 if TYPE_CHECKING:
     from specbatch.tokenizer import Tokenizer
@@ -73,7 +74,7 @@ class Workload:
 
     dataset: str = "random"
     data: Path | None = None
-    input_len: Length = 128
+    input_len: Length = INPUT_LEN
     output_len: Length = 128
     prompts_per_concurrency: int = 4
     seed: int = 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 
-from specbatch.cli.doctor import report
+from specbatch.cli import doctor
 from specbatch.engine import support
+from specbatch.errors import SpecbatchError
 
 
 def test_doctor_gives_a_reason_for_everything(run, monkeypatch, tmp_path):
@@ -23,9 +24,20 @@ def test_doctor_gives_a_reason_for_everything(run, monkeypatch, tmp_path):
     assert "specbatch models pull smollm2-135m" in why["model smollm2-135m"]["why"]
     assert "HF_HUB_OFFLINE" in why["models and data of the hub"]["why"]
     assert all(row["runs"] for row in found["families"])
-    text = report(found)
+    text = "\n\n".join(text(found) for _, text in doctor.SECTIONS)
     assert "| feature" in text
     assert re.search(r"\| LFM2 +\| yes +\| yes +\| yes ", text)
     assert re.search(r"\| tree \(--draft-topk\) .*\| no \(1\) +\| yes +\| yes +\| yes +\| yes +\|\n", text)
     assert "A draft with recurrent layers" in text
-    assert "* no (1): draft_topk=2: 'peagle' drafts chains only; use 1\n" in text
+    assert "* no (1): --draft-topk=2: 'peagle' drafts chains only; use 1\n" in text
+
+
+def test_each_part_is_printed_when_it_is_found(run, monkeypatch):
+    def fails():
+        raise SpecbatchError("the second part")
+
+    (environment, table), (_, features), _ = doctor.SECTIONS
+    monkeypatch.setattr(doctor, "SECTIONS", ((environment, table), (fails, features)))
+    result = run("doctor")
+    assert "| processor" in result.stdout
+    assert result.stderr == "error: the second part\n"

@@ -7,6 +7,7 @@ import json
 import tempfile
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -465,7 +466,7 @@ def test_summary_is_the_last_line_on_standard_error(generate):
 def test_remaining_time_ignores_earlier_work(generate, monkeypatch):
     begun = []
     monkeypatch.setattr(
-        "specbatch.cli.generate.progress", lambda *words: begun.append(words) or nullcontext(lambda *report: None)
+        "specbatch.cli.generate.progress", lambda *words: begun.append(words) or nullcontext(Mock())
     )
     generate(interrupt_after=3)
     generate()

@@ -15,6 +15,16 @@ import typer
 from typer.testing import CliRunner
 
 from specbatch.cli.app import app
+from specbatch.cli.options import EngineOptions
+from specbatch.cli.values import whole_numbers
+from specbatch.config import Speculation
+from specbatch.evals import lm
+from specbatch.models.eagle3 import default_aux
+from specbatch.sweeps.check import prompts as check_prompts
+from specbatch.sweeps.check.options import CheckOptions
+from specbatch.sweeps.run.defaults import CPU, GPU
+from specbatch.sweeps.run.workloads import Workload
+from specbatch.training.recipe import HEADS, Recipe
 
 HEAVY = ("torch", "transformers", "lm_eval", "datasets", "pandas", "numpy", "matplotlib", "scipy")
 COMMANDS = [
@@ -36,8 +46,10 @@ COMMANDS = [
 
 @functools.cache
 def page(*command: str) -> str:
-    """The help of a command on a wide terminal, without colours and boxes' line breaks."""
+    """The whole help of a command on a wide terminal, without colours and boxes' line breaks."""
     result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "1000"})
+    if "--help-all" in result.output:
+        result = CliRunner().invoke(app, [*command, "--help-all"], env={"COLUMNS": "1000"})
     assert result.exit_code == 0
     return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", result.output))
 
@@ -151,3 +163,73 @@ def test_shells_complete_commands_and_values(words, found):
     where = {"COMP_WORDS": f"specbatch {words}", "COMP_CWORD": str(len(words.split()))}
     result = CliRunner().invoke(app, [], prog_name="specbatch", env={"_SPECBATCH_COMPLETE": "complete_bash", **where})
     assert result.output.split() == found.split()
+
+
+LONG = ["sweep", "generate", "eval", "check", "bench", "train-draft", "trace", "send-one"]
+
+
+@pytest.mark.parametrize("command", LONG)
+def test_long_help_fits_on_120_lines_and_help_all_has_everything(command):
+    narrow = {"COLUMNS": "80"}
+    short = CliRunner().invoke(app, [command, "--help"], env=narrow).output
+    assert len(short.splitlines()) <= 120
+    assert re.search(r"--model .*--help-all .*Others, which --help-all describes", short, re.DOTALL)
+    assert "Details:" not in short
+    whole = page(command)
+    for item in typer.main.get_command(app).commands[command].params:
+        assert item.param_type_name == "argument" or item.opts[0] in whole
+        text = re.sub(r"\s+", " ", (item.help or "").replace("\\[", "["))
+        assert text in whole, item.name
+
+
+def test_help_all_of_a_wrong_value_is_not_needed():
+    """It is shown before other options are checked."""
+    result = CliRunner().invoke(app, ["sweep", "--help-all", "--repeats", "x"])
+    assert result.exit_code == 0
+    assert "Batch and memory" in result.output
+
+
+def trained(name: str) -> set[Any]:
+    """The defaults of a setting of `train-draft`."""
+    return {value for head in HEADS if (value := getattr(Recipe(head), name)) is not None}
+
+
+STATED = {  # numbers that a help text calls the default, and what the code does without the option
+    ("sweep", "concurrency"): (*whole_numbers("", GPU.concurrency), *whole_numbers("", CPU.concurrency)),
+    ("sweep", "input_len"): (Workload.input_len,),
+    ("sweep", "output_len"): (GPU.output_len, CPU.output_len),
+    ("sweep", "prompts_per_concurrency"): (GPU.prompts_per_concurrency, CPU.prompts_per_concurrency),
+    ("eval", "max_new_tokens"): (lm.MAX_NEW_TOKENS,),
+    ("check", "source"): (len(check_prompts.read(CheckOptions()) or ()),),
+    ("check", "prompts"): (
+        check_prompts.RANDOM_PROMPTS,
+        len(check_prompts.read(CheckOptions(sampled=True)) or ()),
+    ),
+    **{
+        ("train-draft", name): trained(name)
+        for name in ("unroll", "draft_layers", "block_size", "anchors", "markov_rank", "token_weight", "selector_rank")
+    },
+    ("train-draft", "vocab"): (Recipe("eagle3").vocabulary(10**6),),
+    ("train-draft", "aux_layers"): (default_aux(100)[0],),
+    ("send-one", "max_running"): (EngineOptions().config(concurrency=1).max_running,),
+    ("", "max_running"): (EngineOptions().config().max_running,),
+    ("", "corpus_min"): (
+        Speculation("ngram", corpus="run").corpus_ngram,
+        Speculation("standalone", draft="x", corpus="run").corpus_ngram,
+    ),
+    ("", "spec"): (2,),  # v2: `test_meaning_of_spec`
+}
+
+
+def test_numbers_that_help_calls_defaults_are_those_of_the_code():
+    stated = {}
+    for name, command in typer.main.get_command(app).commands.items():
+        for item in getattr(command, "params", ()):
+            text = re.sub(r"SGLang counts.*|; 1: cross.*|v1 or v2.*", "", item.help or "")
+            for found in re.findall(r"Default: (.*?)(?:\.(?!\d)|$)", text):
+                if numbers := re.findall(r"(?<![a-z0-9])v?\d[\d.]*", re.sub(r"gsm8k|eagle3", "", found)):
+                    stated[name, item.name] = {float(number.strip("v.")) for number in numbers}
+    for (name, option), numbers in stated.items():
+        expected = STATED.get((name, option)) or STATED["", option]
+        assert numbers == set(expected), (name, option)
+    assert {name for name in STATED if name[0]} <= stated.keys()

@@ -58,8 +58,11 @@ def test_prompt_of_samples_is_computed_once(
     )
     prompt = prompt_of(400)
     params = SamplingParams(temperature=1.0, max_new_tokens=4, ignore_eos=True, n=8)
+    passes: list[int] = []
+    engine.on_prefill = passes.append
     done = engine.generate([prompt], params)
     record = engine.record()
+    assert sum(passes) == record.counters["prefill_tokens"]
     assert record.counters["prefill_tokens"] == 400 + 7 * 16
     assert [item.metrics.cached_tokens for item in done] == [0] + [384] * 7
     assert record.metrics["input_tokens"] == 400

@@ -1,7 +1,8 @@
-"""The base installation runs `generate`; commands that need more packages name the extra that has them."""
+"""`pip install .` has what the commands import, `generate` imports little of it, and a missing extra is named."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -21,8 +22,12 @@ from specbatch.models.config import ModelConfig
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-MODULES = {"lm-eval": "lm_eval", "reasoning-gym": "reasoning_gym"}  # of distributions with another name
-OPTIONAL = {module for modules in EXTRAS.values() for module in modules} | {"triton", "pyarrow", "sklearn", "evaluate"}
+MODULES = {"lm-eval": "lm_eval", "reasoning-gym": "reasoning_gym", "pyyaml": "yaml"}  # distributions with another name
+EXTRA_MODULES = {module for modules in EXTRAS.values() for module in modules}
+OF_OTHERS = {"pyarrow", "pydantic_core", "click", "triton", "flashinfer", "flash_attn"}  # come with torch, typer, ...
+OPTIONAL = EXTRA_MODULES | {
+    *("datasets", "evaluate", "lm_eval", "matplotlib", "pandas", "pyarrow", "scipy", "sklearn", "triton"),
+}  # what `generate` does not import
 RUN_WITHOUT = """
 import json, sys
 sys.modules.update(dict.fromkeys({blocked!r}))  # as if they were not installed, for find_spec, too
@@ -41,10 +46,10 @@ print(json.dumps(found))
 """
 
 
-def run(folder: Path, *commands: str) -> list[tuple[int, str, str, list[str], int]]:
-    """Commands in a process that has none of the optional packages: exit status, both outputs, some heavy modules that
-    are imported so far, and the number of all."""
-    code = RUN_WITHOUT.format(blocked=OPTIONAL, commands=[command.split() for command in commands])
+def run(folder: Path, *commands: str, without: set[str] = OPTIONAL) -> list[tuple[int, str, str, list[str], int]]:
+    """Commands in a process that cannot import the packages `without`: exit status, both outputs, some heavy
+    modules that are imported so far, and the number of all."""
+    code = RUN_WITHOUT.format(blocked=without, commands=[command.split() for command in commands])
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
@@ -76,7 +81,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_base_installation_runs_generate_and_its_like(model, tmp_path) -> None:
+def test_generate_and_its_like_import_no_package_for_tables_and_evaluations(model, tmp_path) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "Hello"}\n{"prompt_token_ids": [5, 6]}\n')
     words = "--model model --device cpu --max-new-tokens 5 --algorithm ngram"
     found = run(
@@ -94,28 +99,20 @@ def test_base_installation_runs_generate_and_its_like(model, tmp_path) -> None:
     _, _, _, heavy, count = found[0]
     assert heavy == [], "imported when they are needed"
     assert count < 1700, "torch has about 1,100 of these modules"
-    assert "pip install 'specbatch[eval]'" in found[3][1]
+    assert "pip install 'specbatch[http]'" in found[3][1]
 
 
-def test_missing_extra_is_named_in_one_line(model, tmp_path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"prompt": "Hello"}\n')
-    (tmp_path / "in.parquet").write_text("")
-    words, sampled = "--model toy --load-format dummy", "-o out.jsonl --model toy --load-format dummy"
+def test_missing_extra_is_named_in_one_line(tmp_path) -> None:
     commands = {
-        f"sweep {words} --output out": "report",
-        f"bench {words} --output out": "report",
-        "report model": "report",
-        "compare model model --output out": "report",
-        "gate model --policy model/config.json": "report",
-        f"eval one_digit_sums {words} --output out": "eval",
-        f"generate in.parquet {sampled}": "data",
-        f"generate hf:a/b --split test {sampled}": "data",
-        f"generate in.jsonl -o out.parquet {words}": "data",
+        "sweep --engine http --base-url http://127.0.0.1:9 --output out": "http",
+        "generate in.jsonl -o out.jsonl --distributed ray --workers 1 --device cpu": "ray",
+        "eval reasoning_gym:chain_sum --output out": "reasoning",
     }
-    for (status, _, errors, _, _), extra in zip(run(tmp_path, *commands), commands.values(), strict=True):
+    found = run(tmp_path, *commands, without=EXTRA_MODULES)
+    for (status, _, errors, _, _), extra in zip(found, commands.values(), strict=True):
         assert status == 2, errors
         (line,) = errors.splitlines()
-        assert re.fullmatch(rf"error: [a-z_, ]+ not installed; pip install 'specbatch\[{extra}\]'", line)
+        assert re.fullmatch(rf"error: .*[a-z_, ]+ not installed; pip install 'specbatch\[{extra}\]'", line)
     assert not list(tmp_path.glob("out*"))
 
 
@@ -123,20 +120,29 @@ def test_http_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     with pytest.raises(SpecbatchError, match=r"^aiohttp not installed; pip install 'specbatch\[http\]'$"):
         needs("http")
-    assert missing("report") is None
+    assert missing("http") is not None
 
 
 def test_modules_of_extras_are_those_of_pyproject() -> None:
     extras = PROJECT["optional-dependencies"]
-
-    def modules(extra: str) -> set[str]:
-        found: set[str] = set()
-        for needed in map(Requirement, extras[extra]):
-            inner = [modules(name) for name in needed.extras] if needed.name == "specbatch" else []
-            found |= set().union(*inner) if inner else {MODULES.get(needed.name, needed.name)}
-        return found
-
-    usual = EXTRAS.keys() - {"ray", "reasoning"}
-    assert modules("all") == set().union(*map(modules, usual)) | {"triton"}
     for extra, checked in EXTRAS.items():
-        assert set(checked) <= modules(extra), extra
+        assert set(checked) == {MODULES.get(name, name) for name in map(name_of, extras[extra])}
+    assert [name_of(text) for text in extras["all"]] == ["specbatch", "triton"]
+    assert Requirement(extras["all"][0]).extras == {"http"}
+    assert [extras[name] for name in ("data", "eval", "report")] == [[], [], []]
+
+
+def test_every_import_is_a_dependency_or_of_an_extra() -> None:
+    """So that `pip install .` runs every command that names no extra."""
+    installed = {MODULES.get(name, name) for name in map(name_of, PROJECT["dependencies"])}
+    known = sys.stdlib_module_names | installed | EXTRA_MODULES | OF_OTHERS | {"specbatch"}
+    for folder in ("specbatch", "evals", "sweeps", "kernels"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [item.name for item in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+                assert {name.split(".")[0] for name in names} <= known, path
+
+
+def name_of(requirement: str) -> str:
+    return Requirement(requirement).name
