@@ -130,9 +130,7 @@ class HttpEngine:
         """All work since `reset_record`. The accept length comes from the server's own counters over that time."""
         window = self._closed - self._opened if self._opened is not None else 0.0
         metrics = summarize(self._completions, window, concurrency)
-        metrics["peak_output_throughput"] = (
-            peak_throughput(self._per_second, window) if self._counts_chunks else None
-        )
+        metrics["peak_output_throughput"] = peak_throughput(self._per_second, window) if self._counts_chunks else None
         metrics["peak_concurrency"] = most_at_once(self._spans)
         found = accepted(self._before, counters_of(self._get_text("/metrics")), self._completions, self._drafting)
         metrics |= found.metrics

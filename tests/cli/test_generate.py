@@ -465,9 +465,7 @@ def test_summary_is_the_last_line_on_standard_error(generate):
 
 def test_remaining_time_ignores_earlier_work(generate, monkeypatch):
     begun = []
-    monkeypatch.setattr(
-        "specbatch.cli.generate.progress", lambda *words: begun.append(words) or nullcontext(Mock())
-    )
+    monkeypatch.setattr("specbatch.cli.generate.progress", lambda *words: begun.append(words) or nullcontext(Mock()))
     generate(interrupt_after=3)
     generate()
     assert begun[1::2] == [("generate", "prompts", 0), ("generate", "prompts", 3)]
