@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from specbatch.atomic_file import scratch_folder
+from specbatch.atomic_file import temporary_path
 from specbatch.training import files
 from specbatch.training.files import staged
 
@@ -17,10 +17,7 @@ def test_files_are_published_atomically(tmp_path, monkeypatch):
     move = os.replace
     monkeypatch.setattr(files.os, "replace", lambda path, place: (order.append(place.name), move(path, place)))
     folder, source = tmp_path / "head", tmp_path / "source"
-    folder.mkdir()
-    with scratch_folder(folder) as left:
-        name = left.name
-    (folder / name / "half a head").mkdir(parents=True)
+    (temporary_path(folder / files.CONFIG) / "half a head").mkdir(parents=True)
     source.touch()
     os.link(source, folder / "link")
     with staged(folder) as stage:
