@@ -1,8 +1,9 @@
-"""Whether the `tokenizer_class` of a model makes transformers split text otherwise than tokenizer.json says.
+"""Whether the class of a tokenizer makes transformers split text otherwise than tokenizer.json says.
 
 Many tokenizer classes of transformers 5 (in 5.24 those with an `__init__` of their own: GPT2Tokenizer, Qwen2Tokenizer,
 GemmaTokenizer and others) take the vocabulary and merges from tokenizer.json, and make normalizer and pre-tokenizer
-anew. Here tokenizer.json is used as it is, and the difference is reported.
+anew. The class is the `tokenizer_class` of tokenizer_config.json or config.json, or else follows from the `model_type`
+of config.json. Here tokenizer.json is used as it is, and the difference is reported.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ def replaced_parts(
     backend    the `tokenizers.Tokenizer` of tokenizer.json
     tokenizer, described, config   tokenizer.json, tokenizer_config.json and config.json
     """
-    name = described.get("tokenizer_class") or config.get("tokenizer_class")
+    declared = described.get("tokenizer_class") or config.get("tokenizer_class")
+    key, name = ("tokenizer_class", declared) if declared else ("model_type", config.get("model_type"))
     if not isinstance(name, str) or name in _USE_THE_FILE:
         return []
-    theirs = _made_by_transformers(tokenizer, {**described, "tokenizer_class": name}, config)
+    theirs = _made_by_transformers(tokenizer, described | {"tokenizer_class": declared}, config)
     ours = json.loads(backend.to_str())
     differing = [part for part in _PARTS if theirs and _essence(theirs[part]) != _essence(ours[part])]
     if not differing:
@@ -36,7 +38,7 @@ def replaced_parts(
     from transformers import __version__
 
     return [
-        f"transformers {__version__} replaces the {' and '.join(differing)} of tokenizer.json for its tokenizer_class "
+        f"transformers {__version__} replaces the {' and '.join(differing)} of tokenizer.json for the {key} "
         f"{name} and may split texts into other tokens; here the file is used as it is"
     ]
 
