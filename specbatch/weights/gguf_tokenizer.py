@@ -65,7 +65,6 @@ def write_tokenizer(path: Path, folder: Path) -> None:
 
     pre = file.required("tokenizer.ggml.pre", str)
     described = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # tokenizer.json is used as it is
         "add_bos_token": flag_of({_ADD_BOS: file.metadata(_ADD_BOS)}, _ADD_BOS, pre in _LIKE_LLAMA3),
         "chat_template": file.metadata("tokenizer.chat_template"),
     }
