@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# tokenizers numbers added tokens by their place in the list, whatever id the file states, and can give two tokens one id.
+# tokenizers numbers added tokens by their place in the list, whatever id the file states, and two can share one id.
 #
 # Versions: tokenizers 0.23.3
 # Expected: an added token has the `id` that tokenizer.json states, or loading the file is an error.
-# Seen: ids 6 and 5 in this order become 5 and 6; id 9 after a vocabulary of 5 becomes 5. In a vocabulary with the ids 0 to
-#   4 and 6 the next added token gets id 6 as well, because the count of tokens is taken for the next free id. No error, no
-#   warning in Python.
-# Matters: special tokens of a chat template turn into other rows of the embedding: answers get worse and end tokens do not
-#   end them, and a draft whose file lists the same tokens in another order has other ids than its target. specbatch refuses
-#   such a file with the token, both ids and what works (docs/generate.md, "Tokenizers and chat templates").
+# Seen: ids 6 and 5 in this order become 5 and 6; id 9 after a vocabulary of 5 becomes 5. In a vocabulary with the ids
+#   0 to 4 and 6 the next added token gets id 6 as well, because the count of tokens is taken for the next free id. No
+#   error, no warning in Python.
+# Matters: special tokens of a chat template turn into other rows of the embedding: answers get worse and end tokens
+#   do not end them, and a draft whose file lists the same tokens in another order has other ids than its target.
+#   specbatch refuses such a file with the token, both ids and what works (docs/generate.md, "Tokenizers and chat
+#   templates").
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

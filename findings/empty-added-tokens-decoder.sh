@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# An empty "added_tokens_decoder" in tokenizer_config.json makes transformers ignore two files and changes the eos token.
+# An empty "added_tokens_decoder" makes transformers ignore special_tokens_map.json, and so changes the eos token.
 #
 # Versions: transformers 5.24.0, tokenizers 0.23.3
 # Expected: special_tokens_map.json fills in what tokenizer_config.json does not name, or never counts; an empty table
 #   adds nothing and changes nothing.
 # Seen: special_tokens_map.json wins over tokenizer_config.json: the eos token is that of the map. With
-#   "added_tokens_decoder": {} in tokenizer_config.json the map and added_tokens.json are not read at all: the eos token is
-#   that of tokenizer_config.json, and a token of added_tokens.json is split into characters.
-# Matters: answers of the same weights end at another token after a tool has rewritten tokenizer_config.json, and lengths,
-#   throughput and scores change with it. specbatch reads the files in the same order and says which one counts
-#   (docs/generate.md, "Tokenizers and chat templates").
+#   "added_tokens_decoder": {} in tokenizer_config.json the map and added_tokens.json are not read at all: the eos
+#   token is that of tokenizer_config.json, and a token of added_tokens.json is split into characters.
+# Matters: answers of the same weights end at another token after a tool has rewritten tokenizer_config.json, and
+#   lengths, throughput and scores change with it. specbatch reads the files in the same order and says which one
+#   counts (docs/generate.md, "Tokenizers and chat templates").
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

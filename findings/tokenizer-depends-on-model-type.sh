@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# A config.json with "model_type": "qwen2" changes the tokens of the tokenizer.json beside it, whatever tokenizer_class is.
+# A model_type "qwen2" in config.json changes the tokens of the tokenizer.json beside it, whatever tokenizer_class is.
 #
 # Versions: transformers 5.24.0, tokenizers 0.23.3
-# Expected: tokenizer_class "TokenizersBackend" (what transformers 5 itself writes for a tokenizer that is fully described
-#   by its tokenizer.json) means that tokenizer.json is used as it is, with and without a config.json.
-# Seen: with model_type qwen2 AutoTokenizer makes a Qwen2Tokenizer, which takes only vocabulary and merges from the file.
-#   Its own pre-tokenizer splits "0123" into digits: 5 tokens for "a0123" in place of 2. With model_type qwen3 it does not.
-#   qwen3_5 does so, too. Nothing is logged.
-# Matters: a server, an evaluation and a draft of one model disagree on token ids if some read the folder of the model and
-#   others a folder with the tokenizer only. specbatch uses tokenizer.json as it is and reports the class and what it
-#   replaces (docs/generate.md, "Tokenizers and chat templates").
+# Expected: tokenizer_class "TokenizersBackend" (what transformers 5 itself writes for a tokenizer that is fully
+#   described by its tokenizer.json) means that tokenizer.json is used as it is, with and without a config.json.
+# Seen: with model_type qwen2 AutoTokenizer makes a Qwen2Tokenizer, which takes only vocabulary and merges from the
+#   file. Its own pre-tokenizer splits "0123" into digits: 5 tokens for "a0123" in place of 2. With model_type qwen3
+#   it does not. qwen3_5 does so, too. Nothing is logged.
+# Matters: a server, an evaluation and a draft of one model disagree on token ids if some read the folder of the model
+#   and others a folder with the tokenizer only. specbatch uses tokenizer.json as it is and reports the class and what
+#   it replaces (docs/generate.md, "Tokenizers and chat templates").
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
