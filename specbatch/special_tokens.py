@@ -141,15 +141,17 @@ def _token(content: str, token: Any, *, is_named: bool) -> Any:
 
 def _add(backend: Any, wanted: Mapping[str, Any], most: int | None) -> list[str]:
     """Add tokens in this order, and return a line for each one that has no place in the model."""
-    report = []
-    after = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    report, kept = [], list[Any]()
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    after = 1 + max(vocabulary.values(), default=-1)
     for content, token in wanted.items():
-        is_new = backend.token_to_id(content) is None
+        is_new = content not in vocabulary
         if is_new and most is not None and after >= most:
             report.append(f"{content!r} is not a token: it would have id {after}, and the model has {most} ids")
             continue
-        backend.add_tokens([token])
+        kept.append(token)
         after += is_new
+    backend.add_tokens(kept)
     return report
 
 

@@ -20,7 +20,7 @@ from specbatch.tokenizer_files import read_folder
 
 BYTE_EOS = 256
 _USUAL_CHARACTERS = 8  # of a token, at most
-_PADDING = re.compile(r"|\[PAD\d+\]")  # names of padding ids
+_PADDING = re.compile(r"|\[PAD\d*\]|<pad>|<\|pad\|>")  # names of padding ids
 
 
 class Tokenizer:

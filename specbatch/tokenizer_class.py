@@ -1,8 +1,10 @@
-"""Whether the `tokenizer_class` of a model makes transformers split text otherwise than tokenizer.json says.
+"""Whether the class of a tokenizer makes transformers split text otherwise than tokenizer.json says.
 
 Many tokenizer classes of transformers 5 (in 5.24 those with an `__init__` of their own: GPT2Tokenizer, Qwen2Tokenizer,
 GemmaTokenizer and others) take the vocabulary and merges from tokenizer.json, and make normalizer and pre-tokenizer
-anew. Here tokenizer.json is used as it is, and the difference is reported.
+anew. The class is the `tokenizer_class` of tokenizer_config.json or config.json. Without it, and for some models
+whatever it says, the class follows from the `model_type` of config.json. Here tokenizer.json is used as it is, and the
+difference is reported.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 _USE_THE_FILE = ("TokenizersBackend", "PreTrainedTokenizerFast", "PreTrainedTokenizer", "PythonBackend")
+# Models whose class counts whatever `tokenizer_class` says (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS in 5.24).
+_OVERRULED = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp")
 _PARTS = ("normalizer", "pre_tokenizer")
 _KEPT = ("tokenizer_class", "add_prefix_space", "do_lower_case", "strip_accents", "legacy")
 
@@ -25,27 +29,29 @@ def replaced_parts(
     backend    the `tokenizers.Tokenizer` of tokenizer.json
     tokenizer, described, config   tokenizer.json, tokenizer_config.json and config.json
     """
-    name = described.get("tokenizer_class") or config.get("tokenizer_class")
-    if not isinstance(name, str) or name in _USE_THE_FILE:
+    declared = described.get("tokenizer_class") or config.get("tokenizer_class")
+    model = config.get("model_type")
+    if (declared in _USE_THE_FILE and model not in _OVERRULED) or not (declared or model):
         return []
-    theirs = _made_by_transformers(tokenizer, {**described, "tokenizer_class": name}, config)
+    name, theirs = _made_by_transformers(tokenizer, described | {"tokenizer_class": declared}, config)
     ours = json.loads(backend.to_str())
-    differing = [part for part in _PARTS if theirs and _essence(theirs[part]) != _essence(ours[part])]
+    differing = [part for part in _PARTS if name and _essence(theirs[part]) != _essence(ours[part])]
     if not differing:
         return []
     from transformers import __version__
 
     return [
-        f"transformers {__version__} replaces the {' and '.join(differing)} of tokenizer.json for its tokenizer_class "
-        f"{name} and may split texts into other tokens; here the file is used as it is"
+        f"transformers {__version__} makes a {name} of these files (tokenizer_class: {declared}, model_type: {model}), "
+        f"which replaces the {' and '.join(differing)} of tokenizer.json and may split texts into other tokens; here "
+        "the file is used as it is"
     ]
 
 
 def _made_by_transformers(
     tokenizer: dict[str, Any], described: dict[str, Any], config: dict[str, Any]
-) -> dict[str, Any] | None:
-    """The tokenizer that transformers makes of these files, as JSON; with a small vocabulary, which takes no time. None
-    where it cannot."""
+) -> tuple[str, dict[str, Any]]:
+    """The class of the tokenizer that transformers makes of these files, and the tokenizer as JSON, with a small
+    vocabulary, which takes no time. Empty where it cannot."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -67,10 +73,9 @@ def _made_by_transformers(
             for stem, content in files.items():
                 (Path(scratch) / f"{stem}.json").write_text(json.dumps(content))
             found = AutoTokenizer.from_pretrained(scratch, trust_remote_code=False, local_files_only=True)
-            made: dict[str, Any] = json.loads(found.backend_tokenizer.to_str())
-            return made
+            return type(found).__name__, json.loads(found.backend_tokenizer.to_str())
     except Exception:  # a class for another kind of vocabulary; each raises other errors
-        return None
+        return "", {}
     finally:
         logging.set_verbosity(level)
 

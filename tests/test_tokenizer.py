@@ -267,6 +267,10 @@ def test_vocabularies_are_compared_by_id(backend: Backend) -> None:
     padded.add_tokens([f"[PAD{index}]" for index in range(300, 310)])
     assert vocabulary_difference(ours, Tokenizer(padded, name="draft")) is None
     assert vocabulary_difference(Tokenizer(padded, name="draft"), ours) is None
+    for name in ("[PAD]", "<pad>", "<|pad|>"):
+        named = clone(backend)
+        named.add_special_tokens([name])
+        assert vocabulary_difference(Tokenizer(named, name="draft"), ours) is None
     longer = clone(backend)
     longer.add_tokens(["<tool>"])
     assert vocabulary_difference(ours, Tokenizer(longer, name="draft")) == "target has 300 tokens and draft has 301"

@@ -65,7 +65,9 @@ def test_a_class_that_replaces_parts_is_reported(name: str, kind: str, tmp_path:
     lines = report(folder)
     assert len(lines) <= 1
     if lines:
-        assert "of tokenizer.json for its tokenizer_class " + name in lines[0]
+        assert (
+            f" makes a {type(theirs).__name__} of these files (tokenizer_class: {name}, model_type: None)" in lines[0]
+        )
         assert lines[0].startswith("tokenizer mine: transformers ")
     else:
         for text in TEXTS:
@@ -84,6 +86,31 @@ def test_the_part_is_named(tmp_path: Path) -> None:
 def test_the_class_may_stand_in_the_config_of_the_model(tmp_path: Path) -> None:
     config = {"model_type": "qwen2", "tokenizer_class": "Qwen2Tokenizer"}
     assert len(report(write(tmp_path, "digits", config=config))) == 1
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "digits", "qwen2"])
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt2", "llama", "glm4_moe", "no_such_type"])
+def test_without_a_class_the_type_of_the_model_counts(model_type: str, kind: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, kind, config={"model_type": model_type}, tokenizer_config={"eos_token": "<eos>"})
+    ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    own = "qwen2" if model_type == "qwen3" else model_type
+    lines = report(folder)
+    assert len(lines) == (own in ("qwen2", "gpt2") and own != kind)
+    assert all(f"{type(theirs).__name__} of these files" in line for line in lines)
+    assert lines or all(ours.encode(text) == theirs.encode(text) for text in TEXTS)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_5", "qwen3"])
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizerFast"])
+def test_some_types_of_models_overrule_the_class(name: str, model_type: str, kind: str, tmp_path: Path) -> None:
+    described = {"tokenizer_class": name}
+    folder = write(tmp_path, kind, config={"model_type": model_type}, tokenizer_config=described)
+    ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    lines = report(folder)
+    if any(ours.encode(text) != theirs.encode(text, add_special_tokens=False) for text in TEXTS):
+        assert f"{type(theirs).__name__} of these files (tokenizer_class: {name}, model_type: {model_type})" in lines[0]
+    assert len(lines) == (model_type == "qwen3_5" or (model_type, kind) == ("qwen2", "gpt2"))
 
 
 def test_a_class_whose_code_is_in_the_folder_does_not_run(tmp_path: Path) -> None:

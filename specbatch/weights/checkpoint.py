@@ -193,9 +193,9 @@ def open_tokenizer(tokenizer: str, log: Log | None = None) -> Tokenizer:
 
     path = Path(os.path.expanduser(tokenizer))
     if tokenizer in KNOWN_MODELS:
-        return _tokenizer_of_gguf(pull(tokenizer, log), tokenizer, log)
+        return _tokenizer_of_gguf(pull(tokenizer, log), tokenizer)
     if os.path.isfile(path) and path.suffix == ".gguf":
-        return _tokenizer_of_gguf(path, tokenizer, log)
+        return _tokenizer_of_gguf(path, tokenizer)
     if not os.path.isdir(path):
         if _looks_like_a_path(tokenizer) or tokenizer.count("/") != 1:
             names = ", ".join(KNOWN_MODELS)
@@ -204,11 +204,11 @@ def open_tokenizer(tokenizer: str, log: Log | None = None) -> Tokenizer:
         path = hub.snapshot("tokenizer", tokenizer, hub.TOKENIZER_FILES, works="give a folder with tokenizer.json")
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1 and not any((path / name).is_file() for name in TOKENIZER_FILES):
-        return _tokenizer_of_gguf(ggufs[0], tokenizer, log)
+        return _tokenizer_of_gguf(ggufs[0], tokenizer)
     return Tokenizer.from_folder(path, name=tokenizer, log=log)
 
 
-def _tokenizer_of_gguf(path: Path, name: str, log: Log | None) -> Tokenizer:
+def _tokenizer_of_gguf(path: Path, name: str) -> Tokenizer:
     """The tokenizer of a GGUF file, whose weights are not converted."""
     from specbatch.tokenizer import Tokenizer
     from specbatch.weights.gguf_tokenizer import write_tokenizer
@@ -220,7 +220,7 @@ def _tokenizer_of_gguf(path: Path, name: str, log: Log | None) -> Tokenizer:
             if error.setting != "model" or error.works is None:
                 raise
             raise refuse("tokenizer", error.value, error.works) from None
-        return Tokenizer.from_folder(Path(scratch), name=name, log=log)
+        return Tokenizer.from_folder(Path(scratch), name=name)
 
 
 def _refuse_safetensors(load_format: str, model: str) -> None:

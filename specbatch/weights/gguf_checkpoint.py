@@ -45,7 +45,7 @@ class GgufCheckpoint(FolderCheckpoint):
         log: Log | None = None,
         sha256: str | None = None,
     ) -> None:
-        super().__init__(convert(path, log, sha256), name=name, origin=origin, tokenizer=tokenizer, log=log)
+        super().__init__(convert(path, log, sha256), name=name, origin=origin, tokenizer=tokenizer)
         self.path = path
         if self.config.rope.source == "rope_parameters":
             self.config = replace(self.config, rope=replace(self.config.rope, source="gguf"))

@@ -50,7 +50,8 @@ def write_folder(folder: Path, config: dict[str, Any] | None = None) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(save(random_weights(ModelConfig.from_dict(config).tensor_shapes())))
     (folder / "tokenizer.json").write_text(tokenizer().to_str())
-    described = {"bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": CHATML}
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|im_end|>"}
+    described["chat_template"] = CHATML
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [257]}))
     return folder

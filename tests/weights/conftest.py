@@ -106,6 +106,7 @@ def save(tmp_path: Path, backend: Tokenizer) -> Callable[..., Path]:
         model.save_pretrained(folder, max_shard_size=shard)
         backend.save(str(folder / "tokenizer.json"))
         described = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": "<|im_end|>",
             "bos_token": {"content": "<|im_start|>"},
             "chat_template": TEMPLATE,
