@@ -198,7 +198,7 @@ def _paired(base: EvalReport, report: EvalReport) -> dict[str, Any]:
         return found | {"difference": changed.delta, **counts}
     old, new = ([row["scores"][score.filter][score.metric] for row in one.questions] for one in (base, report))
     found["difference"] = score.value - base.overall[0].value
-    if all(isinstance(value, int | float) for value in old + new) and len(old) > 1:
+    if all(isinstance(value, int | float) for value in old + new) and len(old) > 1 and old != new:
         found["difference_stderr"] = stdev(b - a for a, b in zip(old, new, strict=True)) / len(old) ** 0.5
     return found
 

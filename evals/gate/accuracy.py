@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.evals.gate.checks import Check, Level, Tested
+from specbatch.evals.gate.checks import Check, Level, PendingCheck
 from specbatch.evals.gate.policy import Accuracy
 from specbatch.records.answers import EvalAnswers
 from specbatch.records.mcnemar import Changes, changes, detectable_drop, pick_score, questions_for
@@ -54,7 +54,7 @@ class AccuracyTest:
 
 def accuracy(
     rules: Accuracy, point: str, new: EvalAnswers, old: EvalAnswers | None, tests: list[AccuracyTest]
-) -> Iterator[Check | Tested]:
+) -> Iterator[Check | PendingCheck]:
     """The checks of one point. tests: where its test is added as soon as it is judged."""
     filter, metric = pick_score(new, rules.filter, rules.metric)
     (score,) = (score for score in new.overall if (score.filter, score.metric) == (filter, metric))
@@ -84,7 +84,7 @@ def accuracy(
         if rules.detects is not None:
             yield _detects(test, rules.detects, found, level)
 
-    yield Tested(found.p_fallen(), judge)
+    yield PendingCheck(found.p_fallen(), judge)
 
 
 def _detects(test: AccuracyTest, wanted: float, found: Changes, level: Level) -> Check:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from specbatch.evals.gate.checks import Check, Level, Tested
+from specbatch.evals.gate.checks import Check, Level, PendingCheck
 from specbatch.evals.gate.policy import Bound
 from specbatch.plurals import counted
 from specbatch.records.intervals import in_common, were_interleaved
@@ -21,7 +21,7 @@ NOT_INTERLEAVED = (
 
 def bounds(
     name: str, bound: Bound, point: str, after: Replicates, before: Replicates | None
-) -> Iterator[Check | Tested]:
+) -> Iterator[Check | PendingCheck]:
     metric = METRICS[name]
     value, old = after.mean(name), None if before is None else before.mean(name)
     absolute = bound.at_least if metric.better == "higher" else bound.at_most
@@ -55,7 +55,7 @@ def bounds(
         yield Check(title, point, passed, shown, allowed, base, "; ".join(filter(None, (detail, *lines))))
 
     beyond = at is not None and (estimate.value < at) == (metric.better == "higher")
-    yield Tested(estimate.p_value(at) if at is not None and beyond else 1.0, judge)
+    yield PendingCheck(estimate.p_value(at) if at is not None and beyond else 1.0, judge)
 
 
 def _needed(metric: Metric, speedup: Speedup, at: float | None, level: Level) -> Iterator[str]:

@@ -52,18 +52,18 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Tested:
+class PendingCheck:
     """Checks that depend on the p value of a test, and through it on those of all other tests."""
 
     p_value: float
     judge: Callable[[Level], Iterable[Check]]
 
 
-def judged(found: list[Check | Tested], alpha: float) -> list[Check]:
+def judged(found: list[Check | PendingCheck], alpha: float) -> list[Check]:
     """All checks, in order. If nothing changed, at most the share `alpha` of gates has a test that rejects."""
-    tests = [item for item in found if isinstance(item, Tested)]
+    tests = [item for item in found if isinstance(item, PendingCheck)]
     adjusted = iter(holm([test.p_value for test in tests]))
     checks: list[Check] = []
     for item in found:
-        checks += item.judge(Level(alpha, len(tests), next(adjusted))) if isinstance(item, Tested) else [item]
+        checks += item.judge(Level(alpha, len(tests), next(adjusted))) if isinstance(item, PendingCheck) else [item]
     return checks

@@ -16,7 +16,7 @@ from typing import Any
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.evals.gate.accuracy import AccuracyTest, accuracy
 from specbatch.evals.gate.bounds import bounds
-from specbatch.evals.gate.checks import Check, Tested, judged
+from specbatch.evals.gate.checks import Check, PendingCheck, judged
 from specbatch.evals.gate.equal import compare_answers
 from specbatch.evals.gate.policy import Policy, load_policy
 from specbatch.jobs.output_files import read_output
@@ -90,7 +90,7 @@ def run_gate(policy_file: Path, run: Path, baseline: Path | None = None) -> Gate
         _refuse_other_drafts(policy, pairs)
     elif baseline is not None:
         raise refuse("baseline", str(baseline), "no rule of the policy compares with a baseline; leave it out")
-    found: list[Check | Tested] = []
+    found: list[Check | PendingCheck] = []
     tests: list[AccuracyTest] = []
     points = after.points if pairs is None else {place: point for place, (_, point) in pairs.both.items()}
     with ExitStack() as stack:
@@ -138,7 +138,7 @@ def _of_point(
     run: tuple[_Side, Replicates],
     baseline: tuple[_Side, Replicates] | None,
     tests: list[AccuracyTest],
-) -> Iterator[Check | Tested]:
+) -> Iterator[Check | PendingCheck]:
     """All checks of one point. tests: see `accuracy`."""
     new, point = run
     if point.failures:

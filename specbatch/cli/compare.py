@@ -31,7 +31,7 @@ def compare(
     The table starts with the ratio to BASE and its verdict: "pays" or "loses" if the 95% interval excludes no
     difference, else "undecided"; the files of --output have all numbers. Intervals are over repeats if both runs have
     them, else over prompts, in pairs; answers are paired by question. Times of one repeat have no verdict, and times of
-    runs that were not interleaved are marked: use sweep --repeats 3, or A/1 B/1 B/2 A/2 for two versions.
+    runs that were not interleaved have none either: use sweep --repeats 3, or A/1 B/1 B/2 A/2 for two versions.
 
     Runs with different models, prompts or lengths cannot be compared; the error names what differs.
     """

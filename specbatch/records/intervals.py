@@ -108,7 +108,7 @@ def counts_alike(metric: Metric, before: RunRecord, after: RunRecord) -> bool:
         return True
     asked = [record.config["speculation"] for record in (before, after)]
     if metric.counts_only == "drafted":
-        return asked[0]["algorithm"] == asked[1]["algorithm"]
+        return bool(asked[0]["algorithm"] == asked[1]["algorithm"])
     shapes = [record.caps.get("draft_shape") for record in (before, after)]
     names = _DRAFTING if all(shapes) else (*_DRAFTING, *_SHAPE)
     same = all(asked[0].get(name) == asked[1].get(name) for name in names)
@@ -190,7 +190,7 @@ def over_prompts(before: Sample, after: Sample, *, median: bool = False) -> Inte
     sizes = len(before.top), len(after.top)
     if min(sizes) < LEAST_PROMPTS:
         return Interval(None, None, f"fewer than {LEAST_PROMPTS} prompts")
-    known = min(np.count_nonzero(side.bottom) for side in (before, after))
+    known = min(int(np.count_nonzero(side.bottom)) for side in (before, after))
     if known < LEAST_PROMPTS:
         return Interval(None, None, "too few prompts have it")
     over = f"{sizes[0]} prompts, paired" if paired else f"{sizes[0]} and {sizes[1]} prompts, unpaired"

@@ -26,7 +26,7 @@ def interleaved_seconds(
     timed = _on_device if device.type == "cuda" else _on_host
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for round in range(warm_ups + repeats):
-        for name, run in reversed(runs.items()) if round % 2 else runs.items():
+        for name, run in list(runs.items())[:: -1 if round % 2 else 1]:
             time.sleep(pause_s)
             seconds[name].append(timed(run))
     return {name: values[warm_ups:] for name, values in seconds.items()}

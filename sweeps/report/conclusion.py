@@ -32,7 +32,7 @@ def _part(name: str, speedup: Speedup, base: str) -> str:
         return f"{name} is {speedup.ratio:.2f} times {base}"
     if speedup.verdict == UNDECIDED:
         return f"no difference is shown between {name} and {base} ({speedup.interval_text} times)"
-    marked = f", {speedup.verdict}" if speedup.verdict == NOT_INTERLEAVED else ""
+    marked = f" ({speedup.verdict})" if speedup.verdict == NOT_INTERLEAVED else ""
     return f"{name} is {speedup} times {base}{marked}"
 
 

@@ -115,10 +115,9 @@ def page() -> str:
         "A row per concurrency and configuration: `concurrency`, `configuration`, `simulated_accept_length`, "
         "`simulated_acceptance`, `repeats`, `failed` (the reason), and these columns. The first one also has `_min` "
         "and `_max` over repeats, and the last three have their 95% interval as `_low` and `_high`. "
-        "`step_ratio_verdict` and `ratio_verdict` are `pays`, `loses`, `undecided` or `one repeat`. Names and units "
-        "are those of the metrics. `base` is the configuration that the row is compared with; the column is there if "
-        "not all rows have the same. "
-        "`mean_queue_s` is empty without a request rate.",
+        "`step_ratio_verdict` and `ratio_verdict` are `pays`, `loses`, `undecided`, `one repeat` or `not interleaved`. "
+        "Names and units are those of the metrics. `base` is the configuration that the row is compared with; the "
+        "column is there if not all rows have the same. `mean_queue_s` is empty without a request rate.",
         ", ".join(f"`{name}`" for name in (*COLUMNS, *RELATIVE)),
     ]
     return "\n\n".join(parts) + "\n"

@@ -67,6 +67,23 @@ def test_without_a_verdict_the_exit_status_is_2_and_nothing_is_written(run, swep
     assert not (tmp_path / "gate").exists()
 
 
+def test_an_undecided_check_is_no_verdict_and_is_written(run, swept, tmp_path):
+    for name, speeds in (("v1", (100.0, 106.0)), ("v2", (86.0, 77.0))):
+        for repeat, speed in enumerate(speeds, 1):
+            path = swept / name / f"c1/r{repeat}/record.json"
+            record = json.loads(path.read_text())
+            record["metrics"]["output_throughput"] = speed
+            path.write_text(json.dumps(record))
+    rules = policy(swept, "[bounds]\noutput_throughput = {worsens_at_most = 0.1}")
+    words = ("gate", swept / "v2", "--policy", rules, "--baseline", swept / "v1", "--output", tmp_path / "gate")
+    result = run(*words)
+    assert (result.exit_code, result.stderr) == (2, "")
+    assert "gate: no verdict (1 of 2 checks undecided)" in result.stdout
+    assert "2 repeats cannot tell that from noise: with such values about" in " ".join(result.stdout.split())
+    found = json.loads((tmp_path / "gate/gate.json").read_text())
+    assert ([check["passed"] for check in found["checks"]], found["undecided"]) == ([True, None], 1)
+
+
 # The docs
 
 

@@ -67,7 +67,8 @@ def test_points_records_and_summary(sweep, tmp_path):
 
 def test_repeats_are_interleaved_after_a_warm_up_of_each(sweep, engine):
     sweep("--concurrency 3 --configs v2,baseline --repeats 2")
-    assert engine.order == ["ngram/v2/3", "none/v2/3"] * 3
+    v2, baseline = "ngram/v2/3", "none/v2/3"
+    assert engine.order == [v2, baseline, *(v2, baseline), *(baseline, v2)]
     assert len(engine.built) == 2
 
 
@@ -103,7 +104,7 @@ def test_same_command_continues(sweep, engine, tmp_path):
     assert result.exit_code == 0, result.output
     baseline, v1, v2 = "none/v2/1", "ngram/v1/1", "ngram/v2/1"
     warm_up = [v1, v2, baseline]
-    assert engine.order == [*warm_up, v1, v2, baseline, v1, v2]
+    assert engine.order == [*warm_up, v1, v2, *(v2, v1, baseline)]
     assert len(list(tmp_path.glob("out/*/c1/r*/record.json"))) == 6
     assert (tmp_path / "out/baseline/c1/r1/kept").exists()
     engine.order.clear()
@@ -333,7 +334,7 @@ def test_rounds_are_added_until_the_ratios_are_precise(sweep, run, monkeypatch, 
             raise KeyboardInterrupt
         calls[schedule, concurrency] += 1
         varies = {("v2", 1): turn == 0, ("v2", 4): turn % 2 == 0}.get((schedule, concurrency), False)
-        record.metrics["output_throughput"] = 100.0 + 10 * varies
+        record.metrics["output_throughput"] = 100.0 + (4 if concurrency == 1 else 10) * varies
         return record
 
     monkeypatch.setattr(runner, "_measure", measured)
@@ -346,11 +347,11 @@ def test_rounds_are_added_until_the_ratios_are_precise(sweep, run, monkeypatch, 
     result = sweep(command)
     assert result.exit_code == 0, result.output
     rounds = {c: len(list(tmp_path.glob(f"out/v2/c{c}/r*/record.json"))) for c in (1, 2, 4)}
-    assert rounds == {1: 6, 2: 3, 4: 6}
+    assert rounds == {1: 5, 2: 3, 4: 6}
     assert "Concurrency 2: the 95% intervals of the ratios are within ±5%: v2 ±0%." in result.stdout
-    assert "Concurrency 4: the 95% intervals of the ratios are STILL NOT WITHIN ±5%: v2 ±5.7%;" in result.stdout
+    assert "Concurrency 4: the 95% intervals of the ratios are STILL NOT WITHIN ±5%: v2 ±11%;" in result.stdout
     assert "UNFINISHED" not in result.stdout
-    assert "30 of 30 points are finished" in sweep(command).stderr
+    assert "28 of 28 points are finished" in sweep(command).stderr
     assert sweep(command.replace("6", "7")).exit_code == 0
     assert len(list(tmp_path.glob("out/v2/c4/r*/record.json"))) == 7
     folders = tmp_path / "out/baseline/c4", tmp_path / "out/v2/c4"

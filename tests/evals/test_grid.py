@@ -20,7 +20,7 @@ from specbatch.cli.report import _scores
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.evals.grid import GridOptions, _grid, load_grid, run_grid
-from specbatch.evals.grid_table import Grid, _differing, _speedup
+from specbatch.evals.grid_table import Grid, _differing, _paired, _speedup
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, run_eval
 from specbatch.jobs.configurations import named
@@ -283,3 +283,13 @@ def test_settings_that_differ_are_named() -> None:
     configs = {"a": shared | {"prefill_chunk": 8, "speculation": {}}, "b": shared | {"prefill_chunk": 16}}
     assert _differing(configs) == {"a": "; prefill_chunk=8", "b": "; prefill_chunk=16"}
     assert _differing({}) == {}
+
+
+def test_a_difference_of_graded_scores_has_a_standard_error_unless_all_are_equal() -> None:
+    old, new = make_report("1100"), make_report("1100")
+    for report in (old, new):
+        for row in report.questions:
+            row |= {"token_ids": [1], "scores": {"loose": {"match": 0.4}}}
+    assert "difference_stderr" not in _paired(old, new)
+    new.questions[0]["scores"]["loose"]["match"] = 0.8
+    assert _paired(old, new)["difference_stderr"] == pytest.approx(0.1)

@@ -23,7 +23,7 @@ from specbatch.sweeps.compare import COMPARED, Comparison, Row, _reading, compar
 from specbatch.sweeps.report.tables import load_records, speedups_of, write_summary
 
 
-def row_of(result: Comparison, metric: str, size: int = 4) -> Row:
+def row_of(result: Comparison, metric: str, size: int | str = 4) -> Row:
     (row,) = (row for row in result.rows if row.metric == metric and row.size == size)
     return row
 
@@ -84,6 +84,34 @@ def test_times_are_compared_over_repeats(tmp_path):
         assert "NOT INTERLEAVED" in compare(*pair).markdown()
     assert row_of(compare(old, alike), "mean_ttft_s").verdict == UNDECIDED
     assert "NOT INTERLEAVED" not in compare(old, slow).markdown()
+
+
+def test_accept_rates_of_other_algorithms_have_no_verdict(tmp_path):
+    """20 drafted tokens per request of n-gram lookup, 60 of a draft model, of which as many are accepted."""
+    folders = []
+    for name, drafted, spec in (
+        ("old", 20, Speculation("ngram", "v1")),
+        ("new", 60, Speculation("standalone", draft="x/y")),
+    ):
+        rows = [metrics_of(emitted=20 + number % 3) for number in range(40)]
+        for row in rows:
+            row.drafted = drafted
+        folders.append(saved(tmp_path / name, make_record(rows, config=EngineConfig(speculation=spec))))
+    result = compare(*folders)
+    rate = row_of(result, "accept_rate")
+    assert (rate.verdict, rate.low, rate.ratio) == (NOT_JUDGED, None, pytest.approx(1 / 3))
+    assert row_of(result, "accept_length").verdict == UNDECIDED
+    assert "no interval (rates of other drafts (drafted tokens)): accept rate." in result.markdown()
+
+
+def test_equal_answers_have_an_interval_around_zero(tmp_path):
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        make_report("1" * 10 + "0" * 30).save(tmp_path / name)
+    row = row_of(compare(tmp_path / "old", tmp_path / "new"), "loose match", size="")
+    assert (row.change, row.verdict) == (0, UNDECIDED)
+    assert (row.low, row.high) == pytest.approx((-0.0876, 0.0876), abs=1e-4)
+    assert row.cell == "+0.00 (-8.76 to +8.76) undecided"
 
 
 def test_rounds_of_one_run_pair(tmp_path):

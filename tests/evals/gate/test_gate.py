@@ -19,7 +19,7 @@ from swept import saved
 
 from specbatch.config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError
-from specbatch.evals.gate.checks import Check, Tested, judged
+from specbatch.evals.gate.checks import Check, Level, PendingCheck, judged
 from specbatch.evals.gate.gate import GateResult, run_gate
 from specbatch.evals.gate.report import junit, markdown, save
 from specbatch.evals.report import EvalReport
@@ -299,10 +299,14 @@ def test_accuracy_and_bounds_share_alpha(put, policy):
 def test_gates_without_a_change_fail_as_often_as_alpha_says(tmp_path, policy, monkeypatch):
     """300 gates of 6 points with 100 questions each, whose answers change by chance (without a correction 20% fail)."""
     draw, fails = np.random.default_rng(1), 0
+
+    def as_check(level: Level) -> list[Check]:
+        return [Check("", "", not level.rejects, "", "")]
+
     for _ in range(300):
         counts = draw.multinomial(100, [0.1, 0.1, 0.8], 6)
         found = [Changes(100, 50, tuple(range(lost)), tuple(range(gained))) for lost, gained, _ in counts.tolist()]
-        tests = [Tested(one.p_fallen(), lambda level: [Check("", "", not level.rejects, "", "")]) for one in found]
+        tests = [PendingCheck(one.p_fallen(), as_check) for one in found]
         fails += not all(check.passed for check in judged([*tests], 0.05))
     assert 0 < fails / 300 <= 0.05
 

@@ -52,6 +52,17 @@ def test_few_prompts_have_no_interval_and_warnings_about_times_are_left_out() ->
     assert "plain" not in text
 
 
+@pytest.mark.parametrize("of_fewer", [0, 3])
+def test_denominators_are_stated_where_verifies_have_fewer_drafts(of_fewer) -> None:
+    record = swept("v1", 8)
+    record.counters["acceptance"]["drafted"][2:] = [
+        count - of_fewer for count in record.counters["acceptance"]["drafted"][2:]
+    ]
+    stated = '"Reached draft j" is a share of the verifies that drafted at least j tokens'
+    for name in ("acceptance.md", "summary.md"):
+        assert (stated in table_files([record], [])[name]) == bool(of_fewer)
+
+
 @pytest.mark.parametrize("kind", ["md", "csv", "json"])
 def test_nothing_drafted(kind) -> None:
     text = table_files([swept("baseline")], [])[f"acceptance.{kind}"]

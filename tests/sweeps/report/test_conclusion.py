@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from specbatch.records.verdicts import LOSES, ONE_REPEAT, PAYS, UNDECIDED, Speedup
-from specbatch.sweeps.report.conclusion import conclusion
+import math
+
+from specbatch.records.verdicts import LOSES, NOT_INTERLEAVED, ONE_REPEAT, PAYS, UNDECIDED, Speedup
+from specbatch.sweeps.report.conclusion import conclusion, precision_sentences
 
 
 def test_faster_slower_and_no_difference() -> None:
@@ -22,6 +24,16 @@ def test_faster_slower_and_no_difference() -> None:
         "Concurrency 4, output tok/s: no difference is shown between v1 and the baseline (0.99-1.05 times), "
         "v2+piecewise is 1.20 (1.10-1.30) times baseline+piecewise.",
     ]
+
+
+def test_runs_that_were_not_interleaved_are_marked() -> None:
+    found = conclusion({(1, "v2"): Speedup(1.5, 1.4, 1.6, NOT_INTERLEAVED, 3)}, {"v2": "baseline"})
+    assert found == ["Concurrency 1, output tok/s: v2 is 1.50 (1.40-1.60) times the baseline (not interleaved)."]
+
+
+def test_unknown_precision_is_not_within_what_was_wanted() -> None:
+    (found,) = precision_sentences({(1, "v1"): 0.01, (1, "v2"): math.inf}, 0.02)
+    assert "STILL NOT WITHIN ±2%: v1 ±1%, v2 unknown;" in found
 
 
 def test_one_repeat_shows_no_interval() -> None:
