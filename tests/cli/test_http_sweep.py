@@ -60,7 +60,7 @@ def test_points_records_and_table(sweep, run, engine, tmp_path):
     assert "versions: server 0.33.0; client with " in summary
     assert "device: http://127.0.0.1:" in summary
     assert "unknown; client on" in summary
-    assert summary.count("No accept length: /metrics has no counter of drafts") == 1
+    assert summary.count("No accept length: the server has no /metrics") == 1
     assert "(org/toy at concurrency 1, repeat 1, and 3 other points)." in summary
     assert "CHECK OUTPUTS" not in summary
     # warm-up, then both repeats of 4 and of 6 prompts, each after the cache was emptied
