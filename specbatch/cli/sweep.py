@@ -272,9 +272,9 @@ def sweep(
     With --engine http the same prompts go to a server at the same times (streamed /v1/completions), and all times are
     measured by this client. The server has its own engine settings, so of the options below only --model (one of its
     models), --tokenizer and --seed apply. Its prefix cache is emptied before each point if the server supports that
-    (/flush_cache of SGLang, /reset_prefix_cache of vLLM). Failed requests are counted by error message, and make the
-    exit status 1. A request also fails if its answer takes too long (--idle-timeout, --request-timeout), is not a valid
-    stream, or has impossible counts, such as more tokens than requested.
+    (/flush_cache of SGLang, /reset_prefix_cache of vLLM; cache_prompt=false for llama.cpp). Failed requests are counted
+    by error message, and make the exit status 1. A request also fails if its answer takes too long (--idle-timeout,
+    --request-timeout), is not a valid stream, or has impossible counts, such as more tokens than requested.
 
     Each point writes record.json and requests.jsonl, from which the summary is computed. Suspicious outputs are
     reported: truncated answers, reasoning with --no-thinking, chat template tokens in plain text. Points of a

@@ -145,6 +145,7 @@ class Counters(_Table):
     states: _States | None = None
     no_accept_length: str = ""
     server_acceptance: _ServerAcceptance | None = None
+    resent_requests: Count = 0
     client_cpu_share: Amount | None = None
     iterations: Count = 0
     iteration_s: Amount = 0

@@ -31,7 +31,7 @@ RECORD = {
     "metrics": "the numbers of the run: the table of metrics below",
     "counters": "counts that metrics and tables are computed from: iterations, graph replays, acceptance by draft "
     "position and by context; of a server `errors`, `server_acceptance` (verifies with drafts, and how many accepted "
-    "each draft), where the accept length comes from, and `client_cpu_share`",
+    "each draft), where the accept length comes from, `resent_requests` and `client_cpu_share`",
     "requests": "not in the file: the lines of `requests.jsonl`",
     "workload": "what was run: the command, the prompts with their hash, lengths, sampling, latency objectives "
     "(`slo`), and the place of a point in its sweep",

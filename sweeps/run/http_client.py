@@ -64,7 +64,8 @@ class _Connector(aiohttp.TCPConnector):
 
     def __init__(self, *, reuse: bool) -> None:
         super().__init__(limit=0, force_close=not reuse)
-        self._factory = partial(_Connection, loop=self._loop)
+        handler: type[ResponseHandler] = _Connection
+        self._factory = partial(handler, loop=self._loop)
 
 
 # What aiohttp raises for a server that breaks the protocol, the connection or a limit.

@@ -154,13 +154,14 @@ class Rival:
             if self.fails.get(number) == "stream" and sent > 1:
                 yield {"error": self.error(503 if self.kind == "sglang" else 500)}
                 return
-            ended = sent == body["max_tokens"]
+            ended = sent == min(body["max_tokens"], self.ends or sent + 1)
+            reason = "length" if sent == body["max_tokens"] else "stop"
             last = ended and not (chat and self.kind == "sglang")
-            new = piece("".join("abc "[place % 4] for place in range(sent - count, sent)), "length" if last else None)
+            new = piece("".join("abc "[place % 4] for place in range(sent - count, sent)), reason if last else None)
             continuous = {"usage": usage(sent)} if options.get("continuous_usage_stats") else {}
             yield new | continuous
         if chat and self.kind == "sglang":
-            yield piece("", "length") | {"usage": None}
+            yield piece("", reason) | {"usage": None}
         if self.kind == "sglang" and body.get("return_spec_tokens_details") and self.details and details["verifies"]:
             yield head | {"choices": [], "usage": None, "sglext": {"spec_tokens_details": self._details(details, sent)}}
         self.counts["spec_verify_calls_total"] += details["verifies"]

@@ -127,6 +127,19 @@ def test_request_bodies(serve):
     assert "Authorization" not in script.headers[0]
 
 
+def test_text_keeps_a_bos_token_that_the_server_does_not_add(serve, monkeypatch):
+    """As prompts of a chat template that writes it; the count of the first answer shows what the server adds."""
+    plain = types.SimpleNamespace(**{**vars(BYTES), "encode": lambda text, add_special_tokens=True: [*text.encode()]})
+    monkeypatch.setattr("specbatch.weights.open_tokenizer", lambda name, log=None: plain)
+    script = Script()
+    run(serve(script, send="text"), [[1, 72, 105]] * 2)
+    assert [body["prompt"] for body in script.bodies] == ["\x01Hi"] * 2
+    script = Script(extra_prompt_tokens=1)  # the server adds one, though the tokenizer does not
+    engine = serve(script, send="text")
+    run(engine, [[1, 72, 105]] * 2)
+    assert [body["prompt"] for body in script.bodies] == ["\x01Hi", "Hi"]
+
+
 def test_closed_loop_keeps_its_concurrency(serve):
     script = Script(first_s=0.1)
     found, record = run(serve(script), [[n + 5] for n in range(9)], [1 + n for n in range(9)], concurrency=3)

@@ -105,6 +105,16 @@ def test_answers_of_llamacpp_that_end_early_have_no_accept_length():
     assert record.metrics["accept_length"] == 1.0, "nothing was accepted, so nothing was trimmed"
 
 
+@pytest.mark.parametrize("send", ["ids", "chat"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_after_the_end_do_not_count_in_the_accept_length(kind, send):
+    """Tokens of 1, 4 and 2 of 4: both servers count 3 accepted drafts of the last verify."""
+    found, record = measured(Rival(kind, ((3, 3),), ends=7, template_tokens=9), tokens=20, send=send)
+    assert [(item.finish_reason, item.metrics.output_tokens) for item in found] == [("stop", 7)] * 4
+    assert record.metrics["accept_length"] == 6 / 2
+    assert record.metrics["untrimmed_accept_length"] == 4.0
+
+
 def test_llamacpp_without_speculation():
     _, record = measured(Rival(LLAMACPP))
     assert record.metrics["accept_length"] is None
