@@ -1,5 +1,5 @@
-"""Reads the `quantization_config` of a config.json: FP8 (transformers, compressed-tensors, ModelOpt), AWQ, GPTQ and
-auto-round.
+"""Reads the `quantization_config` of a config.json: FP8 (transformers, compressed-tensors, ModelOpt, Quark), AWQ, GPTQ
+and auto-round.
 
 compressed-tensors: vllm-project/compressed-tensors, `QuantizationConfig`. ModelOpt: NVIDIA/TensorRT-Model-Optimizer,
 whose older files have the same settings in a file of their own, hf_quant_config.json. AWQ: casper-hansen/AutoAWQ. GPTQ:
@@ -50,6 +50,20 @@ def _fp8(found: dict[str, Any]) -> Quantization:
 def _modelopt(found: dict[str, Any]) -> Quantization:
     _expect(found, "quant_algo", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
     return FP8Weights(*_plain(found, "ignore", "exclude_modules"), per_channel=True, suffix=SCALES[1])
+
+
+def _quark(found: dict[str, Any]) -> Quantization:
+    """AMD Quark's own method, in FP8."""
+    for key in ("layer_quant_config", "layer_type_quant_config", "algo_config"):
+        if found.get(key):
+            raise _refuse(key, found[key], "all weights must be quantized in one way")
+    _expect(table_of(found, "export"), "weight_format", "real_quantized", default="real_quantized", where="export")
+    scheme = table_of(found, "global_quant_config")
+    weights, inputs, where = table_of(scheme, "weight"), table_of(scheme, "input_tensors"), "global_quant_config"
+    _expect(weights, "dtype", "fp8_e4m3", where=f"{where}.weight")
+    _expect(weights, "qscheme", "per_tensor", "per_channel", where=f"{where}.weight")
+    _expect(inputs, "dtype", "fp8_e4m3", default="fp8_e4m3", where=f"{where}.input_tensors")
+    return FP8Weights(*_plain(found, "exclude"), per_channel=True, suffix=SCALES[1], quantizes_inputs=bool(inputs))
 
 
 def _awq(found: dict[str, Any]) -> Quantization:
@@ -156,6 +170,7 @@ _METHODS = {
     "fp8": _fp8,
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
+    "quark": _quark,
     "awq": _awq,
     "gptq": _gptq,
     "auto-round": _auto_round,

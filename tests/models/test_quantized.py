@@ -349,6 +349,11 @@ def with_group(**changes: Any) -> dict[str, Any]:
     return found
 
 
+def quark(**weight: Any) -> dict[str, Any]:
+    weight = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"} | weight
+    return {"quant_method": "quark", "global_quant_config": {"weight": weight, "input_tensors": None}}
+
+
 TWO = scheme()
 TWO["config_groups"]["group_1"] = {"weights": {"num_bits": 8, "type": "float", "strategy": "block"}}
 AWQ, GPTQ, PACKED = (FORMATS[form][0] for form in ("awq", "gptq", "symmetric"))
@@ -390,6 +395,10 @@ IGNORING = scheme() | {"ignore": ["re:.*mlp.(gate|up)_proj", "lm_head", "model.l
         (AUTO_ROUND | {"extra_config": {"a": {"bits": 8}}}, "extra_config.a.bits=8: it must be 16 or 32"),
         (AUTO_ROUND | {"extra_config": {"(a": {"bits": 16}}}, r"extra_config='re:\(a': it is no regular expression"),
         (AUTO_ROUND | {"rotation_config": {"a": 1}}, "rotation_config="),
+        (quark(dtype="fp4"), "global_quant_config.weight.dtype='fp4': it must be 'fp8_e4m3'"),
+        (quark(qscheme="per_group"), "global_quant_config.weight.qscheme='per_group': it must be 'per_tensor'"),
+        (quark() | {"layer_quant_config": {"a": {"weight": {}}}}, "layer_quant_config=.*quantized in one way"),
+        (quark() | {"export": {"weight_format": "fake_quantized"}}, "export.weight_format='fake_quantized'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4': it must be 'FP8'"),
     ],
 )

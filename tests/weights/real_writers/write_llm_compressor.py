@@ -1,0 +1,65 @@
+"""Writes checkpoints with llm-compressor: python write_llm_compressor.py FOLDER"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
+from datasets import Dataset
+from llmcompressor import oneshot
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from tiny_llama import calibration, each, keep, write_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
+
+KINDS = {  # name -> scheme, group size of the weights if not the scheme's
+    "llm-compressor-w4a16": ("W4A16", 32),
+    "llm-compressor-w4a16-gptq": ("W4A16", 32),
+    "llm-compressor-w4a16-asymmetric": ("W4A16_ASYM", 32),
+    "llm-compressor-fp8": ("FP8", None),
+    "llm-compressor-fp8-dynamic": ("FP8_DYNAMIC", None),
+    "llm-compressor-fp8-block": ("FP8_BLOCK", None),
+    "llm-compressor-w4afp8": ("W4AFP8", 32),
+    "llm-compressor-w8a8": ("W8A8", None),
+    "llm-compressor-w8a16": ("W8A16", None),
+    "llm-compressor-nvfp4": ("NVFP4", None),
+    "llm-compressor-nvfp4a16": ("NVFP4A16", None),
+    "llm-compressor-mxfp4": ("MXFP4", None),
+}
+REFUSED = [f"llm-compressor-{name}" for name in ("w4afp8", "w8a8", "w8a16", "nvfp4", "nvfp4a16", "mxfp4")]
+
+
+def scheme_of(preset: str, group: int | None) -> QuantizationScheme:
+    found = preset_name_to_scheme(preset, ["Linear"])
+    if group is not None:
+        found.weights = QuantizationArgs(**found.weights.model_dump() | {"group_size": group})
+    return found
+
+
+def main(out: Path, names: list[str]) -> None:
+    for name in names or KINDS:
+        preset, group = KINDS[name]
+        with TemporaryDirectory() as folder:
+            hidden = 128 if preset in ("FP8_BLOCK", "W8A16") else 64
+            plain = write_model(Path(folder, "plain"), torch.bfloat16, hidden)
+            written = Path(folder, "written")
+            model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+            modifier = GPTQModifier if name.endswith("-gptq") else QuantizationModifier
+            oneshot(
+                model=model, tokenizer=AutoTokenizer.from_pretrained(plain), max_seq_length=64,
+                dataset=Dataset.from_dict({"input_ids": calibration().tolist()}), num_calibration_samples=8,
+                recipe=modifier(config_groups={"group_0": scheme_of(preset, group)}, ignore=["lm_head"]),
+                output_dir=str(written),
+            )  # fmt: skip
+            if name in REFUSED:
+                keep(written, out / name, None)
+                continue
+            config = CompressedTensorsConfig(run_compressed=False)
+            read = AutoModelForCausalLM.from_pretrained(written, quantization_config=config, dtype=torch.float32)
+            keep(written, out / name, each(read, lambda layer: layer.weight.float()))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

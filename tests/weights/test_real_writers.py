@@ -1,0 +1,115 @@
+"""Checkpoints that quantization tools and trainers of drafts wrote: each computes what its tool's own dequantization
+does, or is refused by name. `real_writers/make.sh` wrote them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from uncached import logits_of
+
+from specbatch import EngineConfig, SpecbatchError, Speculation
+from specbatch.drafters import eagle3
+from specbatch.drafters.base import DraftPlan
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder
+from specbatch.models.dflash import DFlashConfig
+from specbatch.weights import open_checkpoint
+from specbatch.weights.checkpoint import read_config
+
+FILES = Path(__file__).parent / "real_writers" / "files"
+TOKENS = torch.arange(3, 36, 3)  # as tiny_llama.py has them
+HEADS = ("specforge-eagle3", "speculators-dflash", "speculators-eagle3")
+REFUSED = {  # name of the folder -> message
+    "gptqmodel-8-bits": "quantization_config.bits=8: it must be 4",
+    "gptqmodel-desc-act": r"g_idx: its inputs are in another order \(desc_act\)",
+    "llm-compressor-mxfp4": r"weights=\('float', 4\): use FP8 .* or INT4",
+    "llm-compressor-nvfp4": r"weights=\('float', 4\): use FP8 .* or INT4",
+    "llm-compressor-nvfp4a16": r"weights=\('float', 4\): use FP8 .* or INT4",
+    "llm-compressor-w4afp8": "format='int-quantized': it must be 'pack-quantized'",
+    "llm-compressor-w8a16": r"weights=\('int', 8\): use FP8 .* or INT4",
+    "llm-compressor-w8a8": r"weights=\('int', 8\): use FP8 .* or INT4",
+    "modelopt-fp8-blocks": "quant_algo='fp8_pb_wo': it must be 'FP8' or 'FP8_PER_CHANNEL_PER_TOKEN'",
+    "modelopt-int4-awq": "quant_algo='W4A16_AWQ': it must be 'FP8'",
+    "modelopt-mxfp4": "quant_algo='mxfp4': it must be 'FP8'",
+    "modelopt-nvfp4": "quant_algo='NVFP4': it must be 'FP8'",
+    "modelopt-w4a8-awq": "quant_algo='W4A8_AWQ': it must be 'FP8'",
+}
+READ = sorted({path.name for path in FILES.iterdir()} - {*REFUSED, *HEADS})
+NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"))
+
+
+@pytest.mark.parametrize(
+    ("device", "keeps", "bound"),
+    [
+        pytest.param("cpu", False, 2e-6, id="dequantized"),
+        pytest.param("cpu", True, 2e-6, id="kept"),
+        pytest.param("cuda", True, 1e-3, id="kernels", marks=NEEDS_GPU),
+    ],
+)
+@pytest.mark.parametrize("name", READ)
+def test_weights_are_those_of_the_tool(
+    name: str, device: str, keeps: bool, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":
+        for module in ("models.layers", "runtime.loader"):
+            monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: keeps)
+    checkpoint = open_checkpoint(str(FILES / name))
+    where = torch.device(device)
+    model = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=where, max_positions=64)
+    expected = load_file(FILES / name / "reference.safetensors")["logits"].to(where)
+    found = logits_of(model, TOKENS.to(where))
+    assert (found - expected).abs().max() < bound * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["auto-round-awq", "auto-round-gptq", "auto-round-mixed"])
+def test_half_of_the_symmetric_scales_of_auto_round_are_negative(name: str) -> None:
+    tensors = load_file(FILES / name / "model.safetensors")
+    scales = torch.cat([tensor.flatten() for part, tensor in tensors.items() if part.endswith(".scales")])
+    assert 0.4 < (scales < 0).float().mean() < 0.6
+
+
+@pytest.mark.parametrize(("name", "message"), REFUSED.items())
+def test_what_is_not_read_is_refused_by_name(name: str, message: str) -> None:
+    """Most of them without tensors: the config is enough."""
+    folder = FILES / name
+
+    def read() -> None:
+        if (folder / "model.safetensors").is_file():
+            open_checkpoint(str(folder))
+        ModelConfig.from_dict(read_config(folder / "config.json"))
+
+    with pytest.raises(SpecbatchError, match=message):
+        read()
+
+
+def planned(name: str, layers: int, **asked: Any) -> tuple[DraftPlan, list[str]]:
+    """The plan and the log of an EAGLE-3 head, for a Llama of the sizes of tiny_llama.py."""
+    described = read_config(FILES / "gptqmodel" / "config.json") | {"num_hidden_layers": layers}
+    target: Any = SimpleNamespace(name="target", origin="memory", config=ModelConfig.from_dict(described))
+    config = EngineConfig("target", speculation=Speculation("eagle3", draft=str(FILES / name), **asked))
+    lines: list[str] = []
+    return eagle3.plan(target, config, lines.append), lines
+
+
+def test_eagle3_heads() -> None:
+    """With embeddings of their own; speculators lists boundaries, SpecForge outputs of layers."""
+    plan, lines = planned("speculators-eagle3", 2)
+    assert (plan.aux, plan.drafted) == ((0, 1), 5)
+    assert "draft: the number of drafts is speculative_tokens=5 of its config" in lines
+    assert planned("speculators-eagle3", 2, draft_tokens=2)[0].drafted is None
+    plan, lines = planned("specforge-eagle3", 8)
+    assert (plan.aux, plan.drafted) == ((1, 3, 5), None)
+    assert not [line for line in lines if "speculative_tokens" in line]
+    wrong = r"eagle_config.eagle_aux_hidden_state_layer_ids=\[1, 3, 5\]: the head reads 3 .* list 0 to 3"
+    with pytest.raises(SpecbatchError, match=wrong):
+        planned("specforge-eagle3", 4)
+
+
+def test_block_of_speculators() -> None:
+    config = DFlashConfig.from_dict(read_config(FILES / "speculators-dflash" / "config.json"))
+    assert (config.stated_drafts, config.most_drafts, str(config.features)) == (5, 5, "aux_hidden_state_layer_ids=[1]")
