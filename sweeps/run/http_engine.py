@@ -18,6 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import aiohttp
@@ -184,7 +185,7 @@ class HttpEngine:
                 except Exception as error:  # whatever an answer leads to fails its request and not the sweep
                     answer.finish_reason, answer.error = "error", describe(error)
                 self._closed = max(self._closed, time.perf_counter())
-                done[index] = completion = answer.completion()
+                done[index] = completion = replace(answer.completion(), seed=params[index].seed)
                 if answer.drafting is not None and completion.is_complete:
                     self._drafting.append(answer.drafting)
                 self._completions.append(completion)
