@@ -128,7 +128,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         string. As in lm-eval 0.4.13 (`postprocess_generated_text`) the reasoning is removed first, so that a stop
         string in it has no effect."""
         first = len(self.answers)  # of an earlier call
-        params = [self._params(*item.args, first + place) for place, item in enumerate(requests)]
+        params = [self._params(item.args[0], item.args[1], first + place) for place, item in enumerate(requests)]
         encode = self._engine.tokenizer.encode
         tokens = [encode(item.args[0], add_special_tokens=not self._chat_template) for item in requests]
         self._refuse_too_long(requests, [len(prompt) for prompt in tokens], [one.max_new_tokens for one in params])

@@ -192,13 +192,15 @@ class SamplingParams:
             raise refuse("regex", self.regex, "there is a json_schema as well; use one of them")
         if self.ignore_eos:
             raise refuse("ignore_eos", True, "an end token ends what matches regex or json_schema; leave it out")
-        from specbatch.grammar.regex import RegexError, parse_regex  # imports NumPy, which --help does without
+        from specbatch.grammar.limits import READING_S, RegexError, limited
+        from specbatch.grammar.regex_parser import checked_regex
 
         name, value = ("json_schema", self.json_schema) if self.regex is None else ("regex", self.regex)
         try:
-            found = self.grammar
-            if found is not None:
-                parse_regex(found[1])
+            with limited(READING_S):
+                found = self.grammar
+                if found is not None:
+                    checked_regex(found[1])
         except RegexError as error:
             raise refuse(name, value, str(error)) from None
 

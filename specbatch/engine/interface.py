@@ -75,6 +75,9 @@ class InferenceEngine(ABC):
         metrics count from there, including the time that `concurrency` or a running step keeps it waiting.
         `request_ids`: names of the prompts, for `abort` and the completions. `on_completion` is called as each one
         ends. All prompts of a list are checked before any work; an interruption drops unfinished requests.
+
+        Sampled requests without a `seed` get one from the engine's seed and the index of their prompt, so that the same
+        call samples the same answers again. Their completions and their rows in the record have `seed` None.
         """
         done: dict[tuple[int, int], Completion] = {}
         stream = self.stream(

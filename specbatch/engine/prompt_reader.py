@@ -9,7 +9,8 @@ from specbatch.core.device_batch import MOST_END_TOKENS
 from specbatch.core.embedded_prompt import EmbeddedPrompt
 from specbatch.core.sampling_params import MOST_BAD_WORDS, MOST_WORD_TOKENS, SamplingParams
 from specbatch.errors import refuse
-from specbatch.grammar.regex import RegexError, compile_regex
+from specbatch.grammar.limits import COMPILING_S, KeptTexts, RegexError, limited
+from specbatch.grammar.regex import compile_regex
 from specbatch.grammar.token_automaton import TokenAutomaton, compile_tokens
 from specbatch.memory.grammar_pool import CELLS
 from specbatch.memory.page_pool import pages_for, reach_of
@@ -18,7 +19,7 @@ from specbatch.tokenizer import Tokenizer, refuse_longer
 
 Prompt = str | list[int] | EmbeddedPrompt
 Message = Mapping[str, Any]
-_MOST_AUTOMATA = 64  # compiled ones that are kept, and regular expressions that were refused
+_MOST_AUTOMATA = 64  # compiled ones that are kept
 
 
 class PromptReader:
@@ -33,7 +34,8 @@ class PromptReader:
         self._vocabulary = config.vocab_size
         self._hidden = config.hidden_size
         self._caps = caps
-        self._automata: dict[str, TokenAutomaton | RegexError] = {}  # an error takes as long to find
+        self._automata: dict[str, TokenAutomaton] = {}
+        self._refused = KeptTexts()  # why a regular expression cannot be compiled, which takes as long to find
         self._token_bytes: list[bytes | None] | None = None
         self._spellings: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
         self.end_tokens = frozenset(token for token in tokenizer.eos_ids if token < self._vocabulary)
@@ -120,23 +122,25 @@ class PromptReader:
         value = getattr(params, name)
         if not self.end_tokens:
             raise refuse(name, value, f"{self._tokenizer.name} has no end token, with which an answer could end")
-        found = self._automata.pop(regex) if regex in self._automata else self._compiled(regex)
+        if (reason := self._refused.get(regex)) is not None:
+            raise refuse(name, value, reason)
+        try:
+            found = self._automata.pop(regex) if regex in self._automata else self._compiled(regex)
+        except RegexError as error:
+            self._refused.put(regex, str(error))
+            raise refuse(name, value, str(error)) from None
         self._automata[regex] = found  # the last used come last
         while len(self._automata) > _MOST_AUTOMATA:
             del self._automata[next(iter(self._automata))]
-        if isinstance(found, RegexError):
-            raise refuse(name, value, str(found))
         return found
 
-    def _compiled(self, regex: str) -> TokenAutomaton | RegexError:
+    def _compiled(self, regex: str) -> TokenAutomaton:
         if self._token_bytes is None:
             self._token_bytes = self._tokenizer.token_bytes()
-        try:
+        with limited(COMPILING_S):
             found = compile_tokens(compile_regex(regex), self._token_bytes, self.end_tokens, self._vocabulary)
-        except RegexError as error:
-            return RegexError(str(error))  # without the frames of the compiler
         if found.size > CELLS:
-            return RegexError(f"its table takes {found.size >> 19} MiB; simplify it to at most {CELLS >> 19}")
+            raise RegexError(f"its table takes {found.size >> 19} MiB; simplify it to at most {CELLS >> 19}")
         return found
 
     def _check_end_tokens(self, params: SamplingParams) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -29,12 +29,13 @@ from specbatch.grammar.json_values import (
     string,
     types,
 )
+from specbatch.grammar.limits import READING_S, limited, remembered, spend
 from specbatch.grammar.number_ranges import any_of
+from specbatch.grammar.regex_parser import LONGEST, NESTED
 from specbatch.grammar.schema_merge import Place, merged
 from specbatch.grammar.schema_overlap import are_disjoint
 from specbatch.text_files import UnreadableError, parse_json
 
-_LONGEST = 1 << 20  # characters of an expression
 DEPTH = 2  # arrays and objects in a value without a schema
 RECURSION = 2  # how often a reference is followed within itself
 _MOST_WORK = 100_000  # schemas that are followed or compared
@@ -50,17 +51,20 @@ class _TooDeep(SchemaError):
     """References in each other more often than is followed. What they would be part of is left out where it may be."""
 
 
-@lru_cache(1024)
+@remembered(SchemaError)
 def regex_of_schema(text: str) -> str:
-    """The expression for a schema, given as JSON. Raises SchemaError."""
+    """The expression for a schema, given as JSON. Raises RegexError."""
+    if len(text) > LONGEST:
+        raise SchemaError(f"it has {len(text)} characters; use at most {LONGEST}")
     try:
         root = parse_json(text, unique=True)
     except UnreadableError as error:
         raise SchemaError(f"{error}; write a JSON schema") from None
     try:
-        return _Schema(root).regex(root, "#", ("#",))
+        with limited(READING_S):
+            return _Schema(root).regex(root, "#", ("#",))
     except RecursionError:
-        raise SchemaError("it is nested too deeply") from None
+        raise SchemaError(NESTED) from None
 
 
 class _Schema:
@@ -71,7 +75,8 @@ class _Schema:
     def regex(self, schema: Any, place: str, refs: tuple[str, ...]) -> str:
         """refs: the references that lead to the schema."""
         found = self._regex(schema, place, refs)
-        if len(found) > _LONGEST:  # arrays and references in each other repeat what is in them
+        spend(10 + len(found) // 1000)
+        if len(found) > LONGEST:  # arrays and references in each other repeat what is in them
             raise SchemaError(f"{place} is too large as a regular expression; nest less")
         return found
 
@@ -200,6 +205,7 @@ class _Schema:
         self._spend(values // _VALUES)
 
     def _spend(self, work: int) -> None:
+        spend(10 * work)
         self._work += work
         if self._work > _MOST_WORK:
             raise SchemaError("it refers and compares too much; nest less, or use anyOf in place of oneOf")
@@ -246,13 +252,13 @@ class _Schema:
             raise SchemaError(f"{place}/properties must be an object")
         if missing := [name for name in required if name not in properties]:
             raise SchemaError(f"{place}/required has {missing[0]!r}, which is not in properties; add it there")
-        members: list[tuple[str, bool]] = []
+        members, needed = list[tuple[str, bool]](), set(required)
         for name, value in properties.items():
             given = value, f"{place}/properties/{name}", refs
-            inner = self.regex(*given) if name in required else self._optional(*given)
+            inner = self.regex(*given) if name in needed else self._optional(*given)
             if inner is not None:
-                members.append((f"{literal(name, place)}{_S}:{_S}{inner}", name in required))
-        if sum(len(part) for part, _ in members) > _LONGEST:
+                members.append((f"{literal(name, place)}{_S}:{_S}{inner}", name in needed))
+        if sum(len(part) for part, _ in members) > LONGEST:
             raise SchemaError(f"{place}/properties is too large; use fewer properties")
         return _members([part for part, _ in members], [need for _, need in members])
 

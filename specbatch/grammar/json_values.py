@@ -10,8 +10,10 @@ from decimal import Decimal
 from typing import Any
 
 from specbatch.errors import MOST
+from specbatch.grammar.limits import RegexError, spend
 from specbatch.grammar.number_ranges import DIGITS, INTEGER, LARGEST_EXCLUSIVE, Bound, any_of, decimals, integers
-from specbatch.grammar.regex import RegexError, compile_regex, match_lengths, without_anchors
+from specbatch.grammar.regex import compile_regex
+from specbatch.grammar.regex_parser import match_lengths, without_anchors
 from specbatch.grammar.schema_overlap import KINDS
 from specbatch.settings import is_number, is_whole
 
@@ -87,7 +89,7 @@ def types(schema: Mapping[str, Any], place: str) -> list[str] | None:
     kinds = kinds if isinstance(kinds, list) and kinds else [kinds]
     if not all(isinstance(kind, str) and kind in KEYWORDS for kind in kinds):
         raise SchemaError(f"{place}/type must be one of {', '.join(KEYWORDS)}, or a list of them")
-    return kinds
+    return list(dict.fromkeys(kinds))
 
 
 def bounds(schema: Mapping[str, Any], low: str, high: str, place: str) -> tuple[int, int | None]:
@@ -104,7 +106,8 @@ def literals(schema: Mapping[str, Any], keys: Collection[str], place: str) -> st
     only(place, keys, {"type", "enum"} if "enum" in keys else {"type", "const"})
     values = list_of(schema, "enum", place) if "enum" in keys else [schema["const"]]
     kinds = schema.get("type", list(TYPES))
-    kinds = kinds if isinstance(kinds, list) else [kinds]
+    kinds = set(map(str, kinds if isinstance(kinds, list) else [kinds]))
+    spend(10 * len(values))
     for value in values:
         if not any(is_of(value, kind) for kind in kinds):
             raise SchemaError(f"{place} has {json.dumps(value)}, which is not of its type")

@@ -1,9 +1,9 @@
 """Compiles regular expressions into deterministic finite automata over the bytes of UTF-8.
 
-Python's own parser reads the expression; Thompson's construction and the subset construction (Hopcroft, Motwani and
-Ullman, chapters 2 and 3) make the automaton, within limits of its size and of the work. Expressions match whole texts,
-and `\\d`, `\\w` and `\\s` mean ASCII characters, as in the patterns of JSON Schema. Where spaces are excluded, as by
-`\\S`, they are those of Unicode, so that Python and ECMAScript accept a match, too.
+Thompson's construction and the subset construction (Hopcroft, Motwani and Ullman, chapters 2 and 3) make the automaton,
+within limits of its size and of CPU time. Expressions match whole texts, and `\\d`, `\\w` and `\\s` mean ASCII
+characters, as in the patterns of JSON Schema. Where spaces are excluded, as by `\\S`, they are those of Unicode, so
+that Python and ECMAScript accept a match, too.
 
 outlines-core 0.2.14 makes the automaton of a search in a longer text as well, which has exponentially many states for
 `"[^"]{0,30}"` with escapes.
@@ -11,21 +11,22 @@ outlines-core 0.2.14 makes the automaton of a search in a longer text as well, w
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
-from functools import cache, lru_cache
-from importlib import import_module
+from array import array
+from collections.abc import Collection, Iterable, Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
-from warnings import catch_warnings, simplefilter
 
 import numpy as np
 
-MOST_STATES = 16_000  # of an automaton
+from specbatch.grammar.limits import COMPILING_S, MOST_STATES, RegexError, TooManyStatesError, limited, spend
+from specbatch.grammar.regex_parser import MAXREPEAT, NESTED, parse_regex
+
 _MOST_NFA_STATES = 200_000
-_MOST_WORK = 4_000_000  # states in all sets of the subset construction: about 5 seconds
+_MOST_STEPS = 1_000_000  # of a nondeterministic automaton: about 100 MiB
+_MOST_WORK = 4_000_000  # states in all sets of the subset construction: 16 MiB
+_TOO_MUCH = "it takes too much work to compile: repeat less, or use fewer optional parts"
 _LAST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
-_parser: Any = import_module("re._parser")
 
 Range = tuple[int, int]
 _CATEGORIES: dict[str, list[Range]] = {
@@ -40,19 +41,6 @@ _EXCLUDED: dict[str, list[Range]] = {
         (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
     ],
 }  # fmt: skip
-_UNSUPPORTED = {
-    "ASSERT": "lookahead and lookbehind are not regular",
-    "ASSERT_NOT": "lookahead and lookbehind are not regular",
-    "GROUPREF": "back-references are not regular",
-    "GROUPREF_EXISTS": "conditional groups are not regular",
-    "AT": "^ and $ are supported at its beginning and end only, and \\b nowhere",
-    "ATOMIC_GROUP": "atomic groups are not supported; use a plain group",
-    "POSSESSIVE_REPEAT": "possessive repetition is not supported; use *, + or {m,n}",
-}
-
-
-class RegexError(ValueError):
-    """Why an expression cannot be compiled."""
 
 
 class ByteAutomaton(NamedTuple):
@@ -66,58 +54,16 @@ class ByteAutomaton(NamedTuple):
     accepting: np.ndarray
 
 
-@lru_cache(1024)
-def parse_regex(pattern: str) -> tuple[Any, ...]:
-    """The parsed expression. Raises RegexError for one that is no regular expression, or needs more than a finite
-    automaton."""
-    try:
-        with catch_warnings():
-            simplefilter("ignore", FutureWarning)  # for what may get another meaning, such as [[a]
-            parsed = _parser.parse(without_anchors(pattern))
-    except (re.error, OverflowError, RecursionError) as error:
-        raise RegexError(f"it cannot be parsed ({error})") from None
-    if parsed.state.flags & ~re.UNICODE:
-        raise RegexError("flags such as (?i) are not supported; write both cases, such as [aA]")
-    _check(parsed)
-    return tuple(parsed)
-
-
-def without_anchors(pattern: str) -> str:
-    """An expression without ^ at its beginning and $ at its end, which change nothing as whole texts are matched."""
-    pattern = pattern.removeprefix("^")
-    body = pattern.removesuffix("$")
-    escaped = (len(body) - len(body.rstrip("\\"))) % 2
-    return pattern if escaped else body
-
-
-def match_lengths(pattern: str) -> tuple[int, int]:
-    """Bounds of the number of characters of matches. Raises RegexError."""
-    shortest, longest = _parser.SubPattern(_parser.State(), list(parse_regex(pattern))).getwidth()
-    return int(shortest), int(longest)
-
-
 def compile_regex(pattern: str) -> ByteAutomaton:
     """The automaton of an expression. Raises RegexError, also for one that is too large."""
-    nfa = _Nfa()
-    first = nfa.state()
-    last = nfa.add(parse_regex(pattern), first)
-    return _determinize(nfa, first, last)
-
-
-def _check(items: Iterable[Any]) -> None:
-    for op, argument in items:
-        if reason := _UNSUPPORTED.get(str(op)):
-            raise RegexError(reason)
-        if str(op) == "SUBPATTERN":
-            _, add, drop, inner = argument
-            if add or drop:
-                raise RegexError("flags such as (?i:...) are not supported; write both cases, such as [aA]")
-            _check(inner)
-        elif str(op) in ("MAX_REPEAT", "MIN_REPEAT"):
-            _check(argument[2])
-        elif str(op) == "BRANCH":
-            for inner in argument[1]:
-                _check(inner)
+    with limited(COMPILING_S):
+        nfa = _Nfa()
+        first = nfa.state()
+        try:
+            last = nfa.add(parse_regex(pattern), first)
+        except RecursionError:
+            raise RegexError(NESTED) from None
+        return _determinize(nfa, first, last)
 
 
 class _Nfa:
@@ -126,16 +72,18 @@ class _Nfa:
     def __init__(self) -> None:
         self.empty: list[list[int]] = []
         self.steps: list[list[tuple[int, int, int]]] = []
+        self._count = 0  # of steps
 
     def state(self) -> int:
-        if len(self.empty) >= _MOST_NFA_STATES:
+        if len(self.empty) >= _MOST_NFA_STATES or self._count > _MOST_STEPS:
             raise RegexError("it is too large: repeat or nest less")
         self.empty.append([])
         self.steps.append([])
         return len(self.empty) - 1
 
-    def add(self, items: Iterable[Any], state: int) -> int:
+    def add(self, items: Collection[Any], state: int) -> int:
         """Add the states that match `items` after `state`, which gets no steps into it. Returns the last one."""
+        spend(4 * len(items))
         for op, argument in items:
             name = str(op)
             if name == "SUBPATTERN":
@@ -159,7 +107,7 @@ class _Nfa:
             if len(self.empty) == states:  # it matches the empty text only, however often it is repeated
                 return state
         out = self.state()
-        if most is _parser.MAXREPEAT:
+        if most is MAXREPEAT:
             self.empty[state].append(out)
             self.empty[self.add(inner, out)].append(out)
             return out
@@ -176,7 +124,9 @@ class _Nfa:
         out = self.state()
         ends: dict[tuple[Range, ...], int] = {(): out}  # states by the bytes that lead from them to `out`
         for first, last in ranges:
+            spend(10)
             for path in _utf8(first, last):
+                self._count += len(path)
                 for place in range(len(path) - 1, 0, -1):
                     rest = tuple(path[place:])
                     if rest not in ends:
@@ -196,6 +146,7 @@ def _ranges_of(name: str, argument: Any, negated: bool = False) -> list[Range]:
         return _others([(10, 10)])
     if name == "IN":
         excludes = str(argument[0][0]) == "NEGATE"
+        spend(4 * len(argument))
         ranges = [found for op, value in argument[excludes:] for found in _ranges_of(str(op), value, excludes)]
         return _others(ranges) if excludes else _united(ranges)
     if name == "RANGE":
@@ -228,7 +179,7 @@ def _others(ranges: Iterable[Range]) -> list[Range]:
     return [*found, (start, _LAST)] if start <= _LAST else found
 
 
-@cache
+@lru_cache(4096)
 def _utf8(first: int, last: int) -> list[list[Range]]:
     """The UTF-8 of a range of code points: sequences of byte ranges."""
     low, high = _SURROGATES
@@ -263,51 +214,103 @@ def _byte_ranges(first: bytes, last: bytes) -> Iterator[list[Range]]:
         yield [(a, b), *[(0x80, 0xBF)] * more]
 
 
-def _determinize(nfa: _Nfa, first: int, last: int) -> ByteAutomaton:
-    """The subset construction. Bytes between which no step differs are one class."""
-    cuts = sorted({0, *(cut for steps in nfa.steps for low, high, _ in steps for cut in (low, high + 1))} - {256})
-    class_of = np.searchsorted(np.array(cuts), np.arange(256), side="right") - 1
-    classes = class_of.tolist()
-    work = 0
-    indices: dict[frozenset[int], int] = {}
-    sets: list[frozenset[int]] = []
+class _Moves:
+    """The steps of a nondeterministic automaton by classes of bytes. No step distinguishes the bytes of a class.
 
-    def index_of(states: frozenset[int]) -> int:
-        nonlocal work
-        closed, left = set(states), list(states)
+    class_of  int64 [256]
+    classes   of each set of bytes that leads somewhere
+    of        for each state, the number of a set and a state that its bytes lead to
+    """
+
+    def __init__(self, nfa: _Nfa) -> None:
+        numbers: dict[int, int] = {}  # sets of bytes, as bits
+        self.of: list[list[tuple[int, int]]] = []
+        for steps in nfa.steps:
+            bits: dict[int, int] = {}
+            spend(1 + len(steps))
+            for low, high, target in steps:
+                if not nfa.steps[target] and len(nfa.empty[target]) == 1:  # as after an optional part
+                    (target,) = nfa.empty[target]
+                bits[target] = bits.get(target, 0) | (2 << high) - (1 << low)
+            self.of.append([(numbers.setdefault(one, len(numbers)), target) for target, one in bits.items()])
+        packed = b"".join(one.to_bytes(32, "little") for one in numbers)
+        has = np.unpackbits(np.frombuffer(packed, np.uint8).reshape(-1, 32), axis=1, bitorder="little")
+        columns: dict[bytes, int] = {}
+        self.class_of = np.array([columns.setdefault(has[:, byte].tobytes(), len(columns)) for byte in range(256)])
+        firsts = np.unique(self.class_of, return_index=True)[1].tolist()
+        self.count = len(firsts)
+        self.classes = [[place for place, byte in enumerate(firsts) if one >> byte & 1] for one in numbers]
+
+
+def _closures(nfa: _Nfa) -> list[tuple[int, ...]]:
+    """For each state the states that it reaches without a byte, itself included."""
+    found: list[tuple[int, ...]] = [()] * len(nfa.empty)
+    work = 0
+    for state in reversed(range(len(found))):  # most steps without a byte lead to later states
+        reached, left = {state}, [state]
         while left:
-            for state in nfa.empty[left.pop()]:
-                if state not in closed:
-                    closed.add(state)
-                    left.append(state)
-        work += len(closed)
-        found = frozenset(state for state in closed if nfa.steps[state] or state == last)
+            for other in nfa.empty[left.pop()]:
+                if other not in reached:
+                    if other > state:
+                        reached.update(found[other])
+                    else:
+                        reached.add(other)
+                        left.append(other)
+        found[state] = tuple(reached)
+        spend(2 + len(reached) // 10)
+        work += len(reached)
+        if work > _MOST_WORK:
+            raise RegexError(_TOO_MUCH)
+    return found
+
+
+def _determinize(nfa: _Nfa, first: int, last: int) -> ByteAutomaton:
+    """The subset construction. Sets of states are kept as sorted int32."""
+    moves = _Moves(nfa)
+    closures = _closures(nfa)
+    counts = [state == last or bool(found) for state, found in enumerate(moves.of)]
+    work = 0
+    indices: dict[bytes, int] = {}
+    sets: list[bytes] = []
+
+    def index_of(states: Collection[int]) -> int:
+        nonlocal work
+        closed = set[int]()
+        for state in sorted(states):
+            if state not in closed:  # else what it reaches is there, too
+                closed.update(closures[state])
+        spend(len(states) + len(closed) // 4)
+        found = array("i", sorted([state for state in closed if counts[state]])).tobytes()
         if found not in indices:
+            work += len(closed)
             indices[found] = len(sets)
             sets.append(found)
         if len(sets) > MOST_STATES:
-            raise RegexError(f"its automaton has more than {MOST_STATES} states: repeat less, or match less in between")
+            raise TooManyStatesError
         if work > _MOST_WORK:
-            raise RegexError("it takes too much work to compile: repeat less, or use fewer optional parts")
+            raise RegexError(_TOO_MUCH)
         return indices[found]
 
-    index_of(frozenset([first]))
-    closures: dict[frozenset[int], int] = {}
+    index_of([first])
     rows: list[list[int]] = []
     for states in sets:  # grows
-        spans: dict[Range, set[int]] = {}
-        for state in states:
-            for low, high, target in nfa.steps[state]:
-                spans.setdefault((low, high), set()).add(target)
-        targets: list[set[int]] = [set() for _ in cuts]
-        for (low, high), reached in spans.items():
-            for place in range(classes[low], classes[high] + 1):
-                targets[place] |= reached
-        row = []
-        for found in map(frozenset, targets):
-            if found and found not in closures:
-                closures[found] = index_of(found)
-            row.append(closures[found] if found else -1)
-        rows.append(row)
-    table = np.array(rows, dtype=np.int32)[:, class_of]
-    return ByteAutomaton(table, np.array([last in states for states in sets]))
+        reached: dict[int, set[int]] = {}  # by the number of the set of bytes
+        spend(len(states) // 4)
+        for state in array("i", states):
+            for number, target in moves.of[state]:
+                if number in reached:
+                    reached[number].add(target)
+                else:
+                    reached[number] = {target}
+        leading: list[list[int]] = [[] for _ in range(moves.count)]  # sets of bytes with each class
+        for number in reached:
+            spend(len(moves.classes[number]))
+            for place in moves.classes[number]:
+                leading[place].append(number)
+        after: dict[tuple[int, ...], int] = {(): -1}
+        for numbers in set(map(tuple, leading)) - after.keys():
+            after[numbers] = index_of(set[int]().union(*[reached[number] for number in numbers]))
+        rows.append([after[tuple(numbers)] for numbers in leading])
+    table = np.array(rows, dtype=np.int32)[:, moves.class_of]
+    accepting = [last in array("i", states) for states in sets]
+    return ByteAutomaton(table, np.array(accepting))

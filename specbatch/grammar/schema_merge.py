@@ -21,6 +21,7 @@ from specbatch.grammar.json_values import (
     only,
     types,
 )
+from specbatch.grammar.limits import spend
 from specbatch.settings import is_number
 
 _LIMITS: dict[str, Callable[[Sequence[Any]], Any]] = {
@@ -101,6 +102,7 @@ def _array(parts: Sequence[Place]) -> dict[str, Any]:
     prefixes = [list_of(*part[:1], "prefixItems", part.place) if "prefixItems" in part.schema else [] for part in parts]
 
     def at(n: int) -> dict[str, Any]:
+        spend(4 * len(parts))
         found = []
         for (schema, place, refs), prefix in zip(parts, prefixes, strict=True):
             if n < len(prefix):
@@ -128,8 +130,7 @@ def _object(parts: Sequence[Place]) -> dict[str, Any]:
     if required:
         found["required"] = list(dict.fromkeys(required))
     if any("properties" in part.schema for part in parts):
-        names = dict.fromkeys(name for part in parts for name in part.schema.get("properties", {}))
-        found["properties"] = {name: {"allOf": _property(name, parts)} for name in names}
+        found["properties"] = {name: {"allOf": places} for name, places in _properties(parts).items()}
     more = [part for part in parts if part.schema.get("additionalProperties", True) is not True]
     if any(part.schema["additionalProperties"] is False for part in more):
         found["additionalProperties"] = False
@@ -138,22 +139,24 @@ def _object(parts: Sequence[Place]) -> dict[str, Any]:
     return found
 
 
-def _property(name: str, parts: Iterable[Place]) -> list[Place]:
-    """The schemas that a property has to match."""
-    found, closed = list[Place](), ""
+def _properties(parts: Sequence[Place]) -> dict[str, list[Place]]:
+    """The schemas that each property has to match."""
+    found: dict[str, list[Place]] = {}
+    limiting = [part for part in parts if part.schema.get("additionalProperties", True) is not True]
     for part in parts:
-        schema, place, refs = part
-        if name in schema.get("properties", {}):
-            found.append(Place(schema["properties"][name], f"{place}/properties/{name}", refs))
-        elif schema.get("additionalProperties", True) is False:
-            closed = place
-        elif schema.get("additionalProperties", True) is not True:
-            found.append(_additional(part))
-    if closed:
-        raise SchemaError(
-            f"{closed}/additionalProperties is false and excludes {name!r} of the schema beside it; leave it out, or "
-            f"add {name!r} to the properties there"
-        )
+        for name, schema in part.schema.get("properties", {}).items():
+            found.setdefault(name, []).append(Place(schema, f"{part.place}/properties/{name}", part.refs))
+    for name, places in found.items():
+        spend(4 * len(limiting))
+        for part in limiting:
+            if name in part.schema.get("properties", {}):
+                continue
+            if part.schema["additionalProperties"] is False:
+                raise SchemaError(
+                    f"{part.place}/additionalProperties is false and excludes {name!r} of the schema beside it; leave "
+                    f"it out, or add {name!r} to the properties there"
+                )
+            places.append(_additional(part))
     return found
 
 
@@ -167,6 +170,7 @@ def _literals(parts: Iterable[Place], others: dict[str, Any], where: str) -> lis
     for schema, place, _ in parts:
         for name in ("enum", "const"):
             if name in schema:
+                spend(10 * (len(schema[name]) if isinstance(schema[name], list) else 1))
                 values = {
                     _key(value): value for value in (list_of(schema, name, place) if name == "enum" else [schema[name]])
                 }

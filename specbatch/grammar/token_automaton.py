@@ -12,12 +12,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from specbatch.grammar.regex import ByteAutomaton, RegexError
+from specbatch.grammar.limits import RegexError, spend
+from specbatch.grammar.regex import ByteAutomaton
 
 FREE = -1  # the state of a request that nothing constrains
 FORCED_CELLS = 2  # int16, at the end of each row: the bits of the token that is forced, or -1
 _MOST = 2**15 - 1  # states or classes that an int16 holds
-_MOST_CELLS = 1 << 27  # int16, of all functions: 256 MiB, and a few seconds
+_MOST_CELLS = 1 << 26  # int16, of all functions: 128 MiB
+_CELLS_OF_A_STEP = 500  # that NumPy handles in the time of `limits.spend(1)`
 _FEW = 64  # tokens that may follow where one is forced, at most
 
 
@@ -95,8 +97,9 @@ def compile_tokens(
     found[list(ends)] = functions.index(ending)
     used, classes = np.unique(found, return_inverse=True)
     next = functions.stacked(used)[:, : states + 1].T
+    next[next == none] = -1
     next[end] = end
-    classes, next = _without_dead_ends(classes, np.where(next == none, -1, next), end)
+    classes, next = _without_dead_ends(classes, next, end)
     inner = dict(zip(texts.tolist(), (tokens[i] or b"" for i in texts), strict=True))
     return TokenAutomaton(classes, next, _forced(classes, next, inner))
 
@@ -111,6 +114,7 @@ class _Functions:
 
     def index(self, function: np.ndarray) -> int:
         """The number of a function int16 [S]."""
+        spend(4 + function.size // _CELLS_OF_A_STEP)
         key = function.tobytes()
         if key not in self._indices:
             if (len(self._known) + 1) * function.size > _MOST_CELLS:
@@ -140,9 +144,13 @@ class _Functions:
 
 def _without_dead_ends(classes: np.ndarray, next: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
     """Classes and transitions of the same automaton without states that lead to no end, or that nothing leads to."""
-    after = [np.unique(row[row >= 0]).tolist() for row in next]
+    after = []
+    for row in next:
+        spend(10 + 20 * row.size // _CELLS_OF_A_STEP)
+        after.append(np.unique(row[row >= 0]).tolist())
     before: list[list[int]] = [[] for _ in after]
     for state, others in enumerate(after):
+        spend(len(others))
         for other in others:
             before[other].append(state)
     live = _reached(end, before)
@@ -153,10 +161,13 @@ def _without_dead_ends(classes: np.ndarray, next: np.ndarray, end: int) -> tuple
         raise RegexError(f"its automaton has {len(kept)} states; simplify it to at most {_MOST}")
     renamed = np.full(len(next) + 1, -1, dtype=np.int16)  # the last one is that of -1
     renamed[kept] = np.arange(len(kept))
-    columns, merged = np.unique(renamed[next[kept]].T, axis=0, return_inverse=True)
-    if len(columns) > _MOST:
-        raise RegexError(f"its automaton has {len(columns)} classes of tokens; simplify it to at most {_MOST}")
-    return merged.reshape(-1)[classes].astype(np.int16), np.ascontiguousarray(columns.T)
+    columns = np.ascontiguousarray(renamed[next[kept]].T)
+    numbers: dict[bytes, int] = {}
+    merged = np.array([numbers.setdefault(column.tobytes(), len(numbers)) for column in columns])
+    if len(numbers) > _MOST:
+        raise RegexError(f"its automaton has {len(numbers)} classes of tokens; simplify it to at most {_MOST}")
+    firsts = np.unique(merged, return_index=True)[1]
+    return merged[classes].astype(np.int16), np.ascontiguousarray(columns[firsts].T)
 
 
 def _forced(classes: np.ndarray, next: np.ndarray, texts: Mapping[int, bytes]) -> np.ndarray:
@@ -166,6 +177,7 @@ def _forced(classes: np.ndarray, next: np.ndarray, texts: Mapping[int, bytes]) -
         np.argsort(classes, kind="stable"), np.cumsum(np.bincount(classes, minlength=next.shape[1]))[:-1]
     )
     for state in np.flatnonzero(np.count_nonzero(next >= 0, axis=1) <= _FEW).tolist():
+        spend(20 + next.shape[1] // _CELLS_OF_A_STEP)
         kinds = np.flatnonzero(next[state] >= 0).tolist()
         if sum(len(members[kind]) for kind in kinds) > _FEW:
             continue
@@ -179,7 +191,9 @@ def _forced(classes: np.ndarray, next: np.ndarray, texts: Mapping[int, bytes]) -
 def _reached(first: int, steps: list[list[int]]) -> set[int]:
     found, left = {first}, deque([first])
     while left:
-        for state in steps[left.popleft()]:
+        others = steps[left.popleft()]
+        spend(len(others))
+        for state in others:
             if state not in found:
                 found.add(state)
                 left.append(state)

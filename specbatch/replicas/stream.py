@@ -85,4 +85,5 @@ def _given_up(item: Item, reason: str) -> Completion:
         error=f"{MOST_DEATHS} replicas ended while they ran it; the last: {reason}",
         sample=submission.sample,
         request_id=submission.request_id,
+        seed=submission.params.seed,
     )

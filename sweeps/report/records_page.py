@@ -49,7 +49,7 @@ REQUEST = {
     "sample": "number of the sample, from 0; absent for the first",
     "request_id": "the caller's name of the prompt, if given",
     "finish_reason": "`stop`, `length`, `abort` or `error`",
-    "seed": "that the caller gave; null: derived from the seed of the engine and `index`",
+    "seed": "that the caller gave; null: none, so that the engine derived one from its own seed and `index`",
     "error": "why the request failed, if it did",
     "category": "category of the prompt, if the data set has them",
     "turn": "turn of a conversation, from 1, if prompts have several",

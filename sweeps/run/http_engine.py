@@ -20,6 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import aiohttp
@@ -200,7 +201,7 @@ class HttpEngine:
                     answer.finish_reason, answer.error = "error", describe(error)
                 self._closed = max(self._closed, time.perf_counter())
                 self._spans.append((arrived, time.perf_counter()))
-                done[index] = completion = answer.completion()
+                done[index] = completion = replace(answer.completion(), seed=params[index].seed)
                 if completion.is_complete:
                     self._take(answer)
                 self._completions.append(completion)

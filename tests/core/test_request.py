@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.output_text import IncrementalText
@@ -218,6 +219,22 @@ def test_characters_in_byte_tokens() -> None:
 
     text = IncrementalText(fallback)
     assert [text.push(token) for token in "éß".encode()] == ["", "é", "", "ß"]
+
+
+def test_text_of_a_stream_stays_where_the_decoder_takes_it_back() -> None:
+    backend = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokens, texts = [0xC3, 0xA9, 0xC3], []
+    assert backend.decode(tokens) == "\ufffd" * 3
+    how: dict[str, Any] = {"end_tokens": frozenset(), "decode": backend.decode, "submitted": 0.0, "streams_text": True}
+    request = Request(0, [0], SamplingParams(max_new_tokens=3), **how)
+    for token in tokens:
+        request.append([token], 1.0)
+        done = request.completion(1.0) if request.finished else None
+        texts.append(request.new_text(done))
+    assert done is not None
+    assert "".join(texts) == done.text
+    assert texts[1] == "é"
 
 
 @pytest.mark.parametrize(("rest", "reason"), [([EOS], "stop"), ([], "stop"), ([9, 2], "stop")])

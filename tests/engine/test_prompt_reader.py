@@ -52,7 +52,7 @@ def test_a_grammar_that_is_refused_is_compiled_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(prompt_reader, "compile_regex", compile_regex)
     reader = PromptReader(ByteTokenizer(257), open_checkpoint("toy", "dummy").config, caps())
     for row in range(3):
-        for regex, reason in (("a{20000}", "more than 16000 states"), ("(a|b)*a(a|b){16}", "more than 16000 states")):
-            with pytest.raises(SpecbatchError, match=reason):
+        for regex in ("(a|b)*a(a|b){17}", "(a|b)*a(a|b){16}"):
+            with pytest.raises(SpecbatchError, match="more than 16000 states"):
                 reader.check([5], SamplingParams(regex=regex, max_new_tokens=5), row)
-    assert compiled == ["a{20000}", "(a|b)*a(a|b){16}"]
+    assert compiled == ["(a|b)*a(a|b){17}", "(a|b)*a(a|b){16}"]

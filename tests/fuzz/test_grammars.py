@@ -11,7 +11,8 @@ from mutate import dump_json, mutate_value
 
 from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import SpecbatchError
-from specbatch.grammar.regex import RegexError, compile_regex
+from specbatch.grammar.limits import RegexError
+from specbatch.grammar.regex import compile_regex
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import regex
 
-from specbatch.grammar.regex import RegexError, compile_regex
+from specbatch.grammar.limits import RegexError
+from specbatch.grammar.regex import compile_regex
 from specbatch.grammar.token_automaton import FREE, compile_tokens
 
 TEXTS = ["a", "b", "ab", "aab", "ba", "c", "é", "x", "bc"]
