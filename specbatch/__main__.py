@@ -33,7 +33,7 @@ def _open_streams() -> None:
             null = os.dup(null)
         os.close(null)
         sys.stdin, sys.stdout = sys.stdin or os.fdopen(0, "r"), sys.stdout or os.fdopen(1, "w")
-        sys.stderr = sys.stderr or os.fdopen(2, "w")
+        sys.stderr = sys.__stderr__ = sys.stderr or os.fdopen(2, "w")  # the latter keeps it open
     sys.stderr = _Messages(sys.stderr.buffer, sys.stderr.encoding, "backslashreplace", line_buffering=True)
 
 
