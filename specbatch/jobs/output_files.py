@@ -98,7 +98,7 @@ class OutputFiles:
 
     def _is_record(self) -> bool:
         try:
-            return self.record_of()["workload"].get("command") == "generate"
+            return bool(self.record_of()["workload"].get("command") == "generate")
         except SpecbatchError:
             return False
 
