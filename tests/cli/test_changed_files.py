@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from typer.testing import Result
 
 import specbatch
 from specbatch.atomic_file import temporary_path
+from specbatch.cli import generate
 from specbatch.jobs import batch_job
 
 LINES = [json.dumps({"prompt": f"a{place}", "id": place}) for place in range(400)]
@@ -273,3 +275,30 @@ def test_streams_that_cannot_be_written(tmp_path: Path, redirection: str) -> Non
     if redirection == ">/dev/full":
         note = "note: standard output cannot be written (No space left on device); out.jsonl is complete"
         assert ran.stderr.splitlines()[-1] == note
+
+
+def test_large_input_is_named_before_it_is_read(
+    run: Any, engine: Any, jsonl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = jsonl({"prompt": "a"})
+    command = ("generate", source, "-o", tmp_path / "out.jsonl")
+    assert "reading" not in run(*command, "--max-new-tokens", "3").stderr
+    monkeypatch.setattr(generate, "LARGE", 10)
+    lines = run(*command, "--overwrite").stderr.splitlines()
+    assert lines[0] == f"reading {source}: 0 MB"
+
+
+def test_reader_of_a_report_may_go(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`specbatch models list | head -1`."""
+
+    def gone(text: str) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    def full(text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("specbatch.cli.output.print_markdown", gone)
+    result = run("models", "list")
+    assert (result.exit_code, result.stderr) == (0, "")
+    monkeypatch.setattr("specbatch.cli.output.print_markdown", full)
+    assert run("models", "list").exit_code == 1
