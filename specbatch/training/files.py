@@ -26,7 +26,7 @@ MTP_WEIGHTS = "model-mtp.safetensors"
 def staged(folder: Path) -> Iterator[Path]:
     """A temporary folder inside `folder`. Its files are moved to `folder` when all are written; leftovers of a crash
     are removed."""
-    with scratch_folder(folder) as stage:
+    with scratch_folder(folder, claimed=True) as stage:
         yield stage
         for path in sorted(stage.iterdir(), key=lambda path: path.name == CONFIG):
             os.replace(path, folder / path.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 
 import pytest
@@ -23,6 +24,8 @@ def test_files_are_published_atomically(tmp_path, monkeypatch):
     (folder / name / "half a head").mkdir(parents=True)
     source.touch()
     os.link(source, folder / "link")
+    claim = os.open(folder, os.O_RDONLY)
+    fcntl.flock(claim, fcntl.LOCK_EX)  # as the command does
     with staged(folder) as stage:
         os.link(source, stage / "link")
         for name in ("a", "config.json", "z"):
@@ -30,6 +33,7 @@ def test_files_are_published_atomically(tmp_path, monkeypatch):
         assert [path.name for path in folder.iterdir() if path != stage] == ["link"]
     assert sorted(path.name for path in folder.iterdir()) == ["a", "config.json", "link", "z"]
     assert order[-1] == "config.json"
+    os.close(claim)
 
 
 def test_errors_leave_no_files(tmp_path):
