@@ -33,8 +33,8 @@ def _open_streams() -> None:
             null = os.dup(null)
         os.close(null)
         sys.stdin, sys.stdout = sys.stdin or os.fdopen(0, "r"), sys.stdout or os.fdopen(1, "w")
-        sys.stderr = sys.stderr or os.fdopen(2, "w")
-    sys.stderr = _Messages(sys.stderr.buffer, sys.stderr.encoding, "backslashreplace", line_buffering=True)
+    encoding = sys.stderr.encoding if sys.stderr else "utf-8"
+    sys.stderr = _Messages(open(2, "wb", closefd=False), encoding, "backslashreplace", line_buffering=True)  # noqa: SIM115
 
 
 def main() -> None:

@@ -116,18 +116,19 @@ def remove_all_leftovers(folder: Path) -> None:
 
 
 @contextmanager
-def scratch_folder(root: Path) -> Iterator[Path]:
+def scratch_folder(root: Path, *, claimed: bool = False) -> Iterator[Path]:
     """A temporary folder in `root`, an existing folder, that is removed at the end. Those of killed processes are
-    removed first. Raises UnwritableError."""
+    removed first. claimed: this process has locked `root`. Raises UnwritableError."""
     with writing(root):
-        guard = _locked(root, os.O_RDONLY)
+        guard = None if claimed else _locked(root, os.O_RDONLY)
         try:
             _remove_leftovers(root, "")
             made = root / _temporary_name("", _PART)
             made.mkdir()
             locked = _locked(made, os.O_RDONLY)
         finally:
-            os.close(guard)
+            if guard is not None:
+                os.close(guard)
     try:
         yield made
     finally:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbatch.acceptance_profile import AcceptanceProfile, from_counts
+from specbatch.acceptance_profile import AcceptanceProfile, from_counts, read_profile
 from specbatch.atomic_file import write_atomic
 from specbatch.core.sampling_params import sampling_text
-from specbatch.errors import refuse
+from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.markdown import markdown_table, sum_lists
 from specbatch.records.run_record import RunRecord
 from specbatch.records.runs import read_records
@@ -84,8 +84,13 @@ class AcceptanceCurve:
         }
 
     def save(self, path: Path) -> None:
-        """Write a JSON or YAML file; the suffix decides."""
+        """Write a JSON or YAML file; the suffix decides. Refused: an existing file that is no curve."""
         check_suffix(path)
+        if path.exists():
+            try:
+                read_profile(str(path))
+            except SpecbatchError:
+                raise refuse("output", str(path), "already exists and is no curve; name another file") from None
         if path.suffix == ".json":
             write_atomic(path, json.dumps(self.as_dict(), indent=2) + "\n")
             return

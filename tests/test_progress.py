@@ -8,7 +8,16 @@ import time
 
 import pytest
 
-from specbatch.progress import SECONDS_BETWEEN_LINES, SECONDS_OF_SPEED, Instead, Speed, Stages, Waves, progress
+from specbatch.progress import (
+    SECONDS_BETWEEN_LINES,
+    SECONDS_OF_SILENCE,
+    SECONDS_OF_SPEED,
+    Instead,
+    Speed,
+    Stages,
+    Waves,
+    progress,
+)
 
 
 class Clock:
@@ -60,6 +69,21 @@ def test_without_a_terminal_there_is_one_line_per_minute(clock, capsys):
         clock.now += SECONDS_BETWEEN_LINES - 1
         report(100, 100)
     assert capsys.readouterr().err == "work: 60/100 prompts, 0.317/s, 60 s elapsed, about 126 s left, 7 tok/s\n"
+
+
+def test_unknown_total_has_a_line_soon(clock, capsys):
+    """As a phase that begins without one looks like a command that hangs."""
+    with progress("reading", "rows") as report:
+        report(100, 0)
+        clock.now += SECONDS_OF_SILENCE + 0.1
+        report(300, 0)
+        clock.now += SECONDS_BETWEEN_LINES - 1
+        report(400, 0)
+        clock.now += 2
+        report(500, 0)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "reading: 300 rows, 333/s, 1 s elapsed"
+    assert second.startswith("reading: 500 rows, ")
 
 
 def test_time_before_the_first_report_is_in_no_rate(clock, capsys):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any
 
 from typer import Argument, Context, Exit, Option
@@ -17,6 +19,7 @@ from specbatch.errors import reporting
 from specbatch.plurals import counted
 from specbatch.progress import progress
 
+LARGE = 16 << 20  # bytes of an input that takes a second or more to read, which is reported first
 STOPPED = 3  # exit status of a job that a limit ended before it was finished
 
 
@@ -109,6 +112,9 @@ def generate(
     OUT.errors.jsonl.
     """
     started = time.monotonic()
+    with suppress(OSError, ValueError):  # no local file
+        if (size := os.path.getsize(source)) > LARGE:
+            say(f"reading {source}: {size / 1e6:.0f} MB")
     from specbatch.jobs.batch_job import BatchJob, Limits
 
     limits = Limits(max_tokens_total, None if time_limit is None else started + duration("time_limit", time_limit))

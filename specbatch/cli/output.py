@@ -121,7 +121,8 @@ def show(text: str, result: dict[str, Any], *, as_json: bool, kept: str | None =
     """Print Markdown, or with --json one JSON line instead.
 
     kept: the file or folder that has all results. If standard output is full, or a pipe whose reader has gone, this is
-    reported, and the command does not fail.
+    reported, and the command does not fail. Without one, a full disk is an error, and a reader that has gone is not: it
+    has read what it wanted.
     """
     try:
         if as_json:
@@ -129,13 +130,14 @@ def show(text: str, result: dict[str, Any], *, as_json: bool, kept: str | None =
         else:
             print_markdown(text)
     except OSError as error:
-        if kept is None:
+        if kept is None and not isinstance(error, BrokenPipeError):
             raise
         with suppress(OSError):  # what is buffered would fail again at exit
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, sys.stdout.fileno())
             os.close(null)
-        say(f"note: standard output cannot be written ({error.strerror}); {kept} is complete")
+        if kept is not None:
+            say(f"note: standard output cannot be written ({error.strerror}); {kept} is complete")
 
 
 def results(folder: Path, *, wide: bool) -> str:

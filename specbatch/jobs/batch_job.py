@@ -185,6 +185,8 @@ class BatchJob:
         elif retry_failed and not continues:
             works = f"there are no failed rows, neither in {files.name} nor in {files.partial}; leave it out"
             raise refuse("retry_failed", True, works)
+        if not (replaces or continues or overwrite):
+            files.check_beside(batch=job.is_batch)
         files.prepare()
         if continues:
             kept.load()

@@ -83,6 +83,22 @@ class OutputFiles:
             works = f"the input {source} has the name of an unfinished output of an earlier version; rename it"
             raise refuse("output", self.name, works)
 
+    def check_beside(self, *, batch: bool) -> None:
+        """Refuse files beside a new output that the job would replace and that no job has written, as far as that can
+        be seen. batch: whether the job writes an error file."""
+        for name, may_be in ((self.errors, False), (self.record, True)):
+            if (name != self.errors or batch) and self._is_there(name) and not (may_be and self._is_record()):
+                raise refuse("output", self.name, f"{name} already exists; name another output or pass --overwrite")
+
+    def _is_there(self, name: str) -> bool:
+        return exists("output", name) if self.url is not None else Path(name).exists()
+
+    def _is_record(self) -> bool:
+        try:
+            return bool(self.record_of()["workload"].get("command") == "generate")
+        except SpecbatchError:
+            return False
+
     def prepare(self) -> None:
         """Make the folder of the output. Raises UnwritableError."""
         with writing(self.path):

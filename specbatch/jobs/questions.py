@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from specbatch.atomic_file import is_leftover
 from specbatch.errors import refuse
 from specbatch.jobs.prompts import is_text
-from specbatch.text_files import UnreadableError, parse_json
+from specbatch.text_files import TEMPORARY, UnreadableError, parse_json
 
 FIELDS = ("question", "answer")
 _FORM = 'JSONL with one {"question": ..., "answer": ...} per line'
@@ -60,6 +61,8 @@ def bundled_questions(name: str) -> Questions:
 
 def read_questions(setting: str, path: Path) -> Questions:
     """Read the file `path`, the value of `setting`. An error names the line that is malformed."""
+    if is_leftover(path):
+        raise refuse(setting, str(path), TEMPORARY)
     try:
         content = path.read_bytes()
     except OSError as error:

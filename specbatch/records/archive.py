@@ -25,10 +25,13 @@ _MOST_BYTES = 1 << 30  # of an archive's contents
 def pack(folder: Path, archive: Path) -> None:
     """Write the records below `folder`, which are its files named in `FILES`, without the field `DROPPED`.
 
-    The same records give the same bytes. Refused: a name without `SUFFIX`. Raises UnwritableError.
+    The same records give the same bytes. Refused: a name without `SUFFIX`, and an existing file other than such an
+    archive. Raises UnwritableError.
     """
     if not archive.name.endswith(SUFFIX):
         raise refuse("records", str(archive), f"name a file that ends with {SUFFIX}")
+    if archive.exists() and not _has_records(archive):
+        raise refuse("records", str(archive), "already exists and has no records; name another file")
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:xz", preset=9, format=tarfile.USTAR_FORMAT) as file:
         for path in sorted(path for path in folder.rglob("*") if path.name in FILES and path.is_file()):
@@ -37,6 +40,14 @@ def pack(folder: Path, archive: Path) -> None:
             member.size = len(data)
             file.addfile(member, io.BytesIO(data))
     write_atomic(archive, content.getvalue())
+
+
+def _has_records(archive: Path) -> bool:
+    try:
+        with tarfile.open(archive, "r|xz") as file:
+            return any(PurePosixPath(member.name).name == RECORD for member in file)
+    except (OSError, tarfile.TarError, lzma.LZMAError, EOFError):
+        return False
 
 
 def _reduced(path: Path) -> bytes:

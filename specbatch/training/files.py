@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from specbatch.atomic_file import remove_leftovers, replacing, temporary_path, write_json, writing
+from specbatch.atomic_file import replacing, scratch_folder, write_json
 from specbatch.errors import refuse
 from specbatch.models.config import ModelConfig
 from specbatch.training.answers import ANSWERS
@@ -25,17 +25,11 @@ MTP_WEIGHTS = "model-mtp.safetensors"
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
     """A temporary folder inside `folder`. Its files are moved to `folder` when all are written; leftovers of a crash
-    are removed. `folder` is that of this process only: a command has locked it."""
-    remove_leftovers(folder / CONFIG)
-    stage = temporary_path(folder / CONFIG)
-    with writing(stage):
-        stage.mkdir()
-    try:
+    are removed."""
+    with scratch_folder(folder, claimed=True) as stage:
         yield stage
         for path in sorted(stage.iterdir(), key=lambda path: path.name == CONFIG):
             os.replace(path, folder / path.name)
-    finally:
-        shutil.rmtree(stage)
 
 
 def write_head(folder: Path, head: Head, dtype: torch.dtype) -> None:

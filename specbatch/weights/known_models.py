@@ -166,9 +166,12 @@ def pull(name: str, log: Log | None = None, copy: Path | None = None) -> Path:
     if copy is not None:  # first of all, so that a wrong file is an error even if the model is in the cache
         _check(model, copy, "give the file that 'specbatch models list --json' describes")
     if model.path.is_file():
-        if file_hash(model.path) == model.sha256:
+        if (digest := file_hash(model.path)) == model.sha256:
             return model.path
-        model.path.unlink()  # damaged since it was stored
+        aside = model.path.with_name(f"{model.path.name}.{digest[:8]}")  # damaged, or another file of this name
+        model.path.replace(aside)
+        if log:
+            log(f"{model.path} has another sha256 than {model.name}; it is now {aside.name}")
     if copy is None and log:
         log(f"downloading {model.name} ({model.size / 1e6:,.0f} MB, {model.license}) from {model.source}")
     with staging(3 * model.size if copy is None else model.size) as scratch:

@@ -88,7 +88,7 @@ def write_report(folder: Path, output: Path | None = None) -> list[Path]:
     output: by default `folder`; of an evaluation, which has its own summary there, `folder/report`.
 
     folder: of a sweep, or an archive of its records (`specbatch.records.archive`). Refused: one without records of a
-    sweep, and an archive without `output`. Raises UnwritableError.
+    sweep, an archive without `output`, and an `output` with files of these names but no report. Raises UnwritableError.
     """
     if folder.is_file():
         if not folder.name.endswith(SUFFIX):
@@ -102,6 +102,10 @@ def write_report(folder: Path, output: Path | None = None) -> list[Path]:
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)  # fail before the work
     files = _files(records, missing, command_of(folder, output))
+    there = [name for name in files if (target / name).exists()]
+    if there and PAGE not in there and not target.samefile(folder):
+        works = f"has {', '.join(there)}, which no report has written; name another folder"
+        raise refuse("output", str(output), works)
     for name, content in files.items():
         path = target / name
         with writing(path):

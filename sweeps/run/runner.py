@@ -28,6 +28,7 @@ from specbatch.sweeps.report.tables import load_records, losses_of, precision_of
 from specbatch.sweeps.run.conversations import Call, ask, label, longest
 from specbatch.sweeps.run.loading import Configs, Engines, Failed, Log, clients_of, connected, engines_of, fitted, noted
 from specbatch.sweeps.run.sanity_checks import warnings
+from specbatch.sweeps.run.server import Server
 from specbatch.sweeps.run.workloads import Workload, sha256_of
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def run_points(
               others go on. None: an error ends the sweep
     measured  called with engine, point and record before the record is written
     """
-    if len(engines_of(configs)) < len(configs):
+    if any(isinstance(config, Server) for config in configs.values()):
         options.workload.refuse_unsent()
     plan = plan_of(configs, options)
     check_plan(folder, plan)

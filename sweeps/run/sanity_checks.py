@@ -58,7 +58,8 @@ def warnings(
         yield f"{of_all(unended)} end inside their reasoning: use more than {limit} output tokens"
     if all(item.finish_reason == "length" for item in ended):
         base = ", or the model is a base model, which does not end its turn" if workload.is_rendered else ""
-        yield f"all answers were cut off at {limit} tokens: use a larger --output-len{base}"
+        own = " or max_new_tokens of the rows" if any(row.sampling for row in workload.rows) else ""
+        yield f"all answers were cut off at {limit} tokens: use a larger --output-len{own}{base}"
     marked = sum(any(mark in text for mark in TEMPLATE_MARKS) for text in texts)
     if marked:
         cause = "a base model with a chat template continues with the user's turn"

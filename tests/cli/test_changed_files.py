@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,16 +14,14 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+import specbatch
 from specbatch.atomic_file import temporary_path
+from specbatch.cli import generate
 from specbatch.jobs import batch_job
 
 LINES = [json.dumps({"prompt": f"a{place}", "id": place}) for place in range(400)]
-BATCH = [
-    json.dumps(
-        {"custom_id": str(place), "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "a"}}
-    )
-    for place in range(400)
-]
+ASKED = {"method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "a"}}
+BATCH = [json.dumps({"custom_id": str(place), **ASKED}) for place in range(400)]
 CSV = ["id,prompt", *(f"{place},a{place}" for place in range(3_000))]
 Change = Callable[[Path], object]
 
@@ -170,3 +171,134 @@ def test_standard_output_is_no_output(run: Any, engine: Any, jsonl: Any) -> None
     assert "output='-': standard output cannot be continued" in ended(
         run("generate", jsonl({"prompt": "a"}), "-o", "-")
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [("out.jsonl.record.json", LINES[:2]), ("out.jsonl.record.json", BATCH[:2]), ("out.jsonl.errors.jsonl", BATCH[:2])],
+)
+@pytest.mark.parametrize("content", ["mine", '{"metrics": {}, "workload": {"command": "mine"}}'])
+def test_other_files_of_an_output_are_not_replaced(
+    run: Any, engine: Any, jsonl: Any, tmp_path: Path, name: str, lines: list[str], content: str
+) -> None:
+    source = jsonl(*map(json.loads, lines))
+    (tmp_path / name).write_text(content)
+    command = ("generate", source, "-o", tmp_path / "out.jsonl")
+    assert f"{name} already exists; name another output or pass --overwrite" in ended(run(*command))
+    assert (tmp_path / name).read_text() == content
+    assert run(*command, "--overwrite").exit_code == 0
+
+
+def test_record_of_an_output_that_was_removed_is_replaced(run: Any, engine: Any, jsonl: Any, tmp_path: Path) -> None:
+    command = ("generate", jsonl({"prompt": "a"}), "-o", tmp_path / "out.jsonl")
+    assert run(*command).exit_code == 0
+    (tmp_path / "out.jsonl").unlink()
+    assert run(*command).exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet", "out"])
+def test_finished_job_is_not_run_again(run: Any, engine: Any, jsonl: Any, tmp_path: Path, name: str) -> None:
+    command = ("generate", jsonl({"prompt": "a"}, {"prompt": "b", "sampling": {"n": 2}}), "-o", tmp_path / name)
+    first = run(*command, "--json")
+    engine.built.clear()
+    again = run(*command, "--json")
+    assert (again.exit_code, engine.built) == (0, []), again.output
+    assert again.stdout == first.stdout
+    assert f"{name} is complete: an earlier run has finished this job" in again.stderr
+    assert run(*command).stdout.startswith("answers to 2 prompts in ")
+    assert "already exists" in ended(run(*command, "--max-new-tokens", "3"))
+    assert run(*command, "--overwrite").exit_code == 0
+    assert len(engine.built) == 1
+
+
+def test_finished_batch_is_not_run_again(run: Any, engine: Any, jsonl: Any, tmp_path: Path) -> None:
+    bad = {"custom_id": "bad", **ASKED, "body": {"model": "m", "prompt": "x" * 300}}
+    command = ("generate", jsonl(json.loads(BATCH[0]), bad), "-o", tmp_path / "out.jsonl")
+    first = run(*command, "--max-failures", "1")
+    assert first.exit_code == 0, first.output
+    engine.built.clear()
+    again = run(*command, "--max-failures", "1")
+    assert (again.exit_code, again.stdout, engine.built) == (0, first.stdout, [])
+    assert run(*command).exit_code == 1, "a row failed"
+
+
+@pytest.mark.parametrize("change", [shorter, longer, emptied, lambda path: path.write_text("mine")])
+def test_output_that_was_changed_is_not_finished(
+    run: Any, engine: Any, jsonl: Any, tmp_path: Path, change: Change
+) -> None:
+    command = ("generate", jsonl({"prompt": "a"}, {"prompt": "b"}), "-o", tmp_path / "out.jsonl")
+    assert run(*command).exit_code == 0
+    change(tmp_path / "out.jsonl")
+    content = (tmp_path / "out.jsonl").read_bytes()
+    assert "already exists" in ended(run(*command))
+    assert (tmp_path / "out.jsonl").read_bytes() == content
+
+
+def test_prompts_after_the_first_are_checked_as_they_run(
+    run: Any, engine: Any, jsonl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a job begins soon, however long its input is."""
+    monkeypatch.setattr(batch_job, "CHECKED_TOKENS", 4)
+    long = {"prompt": "x" * 300}  # the stub takes 256 tokens
+    early = run("generate", jsonl({"prompt": "ab"}, long, *([{"prompt": "ab"}] * 9)), "-o", tmp_path / "out.jsonl")
+    assert "in.jsonl:2': prompt='300 tokens': too long for the stub (--skip-bad leaves it out)" in ended(early)
+    source = jsonl(*([{"prompt": "ab"}] * 9), long, {"prompt": "b"})
+    late = run("generate", source, "-o", tmp_path / "out.jsonl")
+    assert late.exit_code == 1
+    assert "in.jsonl:10: prompt='300 tokens': too long for the stub" in late.stderr
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in rows if row.get("error")] == [9]
+    assert "1 of them failed" in late.stdout
+    skipped = run("generate", source, "-o", tmp_path / "out.jsonl", "--skip-bad", "--overwrite")
+    assert skipped.exit_code == 0, skipped.output
+    assert "skipped " in skipped.stderr
+    assert "answers to 10 prompts" in skipped.stdout
+    assert "1 malformed lines skipped" in skipped.stdout
+    again = run("generate", source, "-o", tmp_path / "out.jsonl", "--skip-bad")
+    assert (again.exit_code, again.stdout) == (0, skipped.stdout)
+
+
+SCRIPT = ("generate", "in.jsonl", "-o", "out.jsonl", "--model", "toy", "--load-format", "dummy", "--device", "cpu")
+
+
+@pytest.mark.parametrize("redirection", [">&-", ">/dev/full", "| true", "2>/dev/full", "2>&1 | true", "<&- >&- 2>&-"])
+def test_streams_that_cannot_be_written(tmp_path: Path, redirection: str) -> None:
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"prompt_token_ids": [1, place]}) for place in range(1, 5)))
+    command = [sys.executable, "-m", "specbatch", *SCRIPT, "--max-new-tokens", "2"]
+    shell = ["bash", "-c", f'set -o pipefail; "$@" {redirection}', "bash", *command]
+    environment = os.environ | {"PYTHONPATH": str(Path(specbatch.__file__).parents[1])}
+    ran = subprocess.run(shell, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl", "out.jsonl.record.json"}
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 4
+    assert "Traceback" not in ran.stderr
+    if redirection == ">/dev/full":
+        note = "note: standard output cannot be written (No space left on device); out.jsonl is complete"
+        assert ran.stderr.splitlines()[-1] == note
+
+
+def test_large_input_is_named_before_it_is_read(
+    run: Any, engine: Any, jsonl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = jsonl({"prompt": "a"})
+    command = ("generate", source, "-o", tmp_path / "out.jsonl")
+    assert "reading" not in run(*command, "--max-new-tokens", "3").stderr
+    monkeypatch.setattr(generate, "LARGE", 10)
+    lines = run(*command, "--overwrite").stderr.splitlines()
+    assert lines[0] == f"reading {source}: 0 MB"
+
+
+def test_reader_of_a_report_may_go(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`specbatch models list | head -1`."""
+
+    def gone(text: str) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    def full(text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("specbatch.cli.output.print_markdown", gone)
+    result = run("models", "list")
+    assert (result.exit_code, result.stderr) == (0, "")
+    monkeypatch.setattr("specbatch.cli.output.print_markdown", full)
+    assert run("models", "list").exit_code == 1

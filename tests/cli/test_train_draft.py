@@ -61,8 +61,8 @@ def test_training_continues_after_a_crash_while_writing(source, tmp_path, monkey
     write = files.write_json
     monkeypatch.setattr(files, "write_json", lambda *what: (seen.extend(out.iterdir()), write(*what)))
     assert call(*command).exit_code == 0
-    answers, stage = sorted(seen)
-    assert (answers.name, is_leftover(stage)) == ("answers.jsonl", True)
+    stage, answers = sorted(seen)
+    assert (is_leftover(stage), answers.name) == (True, "answers.jsonl")
     whole = {path.name: path.read_bytes() for path in out.iterdir() if path.name != "record.json"}
     stage.mkdir()
     for name in ("config.json", "record.json"):  # only the weights were moved before the crash

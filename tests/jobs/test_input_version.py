@@ -124,3 +124,12 @@ def test_link_that_points_elsewhere_is_another_input(tmp_path: Path) -> None:
 def test_source_that_cannot_be_read_is_no_change(source: str) -> None:
     """Whoever opens it reports why."""
     InputVersion("input", source).check(remote=True)
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.csv", "in.parquet"])
+def test_every_run_reads_a_file_anew(tmp_path: Path, name: str) -> None:
+    """Also one with the modification time of an earlier one, which `datasets.load_dataset` takes for the same."""
+    for rows in (3, 4):
+        path = write(tmp_path / name, rows)
+        os.utime(path, (315532800, 315532800))
+        assert len(list(stream_rows("input", path, ["prompt"]))) == rows

@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 import tracemalloc
+from contextlib import suppress
 
 import pytest
 
-from specbatch.errors import SpecbatchError
+from specbatch.errors import ChangedError, SpecbatchError
 from specbatch.jobs.partial_output import PartialRows
 from specbatch.records.differences import describe_differences
 
@@ -157,3 +158,37 @@ def test_settings_that_an_older_version_lacks_are_reported_as_new():
     old, new = ({"engine": {"seed": seed} | more} for seed, more in ((1, {"gone": 2}), (3, {"fresh": True})))
     found = describe_differences(old, new, ["engine"])
     assert found == "seed (1 there, 3 now), fresh (not set by the version there, True now)"
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda path: path.unlink(), "was removed or replaced"),
+        (lambda path: (path.unlink(), path.write_text("mine")), "was removed or replaced"),
+        (lambda path: path.write_bytes(b""), "was changed"),
+        (lambda path: path.write_text(path.read_text() + "mine"), "was changed"),
+    ],
+)
+def test_change_by_something_else_is_found(opened, change, what):
+    """For every command with a partial output: no row is written, nothing is called kept, and no other file removed."""
+    kept = opened()
+    with kept.claim() as keep:
+        keep(ROWS[0])
+        assert kept.or_lost("kept 1 row") == "kept 1 row"
+        change(kept.path)
+        after = kept.path.read_bytes() if kept.path.exists() else None
+        with pytest.raises(ChangedError, match=f"{what} by something else during the job, so its answers are lost"):
+            keep(ROWS[1])
+        assert "its answers are lost" in kept.or_lost("kept 1 row")
+        kept.remove()
+    assert (kept.path.read_bytes() if kept.path.exists() else None) == after
+    with suppress(ChangedError):  # no error of JSON or of the operating system
+        assert list(kept.rows.ordered()) == [ROWS[0]]
+
+
+def test_finished_partial_output_is_removed(opened):
+    kept = opened()
+    with kept.claim() as keep:
+        keep(ROWS[0])
+        kept.remove()
+    assert not kept.path.exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from specbatch.atomic_file import temporary_path
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.questions import BUNDLED, Questions, bundled_questions, read_questions, refuse_shared
 
@@ -72,3 +73,10 @@ def test_bundled_questions_are_the_published_ones() -> None:
         refuse_shared(found[scored], found["gsm8k_train"])
     questions = {row["question"] for row in found["gsm8k"].rows}
     assert all(row["question"] in questions for row in found["gsm8k_platinum"].rows)
+
+
+def test_temporary_file_is_not_read(tmp_path):
+    path = temporary_path(tmp_path / "questions.jsonl")
+    path.write_text('{"question": "a", "answer": "b"}')
+    with pytest.raises(SpecbatchError, match="is a temporary file of specbatch"):
+        read_questions("data", path)

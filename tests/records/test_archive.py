@@ -109,3 +109,13 @@ def test_damaged_and_too_large_archives_are_refused(archive, tmp_path, monkeypat
     monkeypatch.setattr(module, "_MOST_BYTES", 99)
     with pytest.raises(SpecbatchError, match="holds more than 1 GiB"), unpacked("x", archive):
         pass
+
+
+def test_other_files_are_not_replaced(archive: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.tar.xz"
+    for content in (b"mine", b""):
+        mine.write_bytes(content)
+        with pytest.raises(SpecbatchError, match="already exists and has no records; name another file"):
+            pack(tmp_path / "sweep", mine)
+        assert mine.read_bytes() == content
+    pack(tmp_path / "sweep", archive)

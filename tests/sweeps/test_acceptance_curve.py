@@ -73,3 +73,16 @@ def test_runs_that_cannot_be_counted_together_are_refused(tmp_path: Path) -> Non
     for wrong in ("curve.txt", "curve"):
         result = CliRunner().invoke(app, ["acceptance", str(folder / "v1"), "--output", str(tmp_path / wrong)])
         assert (result.exit_code, "name a .json or .yaml file" in result.output) == (2, True)
+
+
+@pytest.mark.parametrize("file", ["curve.json", "curve.yaml"])
+@pytest.mark.parametrize("content", ["mine", "{}", '{"mine": 1}', ""])
+def test_other_files_are_not_replaced(tmp_path: Path, file: str, content: str) -> None:
+    curve = curve_of([saved(tmp_path / "sweep", swept("v1"))])
+    (tmp_path / file).write_text(content)
+    with pytest.raises(SpecbatchError, match="already exists and is no curve; name another file"):
+        curve.save(tmp_path / file)
+    assert (tmp_path / file).read_text() == content
+    (tmp_path / file).unlink()
+    for _ in range(2):
+        curve.save(tmp_path / file)

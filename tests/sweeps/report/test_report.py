@@ -369,3 +369,14 @@ def test_nothing_overflows_in_a_browser(folder, tmp_path, width, columns):
     assert seen["names"] < 0.45 * width  # the fixed column leaves room for the others
     assert seen["text"] >= 9
     assert seen["columns"] == columns
+
+
+def test_files_that_no_report_has_written_are_not_replaced(folder, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/summary.md").write_text("mine")
+    with pytest.raises(SpecbatchError, match=r"output='.*mine': has summary\.md, which no report has written"):
+        write_report(folder, tmp_path / "mine")
+    assert files_of(tmp_path / "mine") == {"summary.md": b"mine"}
+    (folder / "report.html").unlink(missing_ok=True)
+    for output in (None, folder, tmp_path / "new", tmp_path / "new"):
+        write_report(folder, output)
