@@ -276,12 +276,13 @@ def sweep(
     """
     needs("report")
     from specbatch.evals.prompts import task_prompts
+    from specbatch.jobs.engine_groups import engines_of
     from specbatch.records.objectives import Objectives
     from specbatch.records.sweep_plan import PLAN
     from specbatch.runtime.device import device_type
     from specbatch.sweeps.run.defaults import CPU, GPU, default_dataset, resolved
     from specbatch.sweeps.run.grid import by_model
-    from specbatch.sweeps.run.loading import check, engines_of, fitted
+    from specbatch.sweeps.run.loading import check, fitted, one_group
     from specbatch.sweeps.run.process import run_in_process
     from specbatch.sweeps.run.runner import SweepOptions, run_server, run_sweep
     from specbatch.sweeps.run.workloads import RANDOM, Workload
@@ -333,6 +334,8 @@ def sweep(
         names = ", ".join(name for name in engines if name not in engines_of(engines))
         works = "run this sweep without a cluster, or leave the tables of servers out"
         raise refuse("configs", configs, f"the workers of a cluster cannot measure servers ({names}); {works}")
+    if workers is not None:
+        one_group(engines)
     if dry_run and not engines_of(engines):
         raise refuse("dry_run", True, "the speed of a server cannot be estimated; leave it out")
     settings = resolved(

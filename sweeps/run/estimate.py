@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from tabulate import tabulate
 
-from specbatch.engine.memory_plan import memory_plan
-from specbatch.engine.prepare import prepare
+from specbatch.config import EngineConfig
+from specbatch.jobs.engine_groups import engines_of
 from specbatch.memory.planner import MemoryPlan, size_text
 from specbatch.plurals import counted
 from specbatch.records.sweep_plan import points
-from specbatch.replicas.engine import of_one
 from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
-from specbatch.sweeps.run.loading import Configs, engines_of, fitted, of_lengths, shares_of
-from specbatch.sweeps.run.runner import SweepOptions
+from specbatch.sweeps.run.conversations import longest
+from specbatch.sweeps.run.loading import Configs, planned
+from specbatch.sweeps.run.runner import SweepOptions, check_concurrency
 from specbatch.sweeps.run.server import Server
 
 if TYPE_CHECKING:
@@ -34,18 +34,18 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
     answers are as long as allowed: drafts that are accepted and answers that end early make a sweep faster. Refused:
     engines that do not fit.
     """
-    fit = engines_of(fitted(configs, options))
-    share = shares_of(fit)[0]
-    parts = {name: of_one(config, share) for name, config in fit.items()}
-    prepared = {name: prepare(config, lambda line: None) for name, (config, _) in parts.items()}
-    plans: dict[str, MemoryPlan] = {}
-    for name, one in prepared.items():
-        with of_lengths(one.config, options.workload):
-            plans[name] = memory_plan(one, parts[name][1])
-    first = next(iter(prepared.values()))
-    replicas = next(iter(fit.values())).data_parallel
-    shared = replicas if first.device.type == "cpu" else 1  # by all replicas
-    read, rate = (speed / shared for speed in _speeds(first.device))
+    found = planned(configs, options)
+    plans = {name: plan for name, (_, plan, _) in found.items()}
+    first, _, share = next(iter(found.values()))
+    most, tokenizer = max(options.concurrency), first.target.tokenizer()
+    prompts = options.workload.prompts(tokenizer, options.workload.count(most))
+    lengths = list(longest(options.workload, tokenizer, prompts, options.workload.params(len(prompts))))
+    for name, (one, plan, _) in found.items():
+        slots = one.draft.kv_slots_per_step(one.config.speculation.drafted + 1)
+        caps = {"max_running": one.config.max_running, "kv_pages": plan.kv_pages, "page_size": one.config.page_size}
+        replicas = engines_of(configs)[name].data_parallel
+        check_concurrency(name, caps | {"verify_slots": slots}, replicas, most, lengths)
+    speeds = _speeds(first.device)
     left = [point for point in points(configs, options) if folder is None or not point.is_finished(folder)]
     rows, total = [], 0.0
     for point in left:
@@ -53,6 +53,8 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
         tokens = sum(wanted.max_new_tokens for wanted in options.workload.params(prompts))
         steps = -(-prompts // point.concurrency) * tokens / prompts
         config, seconds = configs[point.configuration], None
+        replicas = config.data_parallel if isinstance(config, EngineConfig) else 1
+        read, rate = (speed / (replicas if first.device.type == "cpu" else 1) for speed in speeds)  # shared by all
         what = (
             f"server at {config.base_url}" if isinstance(config, Server) else f"{config.speculation}; {config.graphs}"
         )
@@ -65,7 +67,8 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
         rows.append((point.configuration, what, point.concurrency, point.repeat, prompts, tokens, seconds))
     table = tabulate(rows, headers=_HEADS, tablefmt="github", floatfmt=".1f", missingval="-")
     pool = "; one pool for all" if share.pages is not None else ""
-    lines = "\n".join(_memory(plans, "of each replica " if replicas > 1 else "", pool))
+    replicated = any(one.data_parallel > 1 for one in engines_of(configs).values())
+    lines = "\n".join(_memory(plans, "of each replica " if replicated else "", pool))
     start = (
         "without loading, graph capture, warm-up and verifying drafts; less if drafts are accepted or answers end early"
     )

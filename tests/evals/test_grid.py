@@ -45,7 +45,7 @@ class Engines:
         self.loads = 0
 
     @contextmanager
-    def __call__(self) -> Iterator[dict[str, Any]]:
+    def __call__(self, group: Any) -> Iterator[dict[str, Any]]:
         self.loads += 1
         self.made = {name: self._engine(name, config) for name, config in CONFIGS.items()}
         yield self.made
