@@ -14,7 +14,7 @@ from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, Wide, t
 from specbatch.cli.output import fresh_folder, results, say, show
 from specbatch.cli.servers import configured_with_servers, only_server
 from specbatch.cli.values import is_given, length, share, whole_number, whole_numbers
-from specbatch.errors import refuse
+from specbatch.errors import one_line, refuse
 from specbatch.extras import needs
 from specbatch.progress import progress
 
@@ -253,7 +253,8 @@ def sweep(
     draft-tokens = [3, 7]
 
     Speedups are relative to the configuration named baseline, else to the first one. Different models (model = ...) run
-    one after the other, each in its own process and folder.
+    one after the other, each in its own process and folder. Configurations on another number of devices
+    (tensor-parallel, data-parallel) are loaded one after the other in each round.
 
     A table with engine = "http" and base-url = "http://localhost:8000" is a server of another engine, measured in the
     same rounds and with the same prompts (docs/head-to-head.md).
@@ -267,9 +268,10 @@ def sweep(
     exit status 1. A request also fails if its answer takes too long (--idle-timeout, --request-timeout), is not a valid
     stream, or has impossible counts, such as more tokens than requested.
 
-    Each point writes record.json and requests.jsonl, from which the summary is computed. Suspicious outputs are
-    reported: truncated answers, reasoning with --no-thinking, chat template tokens in plain text. To continue an
-    interrupted sweep, run the same command with its folder as --out. Points of a server with failed requests run again.
+    Each point writes record.json and requests.jsonl, from which the summary and report.html, a page with plots, are
+    made. Suspicious outputs are reported: truncated answers, reasoning with --no-thinking, chat template tokens in
+    plain text. To continue an interrupted sweep, run the same command with its folder as --out. Points of a server with
+    failed requests run again.
 
     A configuration that fails (it does not fit into memory, its draft is unknown) does not end the sweep: the summary
     shows the reason, the exit status is 1, and the same command with the folder as --out runs it again.
@@ -359,14 +361,16 @@ def sweep(
             with progress("sweep", "requests") as report:
                 run_server(server, options, folder, log=say, report=report)
             summary, rows = _summary(folder, wide=wide)
+            reports = _reports(folder)
         elif len(models) == 1:
             with progress("sweep", "requests") as report:
                 run_sweep(engines, options, folder, log=say, report=report, cluster=workers)
             summary, rows = _summary(folder, wide=wide)
+            reports = _reports(folder)
         else:
             for ours in models.values() if workers is None else ():  # fail before a model has run for hours, not after
                 check(ours, options)
-            summary, rows = "", []
+            summary, rows, reports = "", [], []
             for name, ours in models.items():
                 say(f"{name}:")
                 if status := run_in_process(ours, options, folder / name, log=say, cluster=workers):
@@ -376,9 +380,11 @@ def sweep(
                     text, found = _summary(folder / name, wide=wide)
                     summary += f"## {name}\n\n{text}\n"
                     rows += [{"model": name, **row} for row in found]
+                    reports += _reports(folder / name)
             if len(statuses) == len(models):
                 raise typer.Exit(2 if set(statuses) == {2} else 1)
-    show(f"{summary}\n{results(folder, wide=wide)}", {"output": str(folder), "rows": rows}, as_json=as_json)
+    lines = "\n".join([results(folder, wide=wide), *(f"plots: {path}" for path in reports)])
+    show(f"{summary}\n{lines}", {"output": str(folder), "reports": reports, "rows": rows}, as_json=as_json)
     if statuses or any(row.get("failed") for row in rows) or (has_servers and _failed(folder)):
         raise typer.Exit(1)
 
@@ -392,6 +398,18 @@ def _summary(folder: Path, *, wide: bool) -> tuple[str, list[dict[str, Any]]]:
     records = load_records(folder)
     rows = table(records)
     return markdown(records, rows, unfinished(folder), brief=not wide), as_json(rows)
+
+
+def _reports(folder: Path) -> list[str]:
+    """Write what `specbatch report` writes; returns the path of the page. The results are complete without plots, so
+    that an error is a warning."""
+    from specbatch.sweeps.report.report import write_report
+
+    try:
+        return [str(write_report(folder)[-1])]
+    except Exception as error:
+        say(f"warning: no report.html: {one_line(error)}; specbatch report {folder} writes it")
+        return []
 
 
 def _failed(folder: Path) -> bool:

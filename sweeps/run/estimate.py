@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from specbatch.config import EngineConfig
 from specbatch.jobs.engine_groups import engines_of
-from specbatch.memory.planner import MemoryPlan, size_text
+from specbatch.memory.planner import MemoryPlan, MemoryShare, size_text
 from specbatch.plurals import counted
 from specbatch.records.sweep_plan import points
 from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
@@ -21,6 +21,8 @@ from specbatch.sweeps.run.server import Server
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from specbatch.engine.prepare import Prepared
 
 _HEADS = ("configuration", "", "concurrency", "repeat", "prompts", "new tokens", "about s")
 
@@ -37,14 +39,7 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
     found = planned(configs, options)
     plans = {name: plan for name, (_, plan, _) in found.items()}
     first, _, share = next(iter(found.values()))
-    most, tokenizer = max(options.concurrency), first.target.tokenizer()
-    prompts = options.workload.prompts(tokenizer, options.workload.count(most))
-    lengths = list(longest(options.workload, tokenizer, prompts, options.workload.params(len(prompts))))
-    for name, (one, plan, _) in found.items():
-        slots = one.draft.kv_slots_per_step(one.config.speculation.drafted + 1)
-        caps = {"max_running": one.config.max_running, "kv_pages": plan.kv_pages, "page_size": one.config.page_size}
-        replicas = engines_of(configs)[name].data_parallel
-        check_concurrency(name, caps | {"verify_slots": slots}, replicas, most, lengths)
+    _check_pages(found, configs, options)
     speeds = _speeds(first.device)
     left = [point for point in points(configs, options) if folder is None or not point.is_finished(folder)]
     rows, total = [], 0.0
@@ -75,6 +70,20 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
     of_servers = sum(point.configuration not in plans for point in left)
     servers = f"; {counted(of_servers, 'point')} of servers not included" if of_servers else ""
     return f"{table}\n\n{lines}\n{counted(len(left), 'point')}, about {total:.0f} s ({start}{servers})\n"
+
+
+def _check_pages(
+    found: Mapping[str, tuple[Prepared, MemoryPlan, MemoryShare]], configs: Configs, options: SweepOptions
+) -> None:
+    """Refuse a concurrency that an engine cannot hold."""
+    most, tokenizer = max(options.concurrency), next(iter(found.values()))[0].target.tokenizer()
+    prompts = options.workload.prompts(tokenizer, options.workload.count(most))
+    lengths = list(longest(options.workload, tokenizer, prompts, options.workload.params(len(prompts))))
+    for name, (one, plan, _) in found.items():
+        slots = one.draft.kv_slots_per_step(one.config.speculation.drafted + 1)
+        caps = {"max_running": one.config.max_running, "kv_pages": plan.kv_pages, "page_size": one.config.page_size}
+        replicas = engines_of(configs)[name].data_parallel
+        check_concurrency(name, caps | {"verify_slots": slots}, replicas, most, lengths)
 
 
 def _memory(plans: Mapping[str, MemoryPlan], whose: str, pool: str) -> Iterator[str]:

@@ -257,10 +257,13 @@ def planned(configs: Configs, options: SweepOptions) -> dict[str, tuple[Prepared
 
     found: dict[str, tuple[Prepared, MemoryPlan, MemoryShare]] = {}
     prepared = check(configs, options)
-    for group in groups_of(fitted(configs, options)):
-        share = shares_of(engines_of(group))[0] if engines_of(group) else EXCLUSIVE
-        for name, config in engines_of(group).items():
+    by_weights: dict[tuple[object, ...], dict[str, EngineConfig]] = {}
+    for name, config in engines_of(fitted(configs, options)).items():
+        by_weights.setdefault(tuple(getattr(config, key) for key in OF_WEIGHTS), {})[name] = config
+    for group in (group for ours in by_weights.values() for group in groups_of(ours)):
+        share = shares_of(group)[0]
+        for name, config in group.items():
             one, (_, own) = prepared[name], of_one(config, share)
             with of_lengths(one.config, options.workload):
                 found[name] = one, memory_plan(one, own), share
-    return found
+    return {name: found[name] for name in prepared}

@@ -369,3 +369,11 @@ def test_nothing_overflows_in_a_browser(folder, tmp_path, width, columns):
     assert seen["names"] < 0.45 * width  # the fixed column leaves room for the others
     assert seen["text"] >= 9
     assert seen["columns"] == columns
+
+
+def test_a_sweep_of_which_every_point_failed_has_a_report(tmp_path):
+    records = [swept(name, 1, error="out of memory") for name in ("baseline", "v1")]
+    for record in records:
+        record.metrics, record.counters, record.requests = {}, {}, []
+    page = write_report(saved(tmp_path, *records))[-1].read_text()
+    assert "out of memory" in page
