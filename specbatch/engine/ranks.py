@@ -66,6 +66,7 @@ class EngineRanks:
 
     def build(self) -> Communicator:
         if self._device.type == "cpu":
+            _undivided[:] = _undivided or [torch.get_num_threads()]
             _divided.append(self)
             _divide_cores(self._config.tensor_parallel)
         self._started = group_of(self._config.tensor_parallel, self._device.type)
@@ -166,7 +167,6 @@ def _divide_cores(size: int) -> int:
     number, because a sum can have other bits with another number of threads. The limit ends with the last engine.
     """
     if not os.environ.get("OMP_NUM_THREADS"):
-        _undivided[:] = _undivided or [torch.get_num_threads()]
         share = max(1, len(os.sched_getaffinity(0)) // size)
         torch.set_num_threads(min(torch.get_num_threads(), share))
     return torch.get_num_threads()
