@@ -1,9 +1,9 @@
 """Which configuration each one is compared with, so that a speedup is the effect of one thing.
 
-A configuration with speculation is compared with the one without it that has the same prefill graphs and as many devices
-(tensor and data parallelism). Where there is none, and for configurations without speculation, it is the reference: the
-one named `baseline`, else the first without speculation, else the first. Servers of other engines do not say which
-prefill graphs they have, so they are compared with `baseline`, else with the first.
+A configuration with speculation is compared with the one without it that has the same prefill graphs and as many
+devices (tensor and data parallelism). Where there is none, and for configurations without speculation, it is the
+reference: the one named `baseline`, else the first without speculation, else the first. Servers of other engines do not
+say which prefill graphs they have, so they are compared with `baseline`, else with the first.
 
 `sweep`, `bench`, `report` and `eval --configs` take the base of a ratio from here, so they agree about the same folder.
 """
