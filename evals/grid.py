@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -31,6 +30,8 @@ from specbatch.evals.grid_table import SUMMARY, Grid, Place
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import PreparedEval, prepare
+from specbatch.jobs.engine_groups import Load, LoadedGroup, in_batches, marginal_of
+from specbatch.point_times import PointWork
 from specbatch.progress import NotedReport, Waves
 from specbatch.records.bases import bases_of
 from specbatch.records.run_record import speculation_of
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 WARM_UP = 4  # questions, and on a GPU a full batch
 WARM_UP_TOKENS = 16  # of each answer
 Log = Callable[[str], None]
-Load = Callable[[], AbstractContextManager[Mapping[str, "InferenceEngine"]]]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def run_grid(
 ) -> Grid:
     """Evaluate every point that is not finished in `folder`, which exists, and write the table of all.
 
-    load    opens the engines; not called if nothing is left
+    load    opens the engines of some configurations; not called if nothing is left
     failed  why a configuration has no engine, which `load` may add to. Its points are left out and the others go on, as
             after a point that fails; the same call runs them again
 
@@ -189,23 +189,28 @@ def _run(
     if not left:
         return
     _check_lengths(left, configs, ready, options)
-    warm, refused = set[Place](), list[Exception]()
-    counts = {point: ready.task.questions(options.limit(point.concurrency)) for point in left}
-    waves = Waves(progress, ((count, point.concurrency) for point, count in counts.items()))
-    with load() as engines:
-        for point in left:
+    warm, refused = set[tuple[int, str, int]](), list[Exception]()
+    loads = {
+        point: PointWork(ready.task.questions(options.limit(point.concurrency)), point.concurrency, point.configuration)
+        for point in left
+    }
+    waves = Waves(progress, loads.values(), marginal=marginal_of(configs))
+    with LoadedGroup(configs, load, failed) as loaded:
+        for group, point in [(group, point) for group, own in in_batches(left, loaded.groups) for point in own]:
+            engines = loaded.engines(group)
             name, place = point.configuration, f"{point.configuration} at concurrency {point.concurrency}"
             if name not in engines or place in failed:
-                waves.finish(counts[point], point.concurrency)
+                waves.finish(*loads[point])
                 continue
             asked = replace(ready.options, concurrency=point.concurrency, limit=options.limit(point.concurrency))
             ours = replace(ready, options=asked)
             try:
-                if (point.concurrency, name) not in warm:
+                if (point.concurrency, name, loaded.count) not in warm:
                     _warm_up(ours, engines[name])
-                    warm.add((point.concurrency, name))
+                    warm.add((point.concurrency, name, loaded.count))
                 engines[name].forget_prefixes()
-                report = ours.run(engines[name], lambda *_: waves.add(point.concurrency))  # noqa: B023
+                waves.begin()
+                report = ours.run(engines[name], lambda *_: waves.add(point.concurrency, name=name))  # noqa: B023
             except Exception as error:
                 reason = one_line(error)
                 if log is not None and reason not in failed.values():
@@ -214,7 +219,7 @@ def _run(
                 refused.append(error)
                 continue
             finally:
-                waves.finish(counts[point], point.concurrency)
+                waves.finish(*loads[point])
             _check_prompts([*(found[one] for one in found if one.concurrency == point.concurrency), report])
             _keep(report, point, plan, folder)
             found[point] = report

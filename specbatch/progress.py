@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
+
+from specbatch.point_times import MARGINAL, PointTimes, PointWork
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -19,6 +22,7 @@ SECONDS_OF_SILENCE = 0.5  # before the first line of a phase whose total is not 
 LONG = 600.0  # seconds that are shown as minutes
 SECONDS_OF_SPEED = 10.0
 SECONDS_WITHOUT_REPORT = 1.0  # after which the speed of prefill is shown
+SECONDS_OF_ESTIMATE = 0.2  # between estimates of the remaining time, which must not slow down what is measured
 _BAR = 10  # columns
 
 
@@ -60,32 +64,85 @@ class Instead:
 
 
 class Waves:
-    """Progress of the points of a sweep or an evaluation, in requests. A request at concurrency c is 1/c of the work:
-    c concurrent requests take about as long as one.
+    """Progress of the points of a sweep or an evaluation, in requests. The remaining time is the sum of what each point
+    is expected to take (`PointTimes`).
 
-    requests   of each point that is left, with its concurrency
+    requests   of each point that is left, as in `PointWork`, in the order in which they run
+    marginal   see `PointTimes`
+    workers    that run points at the same time
     """
 
-    def __init__(self, report: NotedReport | None, requests: Iterable[tuple[int, int]]) -> None:
-        self._report = report
-        every = list(requests)
-        self._done, self._total = 0, sum(count for count, _ in every)
-        self._work, self._all_work = 0.0, sum(count / concurrency for count, concurrency in every)
-        self._of_point = 0
+    def __init__(
+        self,
+        report: NotedReport | None,
+        requests: Iterable[tuple[int, int] | tuple[int, int, str]] = (),
+        *,
+        marginal: float = MARGINAL,
+        workers: int = 1,
+    ) -> None:
+        self._report, self._workers = report, workers
+        self._times = PointTimes(marginal)
+        self._left: list[PointWork] = []
+        self._done, self._total, self._of_point = 0, 0, 0
+        self._start = self._point_start = time.monotonic()
+        self._estimated, self._end = -math.inf, 0.0  # when the end was estimated, and the estimate
+        self.expect(requests)
 
-    def add(self, concurrency: int, requests: int = 1) -> None:
+    def expect(self, requests: Iterable[tuple[int, int] | tuple[int, int, str]]) -> None:
+        """Add points, as `requests` of the constructor."""
+        points = [PointWork(*point) for point in requests]
+        self._left += points
+        self._total += sum(point.requests for point in points)
+
+    def begin(self) -> None:
+        """Begin to measure the current point: the time since the end of the one before, as of a warm-up, is not its
+        own."""
+        self._point_start = time.monotonic()
+
+    def add(self, concurrency: int, requests: int = 1, name: str = "") -> None:
         """Count requests of the current point as done."""
         self._of_point += requests
         self._done += requests
-        self._work += requests / concurrency
-        if self._report is not None:
-            self._report(self._done, self._total, work=(self._work, self._all_work))
+        if self._report is None:
+            return
+        now = time.monotonic()
+        if now - self._estimated >= SECONDS_OF_ESTIMATE:
+            self._estimated, self._end = now, now + self._rest(concurrency, name)
+        self._report(self._done, self._total, work=(now - self._start, max(self._end, now) - self._start))
 
-    def finish(self, requests: int, concurrency: int) -> None:
-        """End the current point. Requests that it did not run, as after an error, are no longer counted."""
-        missing, self._of_point = requests - self._of_point, 0
-        self._total -= missing
-        self._all_work -= missing / concurrency
+    def finish(self, requests: int, concurrency: int, name: str = "", seconds: float | None = None) -> None:
+        """End the current point. Requests that it did not run, as after an error, are no longer counted.
+
+        seconds: that its requests took; None: since the end of the one before
+        """
+        now, point = time.monotonic(), PointWork(requests, concurrency, name)
+        done, self._of_point = self._of_point, 0
+        self._total -= requests - done
+        if done:
+            self._times.add(point._replace(requests=done), now - self._point_start if seconds is None else seconds)
+        self._point_start = now
+        if point in self._left:
+            self._left.remove(point)
+
+    def _rest(self, concurrency: int, name: str) -> float:
+        """Seconds until all points are finished."""
+        current = next((point for point in self._left if point[1:] == (concurrency, name)), None)
+        others = list(self._left)
+        rest, passed, done = 0.0, time.monotonic() - self._point_start, self._of_point
+        times = self._times
+        if current is not None:
+            others.remove(current)
+            known, at_this_rate = times.expected(name, concurrency), (current.requests - done) * passed / done
+            if known is None or done >= concurrency:  # a whole wave shows how fast it is
+                rest = at_this_rate
+            elif passed < (whole := known * current.requests):
+                rest = whole - passed
+            else:
+                rest = min(at_this_rate, passed)
+            times = times.having(current, passed + rest)
+        for point in others:
+            rest += point.requests * (times.expected(point.name, point.concurrency) or 0.0)
+        return rest / self._workers
 
 
 class Stages:

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from specbatch.point_times import MARGINAL, MARGINAL_ON_CPU
 from specbatch.progress import (
     SECONDS_BETWEEN_LINES,
     SECONDS_OF_SILENCE,
@@ -95,19 +96,95 @@ def test_time_before_the_first_report_is_in_no_rate(clock, capsys):
     assert capsys.readouterr().err == "sweep: 21/41 requests, 10/s, 60 s elapsed, about 2 s left\n"
 
 
-def test_remaining_time_of_a_sweep_weighs_requests_by_concurrency(clock, capsys):
-    """The 4 at concurrency 1 take as long as the 128 at 32."""
+def left_at(line):
+    found = re.search(r"about (\d+) (s|min) left", line)
+    return float(found[1]) * (60 if found[2] == "min" else 1)
+
+
+SPEEDS = {  # seconds of a request by concurrency
+    "saturated": lambda size: 0.2,
+    "free batches": lambda size: 2.0 / size,
+    "GPU": lambda size: 0.02 + 2.0 / size,
+    "CPU": lambda size: 0.5 + 1.5 / size,
+}
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 32, 128), (1, 4), (1, 32), (32, 8, 1), (16,)], ids=str)
+@pytest.mark.parametrize("speed", SPEEDS)
+@pytest.mark.parametrize("in_waves", [False, True])
+def test_remaining_time_of_a_sweep_is_right_from_a_third_on(clock, capsys, sizes, speed, in_waves):
+    """Three configurations of different speeds, three rounds; a report for each request, or for all concurrent ones at
+    once."""
+    factors = {"baseline": 1.0, "v1": 0.7, "v2": 0.4}
+    points = [(max(4, 4 * size), size, name) for size in sizes for _ in range(3) for name in factors]
+    seconds = {point: point[0] * SPEEDS[speed](point[1]) * factors[point[2]] for point in points}
+    whole, begun = sum(seconds[point] for point in points), clock.now
+    stretch = 3000 / whole  # so that there are lines enough
+    marginal = {"CPU": MARGINAL_ON_CPU, "saturated": 1.0}.get(speed, MARGINAL)
     with progress("sweep", "requests") as report:
-        waves = Waves(report, [(4, 1), (128, 32), (64, 32)])
+        waves = Waves(report, points, marginal=marginal)
+        for point in points:
+            waves.begin()
+            requests, size, name = point
+            group = size if in_waves else 1
+            for _ in range(requests // group):
+                clock.now += stretch * seconds[point] * group / requests
+                waves.add(size, group, name)
+            waves.finish(*point)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "left" in line]
+    checked = 0
+    for line in lines:
+        passed = float(re.search(r"(\d+) s elapsed", line)[1])
+        rest = 3000 - passed
+        if passed >= 1000 and rest > 120:  # later the rounding of minutes weighs more
+            assert left_at(line) == pytest.approx(rest, rel=0.25, abs=35), line
+            checked += 1
+    assert checked >= 8
+    assert clock.now - begun == pytest.approx(3000)
+
+
+def test_remaining_time_leaves_out_warm_ups_and_what_failed(clock, capsys):
+    with progress("sweep", "requests") as report:
+        waves = Waves(report, [(4, 1, "a"), (128, 32, "a"), (64, 32, "b")])
+        clock.now += 500  # loads and compiles
+        waves.begin()
         for _ in range(4):
             clock.now += SECONDS_BETWEEN_LINES / 4
-            waves.add(1)
-        waves.finish(4, 1)
-        assert capsys.readouterr().err == "sweep: 4/196 requests, 0.0667/s, 60 s elapsed, about 90 s left\n"
-        waves.finish(128, 32)  # failed
-        clock.now += SECONDS_BETWEEN_LINES
-        waves.add(32)
-    assert capsys.readouterr().err == "sweep: 5/68 requests, 0.0381/s, 120 s elapsed, about 68 s left\n"
+            waves.add(1, name="a")
+        waves.finish(4, 1, "a")
+        waves.finish(128, 32, "a")  # failed
+        clock.now += 500
+        waves.begin()
+        for _ in range(32):
+            clock.now += 2
+            waves.add(32, name="b")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith("sweep: 35/68 requests")
+    assert left_at(lines[-1]) == pytest.approx(66, rel=0.1)
+
+
+def test_remaining_time_of_several_workers(clock, capsys):
+    with progress("sweep", "requests") as report:
+        waves = Waves(report, [(8, 4, "a")] * 6, workers=2)
+        for _ in range(2):
+            clock.now += 100
+            for _ in range(2):  # points of 100 s each, two at a time
+                waves.add(4, 8, "a")
+                waves.finish(8, 4, "a", seconds=100.0)
+    assert left_at(capsys.readouterr().err.splitlines()[-1]) == pytest.approx(100, abs=51)
+
+
+def test_points_can_follow(clock, capsys):
+    with progress("sweep", "requests") as report:
+        waves = Waves(report, [(4, 1)])
+        for _ in range(2):
+            for _ in range(4):
+                clock.now += 61
+                waves.add(1)
+            waves.finish(4, 1)
+            waves.expect([(4, 1)])
+    line = capsys.readouterr().err.splitlines()[-2]
+    assert line == "sweep: 7/8 requests, 0.0164/s, 427 s elapsed, about 61 s left"
 
 
 def test_progress_that_counts_from_the_start_again(clock, capsys):

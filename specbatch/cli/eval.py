@@ -231,13 +231,14 @@ def _compare(
     as_json: bool,
 ) -> None:
     from specbatch.evals.grid import run_grid
-    from specbatch.sweeps.run.loading import loaded
+    from specbatch.sweeps.run.loading import check_early, loaded
 
     failed = dict(left_out)
+    check_early(configs, failed, say)
     with progress(f"eval {options.task.task}", "requests") as report:
         found = run_grid(
             configs,
-            lambda: loaded(configs, say, None, failed),
+            lambda group: loaded(group, say, None, failed),
             options,
             folder,
             failed=failed,

@@ -14,7 +14,7 @@ from specbatch.cli.options import SAMPLING_OPTIONS, WITH_DRAFTS, EngineOptions, 
 from specbatch.cli.output import fresh_folder, results, say, show
 from specbatch.cli.servers import configured_with_servers, only_server
 from specbatch.cli.values import is_given, length, share, whole_number, whole_numbers
-from specbatch.errors import refuse
+from specbatch.errors import one_line, refuse
 from specbatch.progress import progress
 from specbatch.sweeps.run.defaults import CPU, GPU, INPUT_LEN, default_dataset
 
@@ -264,7 +264,8 @@ def sweep(
     algorithm = "ngram"
     draft-tokens = [3, 7]
 
-    Different models (model = ...) run one after the other, each in its own process and folder.
+    Different models (model = ...) run one after the other, each in its own process and folder. Configurations on
+    another number of devices (tensor-parallel, data-parallel) are loaded one after the other in each round.
 
     A table with engine = "http" and base-url = "http://localhost:8000" is a server of another engine, measured in the
     same rounds and with the same prompts (docs/head-to-head.md).
@@ -276,20 +277,21 @@ def sweep(
     by error message, and make the exit status 1. A request also fails if its answer takes too long (--idle-timeout,
     --request-timeout), is not a valid stream, or has impossible counts, such as more tokens than requested.
 
-    Each point writes record.json and requests.jsonl, from which the summary is computed. Suspicious outputs are
-    reported: truncated answers, reasoning with --no-thinking, chat template tokens in plain text. Points of a
-    server with failed requests run again when a sweep continues.
+    Each point writes record.json and requests.jsonl, from which the summary and report.html, a page with plots, are
+    made. Suspicious outputs are reported: truncated answers, reasoning with --no-thinking, chat template tokens in
+    plain text. Points of a server with failed requests run again when a sweep continues.
 
     A configuration that fails (it does not fit into memory, its draft is unknown) does not end the sweep: the summary
     shows the reason, the exit status is 1, and the same command with the folder as --out runs it again.
     """
     from specbatch.evals.prompts import task_prompts
+    from specbatch.jobs.engine_groups import engines_of
     from specbatch.records.objectives import Objectives
     from specbatch.records.sweep_plan import PLAN
     from specbatch.runtime.device import device_type
     from specbatch.sweeps.run.defaults import resolved
     from specbatch.sweeps.run.grid import by_model
-    from specbatch.sweeps.run.loading import check, engines_of, fitted
+    from specbatch.sweeps.run.loading import check, fitted, one_group
     from specbatch.sweeps.run.process import run_in_process
     from specbatch.sweeps.run.runner import SweepOptions, run_server, run_sweep
     from specbatch.sweeps.run.workloads import RANDOM, Workload
@@ -343,6 +345,8 @@ def sweep(
         names = ", ".join(name for name in engines if name not in engines_of(engines))
         works = "run this sweep without a cluster, or leave the tables of servers out"
         raise refuse("configs", configs, f"the workers of a cluster cannot measure servers ({names}); {works}")
+    if workers is not None:
+        one_group(engines)
     if dry_run and not engines_of(engines):
         raise refuse("dry_run", True, "the speed of a server cannot be estimated; leave it out")
     settings = resolved(
@@ -366,14 +370,16 @@ def sweep(
             with progress("sweep", "requests") as report:
                 run_server(server, options, folder, log=say, report=report)
             summary, rows = _summary(folder, wide=wide)
+            reports = _reports(folder)
         elif len(models) == 1:
             with progress("sweep", "requests") as report:
                 run_sweep(engines, options, folder, log=say, report=report, cluster=workers)
             summary, rows = _summary(folder, wide=wide)
+            reports = _reports(folder)
         else:
             for ours in models.values() if workers is None else ():  # fail before a model has run for hours, not after
                 check(ours, options)
-            summary, rows = "", []
+            summary, rows, reports = "", [], []
             for name, ours in models.items():
                 say(f"{name}:")
                 if status := run_in_process(ours, options, folder / name, log=say, cluster=workers):
@@ -383,11 +389,13 @@ def sweep(
                     text, found = _summary(folder / name, wide=wide)
                     summary += f"## {name}\n\n{text}\n"
                     rows += [{"model": name, **row} for row in found]
+                    reports += _reports(folder / name)
             if len(statuses) == len(models):
                 raise typer.Exit(2 if set(statuses) == {2} else 1)
+    lines = "\n".join([results(folder, wide=wide), *(f"plots: {path}" for path in reports)])
     show(
-        f"{summary}\n{results(folder, wide=wide)}",
-        {"output": str(folder), "rows": rows},
+        f"{summary}\n{lines}",
+        {"output": str(folder), "reports": reports, "rows": rows},
         as_json=as_json,
         kept=str(folder),
     )
@@ -404,6 +412,18 @@ def _summary(folder: Path, *, wide: bool) -> tuple[str, list[dict[str, Any]]]:
     records = load_records(folder)
     rows = table(records)
     return markdown(records, rows, unfinished(folder), brief=not wide), as_json(rows)
+
+
+def _reports(folder: Path) -> list[str]:
+    """Write what `specbatch report` writes; returns the path of the page. The results are complete without plots, so
+    that an error is a warning."""
+    from specbatch.sweeps.report.report import write_report
+
+    try:
+        return [str(write_report(folder)[-1])]
+    except Exception as error:
+        say(f"warning: no report.html: {one_line(error)}; specbatch report {folder} writes it")
+        return []
 
 
 def _failed(folder: Path) -> bool:

@@ -21,11 +21,12 @@ import torch
 
 from specbatch.config import EngineConfig
 from specbatch.core.async_copy import on_device
+from specbatch.engine.prepare import Prepared, prepare
 from specbatch.engine.rank_group import EXPLAIN_S, RankGroup
 from specbatch.engine.rank_link import Built, Call, Digests, Message, Progress, may_follow
 from specbatch.errors import SpecbatchError, one_line, refuse
 from specbatch.kernels.collectives.communicator import Communicator
-from specbatch.memory.planner import MemoryShare
+from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.progress import Instead, Report
 from specbatch.runtime.device import far_device, find_device
 
@@ -64,6 +65,10 @@ class EngineRanks:
         return self._started
 
     def build(self) -> Communicator:
+        if self._device.type == "cpu":
+            _undivided[:] = _undivided or [torch.get_num_threads()]
+            _divided.append(self)
+            _divide_cores(self._config.tensor_parallel)
         self._started = group_of(self._config.tensor_parallel, self._device.type)
         self._number = self._group.next_engine()
         shared = None if self._shared is None else self._shared._number
@@ -94,6 +99,7 @@ class EngineRanks:
         self._group.check()
 
     def fail(self, error: BaseException) -> None:
+        _restore_cores(self)
         self._group.fail(f"rank 0 failed: {one_line(error)}", patience=2 * EXPLAIN_S if may_follow(error) else 0.0)
         self.explain(error)
 
@@ -105,6 +111,7 @@ class EngineRanks:
 
     def close(self) -> None:
         """Free the memory of the other ranks."""
+        _restore_cores(self)
         if self._started is not None and self._started.failure is None:
             self.send(CLOSE, ())
 
@@ -120,6 +127,8 @@ def group_of(size: int, device: str) -> RankGroup:
 
 
 _groups: dict[tuple[int, str], RankGroup] = {}
+_divided: list[EngineRanks] = []  # open engines on a CPU, among whose ranks the cores are divided
+_undivided: list[int] = []  # the number of threads of this process before
 
 
 @atexit.register
@@ -155,12 +164,27 @@ def _divide_cores(size: int) -> int:
     Returns the number of threads of each rank.
 
     Ranks whose threads share a core wait for each other for much longer than they compute. All ranks have the same
-    number, because a sum can have other bits with another number of threads. The limit stays when the group ends.
+    number, because a sum can have other bits with another number of threads. The limit ends with the last engine.
     """
     if not os.environ.get("OMP_NUM_THREADS"):
         share = max(1, len(os.sched_getaffinity(0)) // size)
         torch.set_num_threads(min(torch.get_num_threads(), share))
     return torch.get_num_threads()
+
+
+def _restore_cores(ranks: EngineRanks) -> None:
+    """Give this process all its threads back after the last engine whose ranks share the cores."""
+    if ranks in _divided:
+        _divided.remove(ranks)
+    if not _divided and _undivided:
+        torch.set_num_threads(_undivided.pop())
+
+
+def checked(config: EngineConfig, log: Callable[[str], None]) -> Prepared:
+    """`prepare`, which refuses what cannot run before anything is loaded, with the devices that all ranks need."""
+    if config.tensor_parallel > 1:
+        EngineRanks(config, EXCLUSIVE, None)
+    return prepare(config, log)
 
 
 def start_group(size: int, device: str) -> RankGroup:

@@ -16,10 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from specbatch.config import EngineConfig, Graphs, Speculation
-from specbatch.engine.prepare import prepare
-from specbatch.engine.ranks import EngineRanks
+from specbatch.engine.ranks import checked
 from specbatch.errors import SpecbatchError
-from specbatch.memory.planner import EXCLUSIVE
 from specbatch.weights.shapes import SHAPES
 
 # Families: a shape of each. The shape of the draft models has the target's vocabulary.
@@ -150,9 +148,7 @@ def refusal(draft: str, shape: str, draft_model: str, settings: Iterable[str] = 
             graphs=Graphs(**graphs),
             **engine,
         )
-        if config.tensor_parallel > 1:
-            EngineRanks(config, EXCLUSIVE, None)
-        prepare(config, lambda line: None)
+        checked(config, lambda line: None)
     except SpecbatchError as error:
         return str(error)
     return ""

@@ -1,9 +1,9 @@
 """Which configuration each one is compared with, so that a speedup is the effect of one thing.
 
-A configuration with speculation is compared with the one without it that has the same prefill graphs. Where there is
-none, and for configurations without speculation, it is the reference: the one named `baseline`, else the first without
-speculation, else the first. Servers of other engines do not say which prefill graphs they have, so they are compared
-with `baseline`, else with the first.
+A configuration with speculation is compared with the one without it that has the same prefill graphs and as many
+devices (tensor and data parallelism). Where there is none, and for configurations without speculation, it is the
+reference: the one named `baseline`, else the first without speculation, else the first. Servers of other engines do not
+say which prefill graphs they have, so they are compared with `baseline`, else with the first.
 
 `sweep`, `bench`, `report` and `eval --configs` take the base of a ratio from here, so they agree about the same folder.
 """
@@ -25,12 +25,12 @@ def bases_of(configurations: Mapping[str, RunRecord | EngineConfig]) -> dict[str
 
     configurations: all of a sweep, in its order, even those that failed.
     """
-    graphs = {name: _prefill_graphs(one) for name, one in configurations.items()}
-    plain = {name: graphs[name] for name, one in configurations.items() if graphs[name] and not _drafts(one)}
+    setups = {name: _setup(one) for name, one in configurations.items()}
+    plain = {name: setups[name] for name, one in configurations.items() if setups[name] and not _drafts(one)}
     reference = BASELINE if BASELINE in configurations else next(iter(plain or configurations))
     found = {}
     for name, one in configurations.items():
-        alike = [other for other, theirs in plain.items() if theirs == graphs[name]] if _drafts(one) else []
+        alike = [other for other, theirs in plain.items() if theirs == setups[name]] if _drafts(one) else []
         found[name] = reference if reference in alike or not alike else alike[0]
     return found
 
@@ -53,12 +53,12 @@ def bases_sentence(bases: Mapping[str, str]) -> str:
     return f"{''.join(parts)}the others with {reference}." if others else ""
 
 
-def _prefill_graphs(one: RunRecord | EngineConfig) -> str | None:
-    """The setting; None for a server."""
-    if isinstance(one, EngineConfig):
-        return one.graphs.prefill
-    prefill: str = one.config["graphs"]["prefill"]
-    return None if "server" in one.config else prefill
+def _setup(one: RunRecord | EngineConfig) -> tuple[str, int, int] | None:
+    """Prefill graphs, tensor and data parallelism; None for a server."""
+    config = one.as_dict() if isinstance(one, EngineConfig) else one.config
+    if "server" in config:
+        return None
+    return config["graphs"]["prefill"], config.get("tensor_parallel", 1), config.get("data_parallel", 1)
 
 
 def _drafts(one: RunRecord | EngineConfig) -> bool:

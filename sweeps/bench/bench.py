@@ -18,6 +18,7 @@ from typing import Any
 from specbatch.atomic_file import write_atomic
 from specbatch.config import EngineConfig
 from specbatch.errors import refuse, reporting
+from specbatch.jobs.engine_groups import Engines, Failed
 from specbatch.progress import NotedReport
 from specbatch.records.sweep_plan import PLAN, check_plan, plan_of
 from specbatch.sweeps.bench.limits import Limits
@@ -25,7 +26,7 @@ from specbatch.sweeps.bench.peers import PEERS, differences_from, figures_of
 from specbatch.sweeps.bench.sections import KINDS, MACHINE, BenchOptions, kind_of, plan_bench
 from specbatch.sweeps.bench.tables import MACHINE_FILE, load_sections, read_machine, write_tables
 from specbatch.sweeps.report.tables import losses_of
-from specbatch.sweeps.run.loading import Engines, Failed, Log, loaded, noted
+from specbatch.sweeps.run.loading import Log, loaded, noted
 from specbatch.sweeps.run.runner import run_points, what_is_kept
 
 
@@ -71,7 +72,7 @@ def run_bench(
                 for section in sections:
                     run_points(
                         section.configs,
-                        lambda: nullcontext(engines()),
+                        lambda _: nullcontext(engines()),
                         section.options,
                         folder / section.name,
                         log=log,

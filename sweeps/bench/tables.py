@@ -91,10 +91,10 @@ def markdown(
     """
     figures = figures_of(folder, records)
     found: dict[str, list[str]] = {}
-    for name, own in records.items():
+    for name, section in records.items():
         view = KINDS[kind_of(name)].view
         keys = view.brief if brief else view.keys
-        found[name] = [str(note) for note in notes(own, rows[name], unfinished(folder / name), view, keys)]
+        found[name] = [str(note) for note in notes(section, rows[name], unfinished(folder / name), view, keys)]
     parts = [_heading(read_machine(folder), [record for own in records.values() for record in own])]
     for key, kind in KINDS.items():
         names = [name for name in records if kind_of(name) == key]

@@ -26,11 +26,21 @@ def run_on(records: list[RunRecord]) -> dict[str, str]:
     return {
         "model": f"{config['model']}{origin}",
         "device": f"{_resolved('device', records)} ({device})",
-        **({"replicas": str(first.replicas)} if first.replicas > 1 else {}),
+        **_replicas(records),
         "dtype": _resolved("dtype", records),
         **({"deterministic": _deterministic(records)} if any(one.is_deterministic for one in records) else {}),
         "versions": versions,
     }
+
+
+def _replicas(records: list[RunRecord]) -> dict[str, str]:
+    """A line on the number of replicas, by configuration where it differs; none where all have one."""
+    counts = {str(record.workload.get("configuration", "")): record.replicas for record in records}
+    if max(counts.values()) == 1:
+        return {}
+    if len({*counts.values()}) == 1:
+        return {"replicas": str(records[0].replicas)}
+    return {"replicas": "; ".join(f"{name}: {count}" for name, count in counts.items())}
 
 
 def _deterministic(records: list[RunRecord]) -> str:

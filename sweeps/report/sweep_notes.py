@@ -36,12 +36,10 @@ def sweep_notes(
     """Notes about the runs. points: repeats by (concurrency, configuration); missing: points without a record; shown:
     the metrics of the table."""
     found = [Note(MEANS)]
-    if (replicas := max(record.replicas for record in records)) > 1:
-        found.append(
-            Note(
-                f"Concurrency counts the requests on all {replicas} replicas; a full batch is the share of one replica."
-            )
-        )
+    if max(counts := {record.replicas for record in records}) > 1:
+        replicas = f"{max(counts)} replicas" if len(counts) == 1 else "replicas of a configuration"
+        text = f"Concurrency counts the requests on all {replicas}; a full batch is the share of one replica."
+        found.append(Note(text))
     finished = [record for record in records if not record.error]
     found += _failed(records)
     for record in finished:

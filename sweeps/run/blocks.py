@@ -16,6 +16,7 @@ from typing import Any
 
 from specbatch.config import EngineConfig
 from specbatch.errors import FailedError, SpecbatchError
+from specbatch.jobs.engine_groups import Failed
 from specbatch.progress import NotedReport, Waves
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Point, check_plan, plan_of, points, save
@@ -34,8 +35,8 @@ from specbatch.replicas.ray_cluster import (
     requirements,
     waiting_line,
 )
-from specbatch.sweeps.run.loading import Failed, Log, loaded
-from specbatch.sweeps.run.runner import SweepOptions, is_measured, measured_points
+from specbatch.sweeps.run.loading import Log, loaded
+from specbatch.sweeps.run.runner import SweepOptions, is_measured, measured_points, work_of
 
 Block = tuple[Point, ...]
 Measured = tuple[list[tuple[Point, RunRecord]], list[str]]  # and the lines of the log
@@ -65,7 +66,7 @@ class BlockWorker:
                 opened = loaded(self._configs, lines.append, self._options.workload, self._failed)
                 self._engines = self._stack.enter_context(opened)
             found = measured_points(
-                self._configs, self._engines, self._options, list(block), lines.append, lambda _: None, self._failed
+                self._configs, self._engines, self._options, list(block), lines.append, Waves(None), self._failed
             )
             return list(found), lines
         except SpecbatchError as error:
@@ -92,14 +93,14 @@ def run_blocks(
     if not left:
         log("all points are finished")
         return
-    requests = {point: options.workload.requests(point.concurrency) for block in left for point in block}
-    waves = Waves(report, ((count, point.concurrency) for point, count in requests.items()))
     shown_before: set[str] = set()
     some = next(iter(configs.values()))
     with connected(cluster, some):
         needed = cluster.needs_of(some)
         made, arguments = actor_class(BlockWorker, needed), (requirements(*configs.values()), dict(configs), options)
         workers = _Workers(lambda: made.remote(*arguments), min(cluster.most, len(left)), needed, log)
+        works = (work_of(point, options) for block in left for point in block)
+        waves = Waves(report, works, workers=min(cluster.most, len(left)))
         try:
             for found, lines in _measured(left, workers, min(cluster.least, len(left)), log):
                 for line in lines:
@@ -108,7 +109,9 @@ def run_blocks(
                     shown_before.add(line)
                 for point, record in found:
                     save(folder, plan, point, record)
-                    waves.add(point.concurrency, requests[point])
+                    work = work_of(point, options)
+                    waves.add(work.concurrency, work.requests, work.name)
+                    waves.finish(*work, record.metrics.get("duration_s"))
         finally:
             workers.close()
 

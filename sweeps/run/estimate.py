@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING
 import torch
 from tabulate import tabulate
 
-from specbatch.engine.memory_plan import memory_plan
-from specbatch.engine.prepare import prepare
-from specbatch.memory.planner import MemoryPlan, size_text
+from specbatch.config import EngineConfig
+from specbatch.jobs.engine_groups import engines_of
+from specbatch.memory.planner import MemoryPlan, MemoryShare, size_text
 from specbatch.plurals import counted
 from specbatch.progress import time_text
 from specbatch.records.sweep_plan import points
-from specbatch.replicas.engine import of_one
 from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
-from specbatch.sweeps.run.loading import Configs, engines_of, fitted, of_lengths, shares_of
-from specbatch.sweeps.run.runner import SweepOptions
+from specbatch.sweeps.run.conversations import longest
+from specbatch.sweeps.run.loading import Configs, planned
+from specbatch.sweeps.run.runner import SweepOptions, check_concurrency
 from specbatch.sweeps.run.server import Server
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from specbatch.engine.prepare import Prepared
 
 _HEADS = ("configuration", "concurrency", "repeats", "prompts", "new tokens", "about")
 
@@ -37,18 +39,11 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
     answers are as long as allowed: drafts that are accepted and answers that end early make a sweep faster. Refused:
     engines that do not fit.
     """
-    fit = engines_of(fitted(configs, options))
-    share = shares_of(fit)[0]
-    parts = {name: of_one(config, share) for name, config in fit.items()}
-    prepared = {name: prepare(config, lambda line: None) for name, (config, _) in parts.items()}
-    plans: dict[str, MemoryPlan] = {}
-    for name, one in prepared.items():
-        with of_lengths(one.config, options.workload):
-            plans[name] = memory_plan(one, parts[name][1])
-    first = next(iter(prepared.values()))
-    replicas = next(iter(fit.values())).data_parallel
-    shared = replicas if first.device.type == "cpu" else 1  # by all replicas
-    read, rate = (speed / shared for speed in _speeds(first.device))
+    found = planned(configs, options)
+    plans = {name: plan for name, (_, plan, _) in found.items()}
+    first, _, share = next(iter(found.values()))
+    _check_pages(found, configs, options)
+    speeds = _speeds(first.device)
     left = [point for point in points(configs, options) if folder is None or not point.is_finished(folder)]
     repeats = Counter((point.configuration, point.concurrency) for point in left)
     rows, total = [], 0.0
@@ -57,7 +52,9 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
         prompts = options.workload.requests(point.concurrency)
         tokens = sum(wanted.max_new_tokens for wanted in options.workload.params(prompts))
         steps = -(-prompts // point.concurrency) * tokens / prompts
-        seconds = None
+        config, seconds = configs[point.configuration], None
+        replicas = config.data_parallel if isinstance(config, EngineConfig) else 1
+        read, rate = (speed / (replicas if first.device.type == "cpu" else 1) for speed in speeds)  # shared by all
         if (plan := plans.get(point.configuration)) is not None:
             multiply = plan.weights / (rate * first.dtype.itemsize / 2)  # seconds for one row
             running = -(-point.concurrency // replicas)
@@ -69,13 +66,28 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
         rows.append((point.configuration, point.concurrency, count, prompts, tokens, about))
     table = tabulate(rows, headers=_HEADS, tablefmt="github", missingval="-")
     pool = "; one pool for all" if share.pages is not None else ""
-    lines = "\n".join(_described(configs, plans, "of each replica " if replicas > 1 else "", pool))
+    replicated = any(one.data_parallel > 1 for one in engines_of(configs).values())
+    lines = "\n".join(_described(configs, plans, "of each replica " if replicated else "", pool))
     start = (
         "without loading, graph capture, warm-up and verifying drafts; less if drafts are accepted or answers end early"
     )
     of_servers = sum(point.configuration not in plans for point in left)
     servers = f"; {counted(of_servers, 'point')} of servers not included" if of_servers else ""
     return f"{table}\n\n{lines}\n{counted(len(left), 'point')}, about {time_text(total)} ({start}{servers})\n"
+
+
+def _check_pages(
+    found: Mapping[str, tuple[Prepared, MemoryPlan, MemoryShare]], configs: Configs, options: SweepOptions
+) -> None:
+    """Refuse a concurrency that an engine cannot hold."""
+    most, tokenizer = max(options.concurrency), next(iter(found.values()))[0].target.tokenizer()
+    prompts = options.workload.prompts(tokenizer, options.workload.count(most))
+    lengths = list(longest(options.workload, tokenizer, prompts, options.workload.params(len(prompts))))
+    for name, (one, plan, _) in found.items():
+        slots = one.draft.kv_slots_per_step(one.config.speculation.drafted + 1)
+        caps = {"max_running": one.config.max_running, "kv_pages": plan.kv_pages, "page_size": one.config.page_size}
+        replicas = engines_of(configs)[name].data_parallel
+        check_concurrency(name, caps | {"verify_slots": slots}, replicas, most, lengths)
 
 
 def _described(configs: Configs, plans: Mapping[str, MemoryPlan], whose: str, pool: str) -> Iterator[str]:

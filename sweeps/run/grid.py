@@ -26,8 +26,9 @@ from typing import Any
 
 from specbatch.config import EngineConfig
 from specbatch.errors import refuse
+from specbatch.jobs.engine_groups import engines_of
 from specbatch.records.sweep_plan import folder_name
-from specbatch.sweeps.run.loading import OF_WEIGHTS, Configs, engines_of
+from specbatch.sweeps.run.loading import OF_WEIGHTS, Configs
 from specbatch.sweeps.run.server import Server
 from specbatch.text_files import read_toml, read_yaml
 

@@ -11,21 +11,57 @@ from specbatch.algorithms import NO_SPECULATION
 from specbatch.config import EngineConfig, Speculation
 from specbatch.errors import FailedError, SpecbatchError, one_line, refuse
 from specbatch.jobs.configurations import check_draft, load_engine
-from specbatch.memory.planner import EXCLUSIVE, MemoryShare
+from specbatch.jobs.engine_groups import ON_DEVICES, Failed, engines_of, groups_of
+from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare
 from specbatch.sweeps.run.server import Server
 from specbatch.sweeps.run.workloads import Workload, shown
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
+    from specbatch.engine.prepare import Prepared
     from specbatch.sweeps.run.http_engine import HttpEngine
     from specbatch.sweeps.run.runner import SweepOptions
 
 Log = Callable[[str], None]
 Configs = Mapping[str, EngineConfig | Server]
 Engines = Mapping[str, "InferenceEngine | HttpEngine"]
-Failed = dict[str, str]  # by configuration: why its engine could not be built
 OF_WEIGHTS = ("model", "load_format", "tokenizer", "seed", "dtype", "device")
 _NOT_OF_DRAFTS = {one.name for one in fields(EngineConfig)} - {*OF_WEIGHTS} | {"decode_graph", "prefill_graph"}
+
+
+def check_early(configs: Configs, failed: Failed, log: Log | None) -> None:
+    """Find what cannot run before another group has run for hours. Raises an error that all configurations have."""
+    causes: list[Exception] = []
+    own = engines_of(configs)
+    if len(groups_of(configs)) == 1:
+        return  # they are loaded before any point runs
+    for name, config in own.items():
+        with noted(failed, name, causes):
+            check_machine(config)
+        if log is not None and name in failed:
+            log(f"{name}: {failed[name]}")
+    if len(causes) == len(own):
+        raise causes[0]
+
+
+def check_machine(config: EngineConfig) -> Prepared:
+    """Refuse an engine that cannot run on this machine, with nothing loaded. Returns that of one replica."""
+    from specbatch.engine.ranks import checked
+    from specbatch.replicas.engine import of_one
+    from specbatch.replicas.process import LocalProcesses
+
+    if config.data_parallel > 1:
+        LocalProcesses(config)
+    return checked(of_one(config, EXCLUSIVE)[0], lambda line: None)
+
+
+def one_group(configs: Mapping[str, Any]) -> None:
+    """Refuse configurations whose engines cannot share weights."""
+    own = engines_of(configs)
+    for key in ON_DEVICES:
+        if len(values := dict.fromkeys(getattr(config, key) for config in own.values())) > 1:
+            works = "the workers of a cluster load their engines once; use one number, and compare two sweeps"
+            raise refuse(key, ", ".join(map(str, values)), works)
 
 
 @contextmanager
@@ -102,11 +138,6 @@ def _shared_pages(configs: Mapping[str, EngineConfig]) -> int | None:
     return pages_of_shared_pool(prepared, replicas) if prepared else None
 
 
-def engines_of(configs: Configs) -> dict[str, EngineConfig]:
-    """Those that are not servers."""
-    return {name: config for name, config in configs.items() if isinstance(config, EngineConfig)}
-
-
 def clients_of(engines: Engines) -> list[HttpEngine]:
     """Those of servers."""
     return [engine for engine in engines.values() if isinstance(engine.config, Server)]
@@ -175,10 +206,7 @@ def fitted(configs: Configs, options: SweepOptions) -> dict[str, EngineConfig | 
     """Engines as long as the workload's prompts and answers, unless they were asked to be longer. Servers are as they
     are."""
     own = engines_of(configs)
-    most, counts = max(options.concurrency), {config.data_parallel for config in own.values()}
-    if len(counts) > 1:
-        works = "the configurations of a sweep run on the same replicas; use one number, and compare two sweeps"
-        raise refuse("data_parallel", ", ".join(map(str, sorted(counts))), works)
+    most = max(options.concurrency)
     if options.until_precise is not None and len(configs) < 2:
         works = "a ratio needs a configuration to compare with; use at least two, or --repeats"
         raise refuse("until_precise", f"{100 * options.until_precise:g}%", works)
@@ -206,9 +234,36 @@ def of_lengths(config: EngineConfig, workload: Workload | None) -> Iterator[None
         raise refuse(name, lengths[name], works) from None
 
 
-def check(configs: Configs, options: SweepOptions) -> None:
-    """Refuse engines that cannot run, with nothing loaded."""
-    from specbatch.engine.prepare import prepare
+def check(configs: Configs, options: SweepOptions) -> dict[str, Prepared]:
+    """Refuse engines that cannot run, with nothing loaded. Returns those of one replica each."""
+    prepared: dict[str, Prepared] = {}
+    causes, failed = list[Exception](), Failed()
+    own = engines_of(fitted(configs, options))
+    for name, config in own.items():
+        with noted(failed, name, causes):
+            prepared[name] = check_machine(config)
+    if failed and len({*failed.values()}) == 1 and len(failed) == len(own):
+        raise causes[0]
+    for name, reason in failed.items():
+        raise SpecbatchError(f"{name}: {reason}")
+    return prepared
 
-    for config in engines_of(fitted(configs, options)).values():
-        prepare(config, lambda line: None)
+
+def planned(configs: Configs, options: SweepOptions) -> dict[str, tuple[Prepared, MemoryPlan, MemoryShare]]:
+    """Each engine (one replica) with the memory that it would get, and its share. Refused: what `check` refuses, and
+    engines that do not fit."""
+    from specbatch.engine.memory_plan import memory_plan
+    from specbatch.replicas.engine import of_one
+
+    found: dict[str, tuple[Prepared, MemoryPlan, MemoryShare]] = {}
+    prepared = check(configs, options)
+    by_weights: dict[tuple[object, ...], dict[str, EngineConfig]] = {}
+    for name, config in engines_of(fitted(configs, options)).items():
+        by_weights.setdefault(tuple(getattr(config, key) for key in OF_WEIGHTS), {})[name] = config
+    for group in (group for ours in by_weights.values() for group in groups_of(ours)):
+        share = shares_of(group)[0]
+        for name, config in group.items():
+            one, (_, own) = prepared[name], of_one(config, share)
+            with of_lengths(one.config, options.workload):
+                found[name] = one, memory_plan(one, own), share
+    return {name: found[name] for name in prepared}

@@ -17,16 +17,28 @@ from typing import TYPE_CHECKING, Any
 from specbatch.config import EngineConfig
 from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError, at_least, each_once, refuse, reporting
+from specbatch.jobs.engine_groups import Failed, Load, LoadedGroup, engines_of, in_batches, marginal_of
 from specbatch.memory.page_pool import held_at_once
 from specbatch.plurals import counted
-from specbatch.progress import NotedReport, Waves
+from specbatch.point_times import PointWork
+from specbatch.progress import NotedReport, Waves, begin_phase
 from specbatch.records.run_record import RunRecord
 from specbatch.records.store import load_record
 from specbatch.records.sweep_plan import Described, Point, check_plan, plan_of, points, round_of, rounds_at, save
 from specbatch.sweeps.report.notes import failures
 from specbatch.sweeps.report.tables import load_records, losses_of, precision_of, write_summary
 from specbatch.sweeps.run.conversations import Call, ask, label, longest
-from specbatch.sweeps.run.loading import Configs, Engines, Failed, Log, clients_of, connected, engines_of, fitted, noted
+from specbatch.sweeps.run.loading import (
+    Configs,
+    Engines,
+    Log,
+    check_early,
+    clients_of,
+    connected,
+    fitted,
+    noted,
+    one_group,
+)
 from specbatch.sweeps.run.sanity_checks import warnings
 from specbatch.sweeps.run.server import Server
 from specbatch.sweeps.run.workloads import Workload, sha256_of
@@ -35,8 +47,7 @@ if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
     from specbatch.replicas.cluster import Cluster
     from specbatch.sweeps.run.http_engine import HttpEngine
-
-Load = Callable[[], AbstractContextManager[Engines]]
+    from specbatch.tokenizer import Tokenizer
 
 DIGEST = 16  # hexadecimal digits
 WARM_UP_TOKENS = 16
@@ -94,11 +105,16 @@ def run_sweep(
     """
     fit, failed = fitted(configs, options), Failed()
     if cluster is None:
-        load = partial(connected, fit, log, options.workload, failed)
+        check_early(fit, failed, log)
+
+        def load(group: Configs) -> AbstractContextManager[Engines]:
+            return connected(group, log, options.workload, failed)
+
         run = partial(run_points, fit, load, options, folder, log=log, report=report, failed=failed)
     else:
         from specbatch.sweeps.run.blocks import run_blocks
 
+        one_group(fit)
         run = partial(run_blocks, cluster, engines_of(fit), options, folder, log=log, report=report)
     return _summarized(fit, run, options, folder, log)
 
@@ -115,7 +131,7 @@ def run_server(
     record with the error, and the others go on."""
     name = server.model
     configs = {name: server.config}
-    run = partial(run_points, configs, lambda: nullcontext({name: server}), options, folder, log=log, report=report)
+    run = partial(run_points, configs, lambda _: nullcontext({name: server}), options, folder, log=log, report=report)
     return _summarized(configs, run, options, folder, log)
 
 
@@ -163,7 +179,7 @@ def run_points(
 ) -> None:
     """Run every point that has no record yet, or failed, and write its record as soon as it is done.
 
-    load      opens the engines; not called if nothing is left
+    load      opens the engines of some configurations; not called if nothing is left
     failed    engines that could not be built. Their points, and those that fail, leave a record with the error, and the
               others go on. None: an error ends the sweep
     measured  called with engine, point and record before the record is written
@@ -178,15 +194,33 @@ def run_points(
         if log is not None:
             log(f"{f'{options.section}: ' if options.section else ''}{len(every)} of {len(every)} points are finished")
         return
-    with load() as engines:
-        while left:
-            waves = Waves(report, ((options.workload.requests(one.concurrency), one.concurrency) for one in left))
-            for point, record in measured_points(configs, engines, options, left, log, waves.add, failed):
-                waves.finish(options.workload.requests(point.concurrency), point.concurrency)
+    if report is not None and options.section:
+        begin_phase(report, f"bench {options.section}")  # the remaining time is that of the section
+    waves = Waves(report, marginal=marginal_of(configs))
+    with LoadedGroup(configs, load, failed) as loaded:
+
+        def run(engines: Engines, ours: list[Point]) -> None:
+            for point, record in measured_points(configs, engines, options, ours, log, waves, failed, loaded.tokenizer):
+                waves.finish(*work_of(point, options), record.metrics.get("duration_s"))
                 if measured is not None and not record.error:
                     measured(engines[point.configuration], point, record)
                 save(folder, plan, point, record)
+
+        while left:
+            waves.expect(work_of(point, options) for point in left)
+            lost: list[Point] = []  # of groups that cannot be loaded
+            for place, ours in in_batches(left, loaded.groups):
+                if engines := loaded.engines(place):
+                    run(engines, ours)
+                else:
+                    lost += ours
+            run({}, lost)
             left = further_rounds(configs, options, folder)
+
+
+def work_of(point: Point, options: SweepOptions) -> PointWork:
+    """The requests of a point, for the remaining time."""
+    return PointWork(options.workload.requests(point.concurrency), point.concurrency, point.configuration)
 
 
 def further_rounds(configs: Iterable[str], options: SweepOptions, folder: Path) -> list[Point]:
@@ -220,23 +254,27 @@ def measured_points(
     options: SweepOptions,
     left: list[Point],
     log: Log | None,
-    count: Callable[[int], None],
+    waves: Waves,
     failed: Failed | None,
+    tokenizer: Tokenizer | None = None,
 ) -> Iterator[tuple[Point, RunRecord]]:
-    """Measure the points that are left, in the order of a sweep. count: called for each completion with its
-    concurrency; failed: as in `run_points`."""
+    """Measure the points that are left, in the order of a sweep. waves: counts their completions; failed: as in
+    `run_points`; tokenizer: None: that of the engines."""
+    if not left:
+        return
     workload, most, shown_before = options.workload, max(options.concurrency), set[str]()
     logged = {*(failed or {}).items()}  # an engine that could not be built is logged where it was tried
-    every = workload.prompts(next(iter(engines.values())).tokenizer, workload.count(most))
+    tokenizer = tokenizer or next(iter(engines.values())).tokenizer
+    every = workload.prompts(tokenizer, workload.count(most))
     params = workload.params(len(every))
-    lengths = list(longest(workload, next(iter(engines.values())).tokenizer, every, params))
+    lengths = list(longest(workload, tokenizer, every, params))
     for client in clients_of(engines):
         client.know_messages(every, workload.messages(len(every)))
     held: dict[str, str] | None = None if failed is None else {}
     for name, engine in engines.items():
         with noted(held, name):
-            _check_concurrency(name, engine, most, lengths)
-    if held and len(held) == len(engines) and not options.section:  # a bench records the points that fit
+            check_concurrency(name, engine.caps, _replicas(engine), most, lengths)
+    if held and {*held, *(failed or ())} >= {*configs} and not options.section:  # a bench records the points that fit
         raise SpecbatchError(next(iter(held.values())))
     for concurrency, ours in groupby(left, key=lambda point: point.concurrency):
         now, prompts = list(ours), every[: workload.count(concurrency)]
@@ -244,12 +282,16 @@ def measured_points(
         errors = None if failed is None else dict(failed)  # of this concurrency
         for name in dict.fromkeys(point.configuration for point in now if point.configuration in engines):
             with noted(errors, name):
-                _check_concurrency(name, engines[name], concurrency, lengths[: len(prompts)])
+                check_concurrency(
+                    name, engines[name].caps, _replicas(engines[name]), concurrency, lengths[: len(prompts)]
+                )
                 _warm_up(engines[name], prompts, wanted, concurrency)
         for point in now:
             name, record = point.configuration, None
             if not errors or name not in errors:
                 with noted(errors, name):
+                    count = partial(waves.add, concurrency, name=name)
+                    waves.begin()
                     record = _measure(engines[name], prompts, wanted, workload, concurrency, count)
             if record is None:
                 assert errors is not None
@@ -280,13 +322,12 @@ def _where(point: Point) -> str:
     return f"{point.configuration} at concurrency {point.concurrency}, repeat {point.repeat}"
 
 
-def _check_concurrency(name: str, engine: InferenceEngine | HttpEngine, most: int, lengths: list[int]) -> None:
+def check_concurrency(name: str, caps: Mapping[str, Any], replicas: int, most: int, lengths: list[int]) -> None:
     """Refuse requests of these lengths that would wait for a slot or for pages: the numbers would be of another
     concurrency. Each replica must hold its share, of the longest ones. A server does not report its pages."""
-    caps = engine.caps
     if "kv_pages" not in caps:
         return
-    limit = held_at_once(caps, lengths) * _replicas(engine)
+    limit = held_at_once(caps, lengths) * replicas
     if most > limit:
         fewer = f"at most {limit}, " if limit else ""
         raise refuse(
@@ -329,7 +370,7 @@ def _measure(
     params: list[SamplingParams],
     workload: Workload,
     concurrency: int,
-    count: Callable[[int], None],
+    count: Callable[[], None],
 ) -> RunRecord:
     """Measure one point: a closed loop that keeps `concurrency` requests unfinished, prompts that arrive by a clock, of
     which at most `concurrency` run, or one request after the other. At its start the prefix cache is empty, and the
@@ -337,7 +378,7 @@ def _measure(
     if engine.config.prefix_cache or _has_corpus(engine):
         engine.forget_prefixes()
     engine.reset_record()
-    asked = list(ask(engine, workload, prompts, params, concurrency, lambda _: count(concurrency)))
+    asked = list(ask(engine, workload, prompts, params, concurrency, lambda _: count()))
     completions = [completion for call in asked for completion in call.completions]
     record = engine.record(concurrency=concurrency, workload=workload.describe(prompts))
     label(workload, asked, record.requests, len(prompts))

@@ -236,3 +236,14 @@ def resumed(run: Callable[..., Result], engine: type[StubEngine], jsonl: Callabl
     engine.interrupt_after = None
     assert generate("b.jsonl").exit_code == 0
     return tmp_path
+
+
+@pytest.fixture
+def plots() -> None:
+    """For tests whose sweeps draw plots, which takes seconds."""
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "plots" not in request.fixturenames:
+        monkeypatch.setattr("specbatch.cli.sweep._reports", lambda folder: [])

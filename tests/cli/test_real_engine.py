@@ -189,7 +189,7 @@ def test_too_long_prompts_are_refused(tmp_path, dry):
 
 
 def test_dry_run_loads_and_writes_nothing(run):
-    result = run("sweep --concurrency 1,3 --repeats 2 --out out --dry-run")
+    result = run("sweep --concurrency 1,3 --repeats 2 --input-len 9 --output-len 4 --out out --dry-run")
     assert not Path("out").exists()
     lines = result.stdout.splitlines()
     assert [line.split("|")[3].strip() for line in lines if line.startswith("| v1 ")] == ["2", "2"]  # repeats
@@ -200,7 +200,8 @@ def test_dry_run_loads_and_writes_nothing(run):
 def test_dry_run_lists_points_of_servers_without_times(run):
     server = 'engine = "http"\nbase-url = "http://127.0.0.1:9"\n'
     Path("grid.toml").write_text(f'[ours]\nspec = "off"\n\n[sglang]\n{server}\n[vllm]\n{server}')
-    shown = run("sweep --concurrency 1,2 --repeats 1 --configs grid.toml --out out --dry-run").stdout
+    words = "--concurrency 1,2 --repeats 1 --input-len 9 --output-len 4 --configs grid.toml --out out --dry-run"
+    shown = run(f"sweep {words}").stdout
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines() if "|" in line][2:]
     assert [(row[0], row[-1] == "-") for row in rows] == [("ours", False), ("sglang", True), ("vllm", True)] * 2
     assert "4 points of servers not included" in shown
@@ -294,3 +295,19 @@ def test_grammars_of_rows_and_of_the_job(run):
     assert "more than 16000 states" in result.output
     result = run("generate in.jsonl -o again.jsonl --overwrite --regex a(?=b)", exit_code=2)
     assert result.stderr.endswith("regex='a(?=b)': lookahead and lookbehind are not regular\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "concurrency=3: baseline can hold 0 of these requests at once"),  # questions of GSM8K
+        ("--input-len 9 --output-len 4 --kv-pages 2", "max_model_len=64: the KV pool of 2 pages holds"),
+        ("--input-len 9 --output-len 4 --decode-graph whole", "decode_graph='whole': needs a CUDA device"),
+        ("--input-len 9 --output-len 4 --draft self:skip=7-9", "draft="),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_refuses(run, words, message):
+    command = f"sweep --concurrency 1,3 --repeats 1 {words} --out out"
+    for more in ("--dry-run", ""):
+        assert message in run(f"{command} {more}", exit_code=2).stderr
+    assert not Path("out").exists()

@@ -358,3 +358,37 @@ def test_rounds_are_added_until_the_ratios_are_precise(sweep, run, monkeypatch, 
     (row,) = [row for row in compare(*folders).rows if row.metric == "output_throughput"]
     known = precision_of(load_records(tmp_path / "out"))[4, "v2"]
     assert (row.ratio_high - row.ratio_low) / 2 == pytest.approx(known)
+
+
+def test_a_sweep_ends_with_the_report(sweep, run, tmp_path, plots):
+    """The files of `specbatch report`, and again where an interrupted sweep goes on."""
+    out = tmp_path / "out"
+    result = sweep("--concurrency 1 --json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["reports"] == [str(out / "report.html")]
+    made = {
+        path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.suffix in (".html", ".md", ".csv")
+    }
+    assert (out / "plots" / "throughput.svg").exists()
+    assert "<svg" in (out / "report.html").read_text()
+    assert run("report", out).exit_code == 0
+    assert {name: (out / name).read_bytes() for name in made} == made
+    (out / "report.html").unlink()
+    (out / "v2/c1/r1/record.json").unlink()
+    result = sweep("--concurrency 1")
+    assert result.exit_code == 0, result.output
+    assert f"plots: {out / 'report.html'}" in result.stdout
+    assert (out / "report.html").exists()
+
+
+def test_a_report_that_fails_is_a_warning(sweep, tmp_path, plots, monkeypatch):
+    def fail(folder):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr("specbatch.sweeps.report.report.write_report", fail)
+    result = sweep("--concurrency 1")
+    assert result.exit_code == 0, result.output
+    out = tmp_path / "out"
+    assert f"warning: no report.html: RuntimeError: no fonts; specbatch report {out} writes it" in result.stderr
+    assert (out / "summary.csv").exists()
+    assert "plots:" not in result.stdout

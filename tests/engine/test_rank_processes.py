@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import end_within, is_running
+from thread_ranks import thread_group
 
 from specbatch import Completion, Engine, EngineConfig, SamplingParams, SpecbatchError
 from specbatch.engine import rank_group, ranks
@@ -171,3 +172,23 @@ def test_ranks_on_a_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch, omp: st
     monkeypatch.delenv("OMP_NUM_THREADS") if omp is None else monkeypatch.setenv("OMP_NUM_THREADS", omp)
     assert [ranks._divide_cores(3), ranks._divide_cores(3)] == [threads, threads]
     assert used[-1] == threads
+
+
+def test_threads_come_back_with_the_last_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine on one device that follows would else compute with the threads of a rank."""
+    used = [6]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: used[-1])
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    thread_group(monkeypatch)
+    divided = EngineConfig("toy", load_format="dummy", device="cpu", tensor_parallel=2, memory_fraction=0.2)
+    with Engine(divided) as first:
+        with Engine(divided, weights_of=first):
+            assert used[-1] == 3
+        assert used[-1] == 3
+    assert used[-1] == 6
+    monkeypatch.setattr("specbatch.engine.builder._load", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Engine(divided)
+    assert used[-1] == 6

@@ -45,9 +45,9 @@ class Engines:
         self.loads = 0
 
     @contextmanager
-    def __call__(self) -> Iterator[dict[str, Any]]:
+    def __call__(self, group: Any) -> Iterator[dict[str, Any]]:
         self.loads += 1
-        self.made = {name: self._engine(name, config) for name, config in CONFIGS.items()}
+        self.made = {name: self._engine(name, config) for name, config in group.items()}
         yield self.made
 
     def _engine(self, name: str, config: EngineConfig) -> Any:
@@ -293,3 +293,28 @@ def test_a_difference_of_graded_scores_has_a_standard_error_unless_all_are_equal
     assert "difference_stderr" not in _paired(old, new)
     new.questions[0]["scores"]["loose"]["match"] = 0.8
     assert _paired(old, new)["difference_stderr"] == pytest.approx(0.1)
+
+
+def test_configurations_that_cannot_share_weights_load_in_each_round(
+    engines: Engines, scored_file: Path, shots_file: Path, tmp_path: Path
+) -> None:
+    """One group after the other, in the other order in the next round; a group that fails is left out."""
+    task = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3)
+    configs = {**CONFIGS, "two": replace(CONFIGS["v1"], data_parallel=2)}
+    grid = run_grid(configs, engines, GridOptions(task, (2, 4), 2), tmp_path / "all", failed={})
+    assert {place: len(reports) for place, reports in grid.reports.items()} == {
+        (size, name): 2 for size in (2, 4) for name in configs
+    }
+    assert engines.loads == 3  # 1, 2 and 1 again
+
+    @contextmanager
+    def load(group: Any) -> Iterator[dict[str, Any]]:
+        if "two" in group:
+            raise MemoryError("no room")
+        with engines(group) as made:
+            yield made
+
+    failed: dict[str, str] = {}
+    grid = run_grid(configs, load, GridOptions(task, (2,), 2), tmp_path / "some", failed=failed)
+    assert {name for _, name in grid.reports} == {*CONFIGS}
+    assert failed == {"two": "MemoryError: no room"}

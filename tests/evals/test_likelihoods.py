@@ -350,10 +350,9 @@ def test_speculation_and_grids_are_refused(make_engine: Any, tasks: None, tmp_pa
     plain = replace(drafting, speculation=Speculation())
     assert prepare(EvalOptions("choice")).engine_config(plain).graphs == Graphs(decode="off")
     assert prepare(EvalOptions("one_digit_sums")).engine_config(drafting) == drafting
+    options = GridOptions(EvalOptions("choice"), (1,))
     with pytest.raises(SpecbatchError, match=r"configs='baseline': task choice \(multiple_choice\) scores given texts"):
-        run_grid(
-            {"baseline": plain}, lambda: nullcontext({}), GridOptions(EvalOptions("choice"), (1,)), tmp_path, failed={}
-        )
+        run_grid({"baseline": plain}, lambda _: nullcontext({}), options, tmp_path, failed={})
 
 
 def test_runs_pair_by_question(make_engine: Any, tasks: None, tmp_path: Path, policy: Any) -> None:

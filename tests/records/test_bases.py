@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -43,6 +43,24 @@ def test_of_several_with_the_same_prefill_graphs_the_first_is_the_base() -> None
     plain, drafting = (named(BASE, (name,))[name] for name in ("baseline+piecewise", "v2+piecewise"))
     configs = named(BASE, ("baseline",)) | {"first": plain, "second": plain, "drafts": drafting}
     assert bases_of(configs)["drafts"] == bases_of(records_of(configs))["drafts"] == "first"
+
+
+def test_speculation_is_compared_with_none_on_as_many_devices() -> None:
+    configs = {
+        f"{name} {setting}={number}": replace(config, **{setting: number})
+        for name, config in named(BASE, ("baseline", "v1")).items()
+        for setting in ("tensor_parallel", "data_parallel")
+        for number in (1, 2)
+    }
+    found = bases_of(configs)
+    assert found == bases_of(records_of(configs))
+    for setting in ("tensor_parallel", "data_parallel"):
+        assert found[f"v1 {setting}=2"] == f"baseline {setting}=2"
+        assert found[f"baseline {setting}=2"] == found[f"v1 {setting}=1"] == "baseline tensor_parallel=1"
+    assert bases_of({"baseline": configs["baseline data_parallel=1"], "v1": configs["v1 data_parallel=2"]}) == {
+        "baseline": "baseline",
+        "v1": "baseline",
+    }
 
 
 def test_servers_are_compared_with_the_baseline_else_with_the_first() -> None:

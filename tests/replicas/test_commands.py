@@ -27,6 +27,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Runs a command with the toy model and so many replicas, which are threads."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(replicas_engine, "LocalProcesses", lambda config: ThreadReplicas(config.data_parallel))
+    monkeypatch.setattr("specbatch.cli.sweep._reports", lambda folder: [])
     toy = ("--model", "toy", "--load-format", "dummy", "--device", "cpu", "--memory-fraction", "0.2")
 
     def call(replicas: int, *words: object) -> Result:
@@ -189,11 +190,12 @@ def test_a_concurrency_that_a_replica_cannot_hold_its_share_of_is_refused(run: R
     assert message in result.stderr
 
 
-def test_a_grid_with_several_numbers_of_replicas_is_refused(run: Run) -> None:
-    Path("grid.toml").write_text('[a]\nspec = "off"\n[b]\nspec = "off"\ndata-parallel = 3\n')
-    result = run(2, "sweep", "--repeats", 1, "--configs", "grid.toml", "--concurrency", "1")
-    assert result.exit_code == 2
-    assert "data_parallel='2, 3': the configurations of a sweep run on the same replicas" in result.stderr
+def test_a_grid_with_several_numbers_of_replicas(run: Run) -> None:
+    Path("grid.toml").write_text('[a]\nspec = "off"\n[b]\nspec = "off"\ndata-parallel = 1\n')
+    words = ("--repeats", 1, "--configs", "grid.toml", "--concurrency", "2", "--input-len", 9, "--output-len", 4)
+    result = run(2, "sweep", *words, "--out", "out")
+    assert result.exit_code == 0, result.output
+    assert "* replicas: a: 2; b: 1" in result.stdout
 
 
 def test_a_dry_run_plans_the_memory_of_a_replica(run: Run) -> None:

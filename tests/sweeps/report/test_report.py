@@ -380,3 +380,11 @@ def test_files_that_no_report_has_written_are_not_replaced(folder, tmp_path):
     (folder / "report.html").unlink(missing_ok=True)
     for output in (None, folder, tmp_path / "new", tmp_path / "new"):
         write_report(folder, output)
+
+
+def test_a_sweep_of_which_every_point_failed_has_a_report(tmp_path):
+    records = [swept(name, 1, error="out of memory") for name in ("baseline", "v1")]
+    for record in records:
+        record.metrics, record.counters, record.requests = {}, {}, []
+    page = write_report(saved(tmp_path, *records))[-1].read_text()
+    assert "out of memory" in page

@@ -65,7 +65,7 @@ def test_each_repeat_begins_without_the_answers_of_earlier_ones(prefix_cache: bo
     work = Workload(input_len=40, output_len=20, prompts_per_concurrency=2)
     with Engine(config) as engine:
         prompts, params = work.prompts(engine.tokenizer, 4), work.params(4)
-        records = [_measure(engine, prompts, params, work, 2, lambda completion: None) for _ in range(2)]
+        records = [_measure(engine, prompts, params, work, 2, lambda: None) for _ in range(2)]
         engine.reset_record()
         engine.generate(prompts, params, concurrency=2)
         again = engine.record()
