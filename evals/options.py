@@ -62,7 +62,7 @@ class EvalOptions:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.thinking is not None and not self.chat_template:
-            raise refuse("thinking", self.thinking, "is a switch of the chat template; add --chat-template")
+            raise refuse("thinking", self.thinking, "is a switch of the chat template; add chat_template=True")
 
     @property
     def sampling(self) -> dict[str, float]:

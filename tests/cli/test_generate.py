@@ -142,10 +142,10 @@ def test_seeds_depend_on_the_row(generate, engine, monkeypatch):
         ("--temperature 0.5", "temperature (0.0 there, 0.5 now)"),
         ("--model other", "model ('smollm2-135m' there, 'other' now)"),
         ("--spec v1", "algorithm ('none' there, 'ngram' now)"),
-        ("--no-chat-template", "chat_template (True there, False now)"),
-        ("--no-fp8-activations", "fp8_activations (True there, False now)"),
-        ("--kv-dtype fp8", "kv_dtype ('auto' there, 'fp8' now)"),
-        ("--state-dtype bf16", "state_dtype ('fp32' there, 'bf16' now)"),
+        ("--no-chat-template", "--chat-template (True there, False now)"),
+        ("--no-fp8-activations", "--fp8-activations (True there, False now)"),
+        ("--kv-dtype fp8", "--kv-dtype ('auto' there, 'fp8' now)"),
+        ("--state-dtype bf16", "--state-dtype ('fp32' there, 'bf16' now)"),
     ],
 )
 def test_another_job_is_not_continued(generate, change, named):
@@ -465,9 +465,7 @@ def test_summary_is_the_last_line_on_standard_error(generate):
 
 def test_remaining_time_ignores_earlier_work(generate, monkeypatch):
     begun = []
-    monkeypatch.setattr(
-        "specbatch.cli.generate.progress", lambda *words: begun.append(words) or nullcontext(Mock())
-    )
+    monkeypatch.setattr("specbatch.cli.generate.progress", lambda *words: begun.append(words) or nullcontext(Mock()))
     generate(interrupt_after=3)
     generate()
     assert begun == [("generate", "prompts", 0), ("generate", "prompts", 3)]

@@ -103,7 +103,7 @@ def test_questions_asked_as_a_task_does(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--num-fewshot", 2], "num_fewshot=2: goes with --task"),
+        (["--num-fewshot", 2], "--num-fewshot=2: goes with --task"),
         (["--task", "gsm8k"], "task='gsm8k': asks the questions in --data"),
     ],
 )
