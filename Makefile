@@ -17,7 +17,9 @@ INSTALLED = $(VENV)/.installed
 demo: $(INSTALLED)
 	$(BIN)/specbatch models pull smollm2-135m
 	$(BIN)/specbatch eval one_digit_sums --limit 10 --spec v2
-	$(BIN)/specbatch sweep --concurrency 1,4 --output-len 32
+	$(BIN)/specbatch sweep --concurrency 1 --output-len 64
+	@echo
+	@echo "next, with a folder, a .gguf file or a hub id as MODEL: $(BIN)/specbatch sweep --model MODEL"
 
 test: check
 	$(BIN)/pytest -q -n 2 --dist worksteal

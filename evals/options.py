@@ -67,7 +67,7 @@ class EvalOptions:
         if self.think_end_token == "":
             raise refuse("think_end_token", "", "name the text that ends reasoning, such as </think>, or leave it out")
         if self.thinking is not None and not self.chat_template:
-            raise refuse("thinking", self.thinking, "is a switch of the chat template; add --chat-template")
+            raise refuse("thinking", self.thinking, "is a switch of the chat template; add chat_template=True")
 
     @property
     def sampling(self) -> dict[str, float]:

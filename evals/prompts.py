@@ -30,7 +30,7 @@ def task_prompts(
 
     def rendered(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if not add_generation_prompt:
-            works = f"task {name} writes the beginning of the answer itself; use --no-chat-template"
+            works = f"task {name} writes the beginning of the answer itself; use chat_template=False"
             raise refuse("chat_template", True, works)
         return json.dumps(messages)
 

@@ -137,7 +137,7 @@ def load_task(
             task.set_fewshot_seed(seed=seed)
     counts = {_set_fewshot(own, task, num_fewshot) for own, task in tasks.items()}
     if len(counts) > 1:
-        works = "its tasks have different numbers of few-shot examples; give --num-fewshot, or name one task"
+        works = "its tasks have different numbers of few-shot examples; give num_fewshot, or name one task"
         raise refuse("task", name, works)
     (count,) = counts
     source = str(scored) if scored is not None else _each(map(_origin, tasks.values()))

@@ -115,7 +115,7 @@ class Tokenizer:
         template, or the template rejects the messages, has no such variable or does not render their tool calls.
         """
         if self._chat_template is None:
-            raise refuse("chat_template", None, f"{self.name} has none; use --no-chat-template, or plain prompts")
+            raise refuse("chat_template", None, f"{self.name} has none; use chat_template=False, or plain prompts")
         if enable_thinking is not None and "enable_thinking" not in self._chat_template.source:
             works = f"the chat template of {self.name} has no enable_thinking; leave it out"
             raise refuse("thinking", enable_thinking, works)

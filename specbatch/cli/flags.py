@@ -43,7 +43,7 @@ def flags_of(params: Iterable[Any]) -> dict[str, Flag]:
     found: dict[str, Flag] = {}
     for item in params:
         if item.param_type_name == "argument":
-            found[item.name] = Flag(item.metavar or item.name.upper(), None, False, True)
+            found[item.name] = Flag((item.metavar or item.name.upper()).rstrip("."), None, False, True)
             continue
         names = [name for name in item.opts if name.startswith("--")]
         flag = Flag(names[0], next(iter(item.secondary_opts), None), item.is_flag, item.name in _OF_FILES)

@@ -77,6 +77,7 @@ class Command(TyperCommand):
 
 def _show_all(ctx: typer.Context, value: bool) -> None:
     if value:
+        assert isinstance(ctx.command, Command)
         ctx.command.page(ctx, whole=True)
         raise typer.Exit
 

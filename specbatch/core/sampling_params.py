@@ -239,7 +239,7 @@ def refuse_unsampled(sampling: Mapping[str, float]) -> None:
     """Refuse parameters `SAMPLED` other than the defaults if the temperature is 0, where they would have no effect."""
     for name, value in sampling.items():
         if not sampling["temperature"] and value != getattr(SamplingParams, name):
-            raise refuse(name, value, "greedy answers are not sampled; add --temperature")
+            raise refuse(name, value, "greedy answers are not sampled; add a temperature, such as temperature=0.7")
 
 
 def sampling_text(sampling: Mapping[str, Any] | None) -> str:

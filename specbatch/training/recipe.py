@@ -35,8 +35,8 @@ ANSWER_TOKENS = 512  # default limit of an answer
 USUAL_VOCABULARY = 32000  # draft vocabulary of published EAGLE-3 heads
 
 _LAYERS = Rule(
-    lambda x: isinstance(x, tuple) and len(set(x)) == len(x) > 0 and all(is_whole(k) and k >= 1 for k in x),
-    "give a tuple of different layers, such as (2, 18, 33)",
+    lambda x: isinstance(x, tuple) and len(x) > 0 and all(is_whole(k) and k >= 1 for k in x) and sorted(set(x)) == [*x],
+    "give a tuple of layers, ascending, such as (2, 18, 33)",
 )
 
 

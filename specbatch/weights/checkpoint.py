@@ -170,7 +170,7 @@ def _open_hub(
 
     if model in SHAPES or model == "dummy":
         kind = "a named shape, which has" if model in SHAPES else "a draft with"
-        raise refuse("model", model, f"is {kind} random weights only; add --load-format dummy")
+        raise refuse("model", model, f"is {kind} random weights only; add load_format='dummy'")
     works = works or (
         f"give a known name ({', '.join(KNOWN_MODELS)}), a folder or a .gguf file; "
         "without access to the hub: specbatch models pull smollm2-135m"

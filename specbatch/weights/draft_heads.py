@@ -52,7 +52,7 @@ def open_draft(draft: str) -> DraftFiles:
     folder = Path(os.path.expanduser(draft))
     if not os.path.isdir(folder):
         if draft == "dummy":
-            raise refuse("draft", draft, "is a draft with random weights only; add --load-format dummy")
+            raise refuse("draft", draft, "is a draft with random weights only; add load_format='dummy'")
         works = "give a folder with config.json and safetensors, or a hub id"
         if draft.count("/") != 1 or draft.startswith((".", "~", "/")):
             raise refuse("draft", draft, f"no such folder; {works}")

@@ -61,4 +61,4 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert done.exit_code == 2
     assert done.stderr.strip() == "error: ray not installed; pip install 'specbatch[ray]'"
     done = CliRunner().invoke(app, ["eval", "gsm8k", "--ablation", "--distributed", "ray", "--workers", "2"])
-    assert done.stderr.strip() == "error: distributed='ray': --ablation runs on one machine; leave one of them out"
+    assert done.stderr.strip() == "error: --distributed='ray': --ablation runs on one machine; leave one of them out"

@@ -142,10 +142,10 @@ def test_seeds_depend_on_the_row(generate, engine, monkeypatch):
         ("--temperature 0.5", "temperature (0.0 there, 0.5 now)"),
         ("--model other", "model ('smollm2-135m' there, 'other' now)"),
         ("--spec v1", "algorithm ('none' there, 'ngram' now)"),
-        ("--no-chat-template", "chat_template (True there, False now)"),
-        ("--no-fp8-activations", "fp8_activations (True there, False now)"),
-        ("--kv-dtype fp8", "kv_dtype ('auto' there, 'fp8' now)"),
-        ("--state-dtype bf16", "state_dtype ('fp32' there, 'bf16' now)"),
+        ("--no-chat-template", "--chat-template (True there, False now)"),
+        ("--no-fp8-activations", "--fp8-activations (True there, False now)"),
+        ("--kv-dtype fp8", "--kv-dtype ('auto' there, 'fp8' now)"),
+        ("--state-dtype bf16", "--state-dtype ('fp32' there, 'bf16' now)"),
     ],
 )
 def test_another_job_is_not_continued(generate, change, named):

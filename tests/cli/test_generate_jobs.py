@@ -209,7 +209,7 @@ def test_retry_failed_without_an_earlier_output_is_refused(generate, engine, tmp
     result = generate("--retry-failed", PROMPTS, name)
     assert result.exit_code == 2
     where = f"neither in {tmp_path}/{name} nor in {tmp_path}/{name}.partial; leave it out"
-    assert f"retry_failed=True: there are no failed rows, {where}" in result.stderr
+    assert f"--retry-failed: there are no failed rows, {where}" in result.stderr
     assert engine.built == []
     assert not list(tmp_path.glob("out*"))
 

@@ -290,7 +290,7 @@ def test_server_that_is_down_fails_its_points_only(run, tmp_path):
     ("table", "message"),
     [
         ('engine = "https"', 'engine="https": use one of specbatch, http'),
-        ('engine = "http"', "base_url='': give the server's address"),
+        ('engine = "http"', "base-url='': give the server's address"),
         ('base-url = "http://h:1"', 'base_url: applies to servers only; add engine = "http"'),
         ('engine = "http"\nbase-url = "http://h:1"\npage-size = 8', "page_size: is no option of a server"),
         ('engine = "http"\nbase-url = 8', "base_url=8: this is not a value of that option"),

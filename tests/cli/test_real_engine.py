@@ -185,7 +185,7 @@ def test_too_long_prompts_are_refused(tmp_path, dry):
     words = f"sweep --concurrency 2 --dataset gsp --groups 2 --shared-len 9000 --input-len 5 --out {tmp_path}/out"
     result = CliRunner().invoke(app, [*words.split(), *TOY[:-2], *dry])
     assert result.exit_code == 2
-    assert "shared_len=9000: with input_len=5 and output_len=32 that is max_model_len=9037: " in result.stderr
+    assert "--shared-len=9000: with --input-len=5 and --output-len=32 that is --max-model-len=9037: " in result.stderr
 
 
 def test_dry_run_loads_and_writes_nothing(run):

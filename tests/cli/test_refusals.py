@@ -5,7 +5,13 @@ Values that Python objects refuse as well are in tests/test_refusals.py, malform
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
+import typer
+
+from specbatch.cli.app import app
 
 GOOD = '{"prompt": "a"}'
 OUT = "generate {in} -o {tmp}/o.jsonl"
@@ -16,7 +22,7 @@ DFLASH = EAGLE3.replace("eagle3", "dflash")
 REFUSED = [
     ("eval t --limit x", "limit='x': use a whole number (see "),
     ("eval t --temperature x", "temperature='x': use a number (see "),
-    ("eval t --prefill-graph whole", "prefill_graph='whole': use one of off, piecewise"),
+    ("eval t --prefill-graph whole", "--prefill-graph='whole': use one of off, piecewise"),
     ("eval t --no-such-option", "No such option: --no-such-option (see "),
     ("sweep --spec v1", "No such option: --spec"),
     ("check --simulate-accept-length 2", "No such option: --simulate-accept-length"),
@@ -24,17 +30,17 @@ REFUSED = [
     ("generate", "generate --help)"),
     ("no-such-command", "No such command 'no-such-command'"),
     ("eval t --spec v3", "spec='v3': use one of off, v1, v2"),
-    ("eval t --algorithm eagle3 --draft x --aux-layers 2,b", "aux_layers='2,b': write layers with commas"),
+    ("eval t --algorithm eagle3 --draft x --aux-layers 2,b", "--aux-layers='2,b': write layers with commas"),
     ("eval t --device tpu", "device='tpu':"),
     ("eval t --limit 0", "limit=0:"),
     ("eval t --output {in}", "cannot be written (File exists)"),
     ("eval gsm8k --simulate-accept-length 2", "No such option: --simulate-accept-length"),
     ("eval t --output {tmp}", "this folder is not empty"),
-    ("eval t --thinking", "thinking=True: is a switch of the chat template; add --chat-template"),
-    ("eval t --configs v2,v2+piecewise --prefill-graph piecewise", "prefill_graph='piecewise': v2 and v2+piecewise"),
+    ("eval t --thinking", "--thinking: is a switch of the chat template; add --chat-template"),
+    ("eval t --configs v2,v2+piecewise --prefill-graph piecewise", "--prefill-graph='piecewise': v2 and v2+piecewise"),
     ("eval t --configs v1 --spec v2", "spec='v2': --configs runs several; leave it out"),
     ("eval t --configs v1 --ablation", "configs='v1': --ablation is short for one; leave one of them out"),
-    ("eval t --configs v1,v2 --concurrency 8 --max-running 4", "max_running=4: v1 runs at concurrency 8; use that"),
+    ("eval t --configs v1,v2 --concurrency 8 --max-running 4", "--max-running=4: v1 runs at concurrency 8; use that"),
     ("eval t --concurrency 1,8", "concurrency='1,8': one number, or several with --configs"),
     ("eval t --repeats 2", "repeats=2: goes with --configs; leave it out"),
     ("eval gsm8k --num-fewshot 0 --data {in}", "line 1 is not JSON", "[" * 100_000),
@@ -44,50 +50,50 @@ REFUSED = [
         "eval one_digit_choices --ablation",
         "configs='baseline, v1, v2': task one_digit_choices (multiple_choice) scores",
     ),
-    ("eval one_digit_choices --decode-graph whole", "decode_graph='whole': task one_digit_choices"),
+    ("eval one_digit_choices --decode-graph whole", "--decode-graph='whole': task one_digit_choices"),
     ("sweep --concurrency 0", "concurrency=0:"),
     ("sweep --concurrency 1,-4", "concurrency=-4:"),
     ("sweep --concurrency 1,x", "concurrency='1,x':"),
     ("sweep --concurrency 1,1", "concurrency='1,1': 1 is given twice"),
-    ("sweep --concurrency 8 --max-running 4", "max_running=4: concurrency 8 needs at least 8"),
+    ("sweep --concurrency 8 --max-running 4", "--max-running=4: concurrency 8 needs at least 8"),
     ("sweep --configs baseline,v9", "configs='v9': use some of baseline, v1, v2"),
     ("sweep --configs v1,v1", "configs='v1,v1': v1 is given twice"),
     ("sweep --algorithm none", "algorithm='none': only the configuration baseline"),
-    ("sweep --configs v2,v2+piecewise --prefill-graph piecewise", "prefill_graph='piecewise': v2 and v2+piecewise"),
+    ("sweep --configs v2,v2+piecewise --prefill-graph piecewise", "--prefill-graph='piecewise': v2 and v2+piecewise"),
     ("sweep --repeats 0", "repeats=0:"),
-    ("sweep --input-len 0", "input_len=0:"),
-    ("sweep --dataset gsm8k --input-len 128", "input_len='128': goes with --dataset random and gsp; leave it out"),
-    ("sweep --output-len -1", "output_len=-1:"),
-    ("sweep --input-len 64-", "input_len='64-': use a whole number of at least 1, or a range such as 64-256"),
+    ("sweep --input-len 0", "--input-len=0:"),
+    ("sweep --dataset gsm8k --input-len 128", "--input-len='128': goes with --dataset random and gsp; leave it out"),
+    ("sweep --output-len -1", "--output-len=-1:"),
+    ("sweep --input-len 64-", "--input-len='64-': use a whole number of at least 1, or a range such as 64-256"),
     ("sweep --burst some", "burst='some': use a whole number of at least 1, or all"),
     ("sweep --burst 0", "burst=0:"),
-    ("sweep --request-rate 0", "request_rate=0"),
-    ("sweep --until-precise 2", "until_precise='2': use a percentage above 0 and below 100, such as 2%"),
-    ("sweep --until-precise 0%", "until_precise='0%': use a percentage"),
+    ("sweep --request-rate 0", "--request-rate=0"),
+    ("sweep --until-precise 2", "--until-precise='2': use a percentage above 0 and below 100, such as 2%"),
+    ("sweep --until-precise 0%", "--until-precise='0%': use a percentage"),
     ("sweep --until-precise 2% --repeats 1", "repeats=1:"),
-    ("sweep --until-precise 2% --most-repeats 2", "most_repeats=2:"),
-    ("sweep --most-repeats 5", "most_repeats=5: goes with --until-precise"),
-    ("sweep --until-precise 2% --configs v2", "until_precise='2%': a ratio needs a configuration to compare with"),
-    (f"{HTTP} --until-precise 2%", "until_precise='2%': does not apply to a server, which has no baseline"),
+    ("sweep --until-precise 2% --most-repeats 2", "--most-repeats=2:"),
+    ("sweep --most-repeats 5", "--most-repeats=5: goes with --until-precise"),
+    ("sweep --until-precise 2% --configs v2", "--until-precise='2%': a ratio needs a configuration to compare with"),
+    (f"{HTTP} --until-precise 2%", "--until-precise='2%': does not apply to a server, which has no baseline"),
     ("sweep --slo ttft=fast", "slo='ttft=fast': ttft takes seconds above 0, such as ttft=0.5"),
-    ("sweep --prompts-per-concurrency 0", "prompts_per_concurrency=0:"),
+    ("sweep --prompts-per-concurrency 0", "--prompts-per-concurrency=0:"),
     ("sweep --dataset x", "dataset='x': use random, gsp, gsm8k, lm-eval:TASK or the path of a .jsonl file"),
     ("sweep --dataset {tmp}/none.jsonl", "No such file"),
     ("sweep --dataset random --data {in}", "goes with --dataset gsm8k"),
     ("sweep --dataset {in}", "in.jsonl:2': not JSON", GOOD, "{"),
     ("sweep --output {tmp}", "this folder is not empty"),
     ("sweep --output {in}/x", "cannot be written (Not a directory)"),
-    ("sweep --base-url http://x", "base_url='http://x': applies to servers only; add --engine http"),
+    ("sweep --base-url http://x", "--base-url='http://x': applies to servers only; add --engine http"),
     ("sweep --engine vllm", "engine='vllm': use specbatch, or http"),
-    ("sweep --engine http", "base_url='': give the server's address"),
-    ("sweep --engine http --base-url http://me:pw@host:1", "base_url='http://...@host': leave user and password out"),
+    ("sweep --engine http", "--base-url='': give the server's address"),
+    ("sweep --engine http --base-url http://me:pw@host:1", "--base-url='http://...@host': leave user and password out"),
     (f"{HTTP} --dry-run", "no answer from /v1/models"),
-    (f"{HTTP} --draft-tokens 3", "draft_tokens='3': does not apply to a server"),
-    (f"{HTTP} --no-prefix-cache", "prefix_cache=False: does not apply to"),
+    (f"{HTTP} --draft-tokens 3", "--draft-tokens='3': does not apply to a server"),
+    (f"{HTTP} --no-prefix-cache", "--no-prefix-cache: does not apply to"),
     (f"{HTTP} --configs v1", "configs='v1': does not apply to a server"),
     ("check --prompts 0", "prompts=0:"),
-    ("check --input-len 0", "input_len=0:"),
-    ("check --max-new-tokens 0", "max_new_tokens=0:"),
+    ("check --input-len 0", "--input-len=0:"),
+    ("check --max-new-tokens 0", "--max-new-tokens=0:"),
     ("check --concurrency 0", "concurrency=0:"),
     ("check --referee fp64", "referee='fp64':"),
     ("check --sampled --seeds 10", "seeds=10:"),
@@ -114,11 +120,11 @@ REFUSED = [
     ("generate {in} -o {tmp}/notes", "is not the partial output of a job; name another output or pass --overwrite"),
     (f"{OUT} --corpus run", "corpus='run': nothing is drafted; add --algorithm"),
     ("send-one --prompt=", "prompt='': is empty"),
-    ("send-one --max-new-tokens 0", "max_new_tokens=0:"),
+    ("send-one --max-new-tokens 0", "--max-new-tokens=0:"),
     ("gate {tmp}", "Missing option '--policy'"),
     ("report {tmp}", "holds no records of a sweep"),
     ("acceptance {tmp}/none", "none': no such file or folder"),
-    (EAGLE3, "data=None: give either --data (prompts) or --answers"),
+    (EAGLE3, "--data: give either --data (prompts) or --answers"),
     (f"{EAGLE3} --data {{in}} --answers {{in}}", "give either --data (prompts) or --answers"),
     (f"{EAGLE3} --data {{tmp}}/none.jsonl", "No such file"),
     (f"{EAGLE3} --data {{in}} --limit 0", "limit=0:"),
@@ -140,6 +146,11 @@ REFUSED = [
 ]
 
 
+def command_of(words: str) -> Any:
+    group = typer.main.get_command(app)
+    return group.commands.get(words.split()[0], group)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("case", REFUSED, ids=[f"{row[0]} {row[2:]}"[:90] for row in REFUSED])
 def test_error_before_an_engine_is_built(run, engine, jsonl, tmp_path, case):
     command, message, *lines = case
@@ -151,6 +162,10 @@ def test_error_before_an_engine_is_built(run, engine, jsonl, tmp_path, case):
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
     assert message in line
+    flags = {name for item in command_of(command).params for name in (*item.opts, *item.secondary_opts)}
+    if found := re.match(r"error: (-[a-z-]+)", line):
+        assert found[1] in flags
+    assert not re.search(r"(?<![\w.-])[a-z]+(_[a-z]+)+=", line), "a field of Python"
     assert engine.built == []
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())  # no files are left
 

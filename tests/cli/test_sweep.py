@@ -169,7 +169,7 @@ def test_unknown_draft_or_corpus_fails_its_configuration_unless_all_have_it(sett
     ]  # fmt: skip
     grid.write_text("[baseline]\n" + unknown)
     other = sweep(f"--concurrency 1 --configs {grid}", "--out", tmp_path / "other")
-    assert (other.exit_code, "error: draft='/nope/m': no such folder" in other.stderr) == (2, True)
+    assert (other.exit_code, "error: --draft=/nope/m: no such folder" in other.stderr) == (2, True)
 
 
 def test_engine_that_fails_while_it_runs_fails_its_point(sweep, engine, monkeypatch, tmp_path):
@@ -199,7 +199,7 @@ def test_what_fails_in_all_configurations_is_refused(sweep, engine, monkeypatch,
     monkeypatch.setattr(engine, "__init__", init)
     result = sweep("--concurrency 1")
     assert result.exit_code == 2
-    assert "error: model='typo': no such model" in result.stderr
+    assert "error: --model=typo: no such model" in result.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -44,7 +44,7 @@ def test_memory_plan_is_that_of_each_rank(tmp_path: Path, monkeypatch: pytest.Mo
         ("--tensor-parallel 4 --device cuda", "4: this machine has 2 CUDA devices; use at most that"),
         (
             "--tensor-parallel 2 --device cuda",
-            "2: cuda:1 cannot access the memory of cuda:0; use GPUs that are connected by NVLink, or data_parallel",
+            "2: cuda:1 cannot access the memory of cuda:0; use GPUs that are connected by NVLink, or --data-parallel",
         ),
     ],
 )
@@ -64,6 +64,6 @@ def test_sizes_that_do_not_work_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(head))
     result = generate(tmp_path, options.replace("{tmp}", str(tmp_path)))
     assert result.exit_code == 2, result.output
-    assert result.stderr.splitlines()[-1] == f"error: tensor_parallel={message}"
+    assert result.stderr.splitlines()[-1] == f"error: --tensor-parallel={message}"
     assert result.stdout == ""
     assert not (tmp_path / "out.jsonl").exists()

@@ -55,6 +55,27 @@ def test_heads_from_prompts_and_from_answers(source, tmp_path):
     assert all(tensor.isfinite().all() for tensor in tensors.values())
 
 
+def test_layers_that_a_head_reads(source, tmp_path):
+    out = tmp_path / "head"
+    words = ("--algorithm", "eagle3", "--data", source, "--out", out, "--unroll", 1, *SMALL)
+    refused = {
+        "1,x": "--aux-layers='1,x': write layers with commas",
+        "2,1": "--aux-layers=2,1: give a tuple of layers, ascending",
+        "1,99": "--aux-layers=1,99: toy has ",
+    }
+    for layers, message in refused.items():
+        result = call(*words, "--aux-layers", layers)
+        assert result.exit_code == 2
+        assert result.stderr.splitlines()[-1].startswith(f"error: {message}")
+        for path in out.iterdir() if out.exists() else ():
+            path.unlink()
+    result = call(*words, "--aux-layers", "1,2")
+    assert result.exit_code == 0, result.output
+    assert json.loads((out / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [1, 2]
+    hidden, columns = load_file(out / "model.safetensors")["fc.weight"].shape
+    assert columns == 2 * hidden
+
+
 def test_training_continues_after_a_crash_while_writing(source, tmp_path, monkeypatch):
     out, seen = tmp_path / "head", []
     command = ("--algorithm", "eagle3", "--data", source, "--out", out, *SMALL)
@@ -105,7 +126,7 @@ def test_questions_asked_as_a_task_does(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--num-fewshot", 2], "num_fewshot=2: goes with --task"),
+        (["--num-fewshot", 2], "--num-fewshot=2: goes with --task"),
         (["--task", "gsm8k"], "task='gsm8k': asks the questions in --data"),
     ],
 )

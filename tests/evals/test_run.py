@@ -203,7 +203,7 @@ def test_options_replace_the_tasks_sampling(
 
 
 def test_sampling_without_an_effect_is_refused() -> None:
-    with pytest.raises(SpecbatchError, match=r"^top_p=0.9: greedy answers are not sampled; add --temperature"):
+    with pytest.raises(SpecbatchError, match=r"^top_p=0.9: greedy answers are not sampled; add a temperature"):
         prepare(EvalOptions("one_digit_sums", top_p=0.9))
     with pytest.raises(SpecbatchError, match=r"^temperature=0.0: task one_digit_choices .* scores given texts"):
         prepare(EvalOptions("one_digit_choices", temperature=0.0))

@@ -257,6 +257,15 @@ def test_engine_runs_an_eagle3_head_of_two_layers(target, target_folder, example
     assert_same_acceptance(head, target, examples[:3], target_folder, "eagle3", tmp_path)
 
 
+@torch.no_grad()
+def test_engine_reads_the_layers_that_a_head_was_trained_on(target, target_folder, examples, tmp_path):
+    """With another number of them than usual, and the output of the last layer."""
+    kept = torch.arange(VOCABULARY)
+    head = Eagle3Head(target, kept, steps=3, max_len=MAX_LEN, seed=4, boundaries=(1, 4, 6, LAYERS))
+    write_head(tmp_path, head, torch.float32)
+    assert_same_acceptance(head, target, examples[:3], target_folder, "eagle3", tmp_path)
+
+
 def test_shallow_target_uses_its_lowest_layers(target, monkeypatch):
     """Readers' defaults would name a layer twice there, so the config lists boundaries itself."""
     monkeypatch.setattr(target, "config", replace(target.config, num_layers=4))

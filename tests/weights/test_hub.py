@@ -36,7 +36,7 @@ def test_invalid_names_never_query_the_hub(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(SpecbatchError, match=r"^model='smollm3': no such name, file or folder; give a head$"):
         open_checkpoint("smollm3", works="give a head")
     for name in ("qwen3-8b", "dummy"):
-        with pytest.raises(SpecbatchError, match=f"^model='{name}': is .* only; add --load-format dummy$"):
+        with pytest.raises(SpecbatchError, match=f"^model='{name}': is .* only; add load_format='dummy'$"):
             open_checkpoint(name)
     with pytest.raises(SpecbatchError, match="load_format='gguf': from the hub only safetensors"):
         open_checkpoint("someone/model", "gguf")

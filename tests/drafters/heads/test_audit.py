@@ -289,7 +289,7 @@ def test_mtp_head_of_a_nested_text_config(tmp_path: Path) -> None:
 
 
 def test_dummy_drafts_need_dummy_weights() -> None:
-    with pytest.raises(SpecbatchError, match=r"draft='dummy': .* add --load-format dummy"):
+    with pytest.raises(SpecbatchError, match=r"draft='dummy': .* add load_format='dummy'"):
         open_draft("dummy")
 
 

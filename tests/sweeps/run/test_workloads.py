@@ -335,7 +335,7 @@ def test_answers_are_greedy_or_sampled_with_a_seed_of_their_own():
     assert greedy.describe([[1]])["sampling"] is None
     for name, value, works in (
         ("temperature", -1.0, "use 0"),
-        ("top_p", 0.9, "greedy answers are not sampled; add --temperature"),
+        ("top_p", 0.9, "greedy answers are not sampled; add a temperature"),
         ("min_p", 2.0, "use a value from 0"),
     ):
         with pytest.raises(SpecbatchError, match=f"{name}={value}: {works}"):
