@@ -645,8 +645,8 @@ RELATIVE: dict[str, Metric] = {
             "measured, with its 95% interval (a t interval of their logarithms; with --until-precise a confidence "
             "sequence). The baseline is the configuration without speculation that has the same prefill graphs and "
             "number of devices; where there is none, and for configurations without speculation, the one named "
-            "`baseline`, else the first without speculation, else the first. It counts prompts, which drafting does not "
-            "make faster. Sections of `bench` compare decode tok/s, full-batch steps or TTFT instead.",
+            "`baseline`, else the first without speculation, else the first. It counts prompts, which drafting does "
+            "not make faster. Sections of `bench` compare decode tok/s, full-batch steps or TTFT instead.",
             "output tok/s / output tok/s of the baseline",
             better="higher",
             decimals=2,
