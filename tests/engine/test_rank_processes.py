@@ -176,6 +176,8 @@ def test_ranks_on_a_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch, omp: st
 
 def test_threads_come_back_with_the_last_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine on one device that follows would else compute with the threads of a rank."""
+    monkeypatch.setattr(ranks, "_divided", [])  # engines of other tests may be open
+    monkeypatch.setattr(ranks, "_undivided", [])
     used = [6]
     monkeypatch.setattr(torch, "get_num_threads", lambda: used[-1])
     monkeypatch.setattr(torch, "set_num_threads", used.append)

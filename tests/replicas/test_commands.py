@@ -180,8 +180,11 @@ def test_a_point_that_lost_a_replica_runs_again(run: Run, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--max-running", 2), "max_running=2: concurrency 5 on 2 replicas needs at least 3"),
-        (("--kv-pages", 7), "concurrency=5: baseline can hold 4 of these requests at once (max_running=3, kv_pages=7)"),
+        (("--max-running", 2), "--max-running=2: concurrency 5 on 2 replicas needs at least 3"),
+        (
+            ("--kv-pages", 7),
+            "--concurrency=5: baseline can hold 4 of these requests at once (--max-running=3, --kv-pages=7)",
+        ),
     ],
 )
 def test_a_concurrency_that_a_replica_cannot_hold_its_share_of_is_refused(run: Run, words: Any, message: str) -> None:

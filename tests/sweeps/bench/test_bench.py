@@ -295,7 +295,7 @@ def test_shares_and_floor_follow_from_the_measured_bandwidth(
 def test_a_cpu_has_no_machine_section(run: Callable[..., Result]) -> None:
     result = run(sections="machine")
     assert result.exit_code == 2
-    assert result.stderr == "error: sections='machine': needs a CUDA device; leave it out\n"
+    assert result.stderr == "error: --sections='machine': needs a CUDA device; leave it out\n"
 
 
 def test_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,12 +315,12 @@ def test_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"configs": "baseline"}, "configs='baseline': nothing drafts without"),
         ({"batch": "0"}, "batch=0:"),
         ({"batch": "1,x"}, "batch='1,x':"),
-        ({"new_tokens": 0}, "new_tokens=0:"),
-        ({"new_tokens": 20}, "new_tokens=20: a step time needs 20 steps of a full batch; use at least 21"),
+        ({"new_tokens": 0}, "--new-tokens=0:"),
+        ({"new_tokens": 20}, "--new-tokens=20: a step time needs 20 steps of a full batch; use at least 21"),
         ({"repeats": 0}, "repeats=0:"),
         ({"configs": "v2+piecewise", "sections": "closed"}, "prefill_graph='piecewise': needs a CUDA device"),
-        ({"decode_graph": "whole"}, "decode_graph='whole': needs a CUDA device"),
-        ({"decode_graph": "half"}, "decode_graph='half':"),
+        ({"decode_graph": "whole"}, "--decode-graph='whole': needs a CUDA device"),
+        ({"decode_graph": "half"}, "--decode-graph='half':"),
         ({"peers": "none.csv"}, "peers='none.csv': cannot be read"),
         ({"peers": ""}, "peers='': name a CSV file"),
         ({"peers": "wrong.csv"}, "peers='wrong.csv': needs the columns model, dtype"),
@@ -330,13 +330,13 @@ def test_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"simulate_accept_length": 2}, "nothing is drafted; add --algorithm, or leave it out"),
         (
             {"algorithm": "dflash", "draft": "dummy", "draft_tokens": 20},
-            "draft_tokens=20: the draft's block size is 16",
+            "--draft-tokens=20: the draft's block size is 16",
         ),
         (
             {"sections": "ttft", "ttft_tokens": "5,5000"},
-            "ttft_tokens=5000: with 8 new tokens that is more than the model's 2048; lower --ttft-tokens",
+            "--ttft-tokens=5000: with 8 new tokens that is more than the model's 2048; lower --ttft-tokens",
         ),
-        ({"sections": "ttft", "ttft_tokens": "5,8192"}, "ttft_tokens=8192"),  # a default that the user gave
+        ({"sections": "ttft", "ttft_tokens": "5,8192"}, "--ttft-tokens=8192"),  # a default that the user gave
         ({"sections": "decode", "decode_tokens": 2040}, "lower --decode-tokens or --new-tokens"),
     ],
 )

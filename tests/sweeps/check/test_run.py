@@ -303,8 +303,8 @@ def test_fault_exits_with_1(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("in.jsonl",), "random=True: a file has the prompts"),
-        (("--sampled",), "random=True: sampled needs prompts of text"),
+        (("in.jsonl",), "--random: a file has the prompts"),
+        (("--sampled",), "--random: sampled needs prompts of text"),
         (("--referee", "float16"), "referee='float16': use one of float32, same, none"),
     ],
 )
@@ -320,7 +320,7 @@ def test_prompt_that_does_not_fit_exits_with_2(tmp_path: Path, monkeypatch: pyte
     toy = ("--model", "toy", "--load-format", "dummy", "--device", "cpu", "--max-new-tokens", "12")
     result = CliRunner().invoke(app, ["check", "in.jsonl", "--max-model-len", "64", *toy])
     assert result.exit_code == 2
-    assert "max_model_len=64" in result.stderr
+    assert "--max-model-len=64" in result.stderr
 
 
 def test_bundled_prompts_that_do_not_fit_are_left_out_and_counted(

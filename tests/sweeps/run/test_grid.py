@@ -71,7 +71,7 @@ def test_file_overrides_the_command_line(tmp_path: Path) -> None:
         ("[a]\ndraft-token = 3", "a: draft_token': is no option of an engine; did you mean draft-tokens"),
         ("[a]\nzzz = 3", "a: zzz': is no option of an engine; use one of model, "),
         ("[a]\ndraft-tokens = true", "a: draft_tokens=true': this is not a value of that option"),
-        ('[a]\ndraft-tokens = "many"', "draft_tokens='many': use a whole number, or auto"),
+        ('[a]\ndraft-tokens = "many"', "draft-tokens='many': use a whole number, or auto"),
         ('[a]\npage_size = "big"', 'a: page_size="big"\': this is not a value of that option'),
         ("[a]\nfp8_activations = 'no'", 'fp8_activations="no"\': use true or false'),
         ("[a]\nprefix-cache = 3", "prefix_cache=3': use true or false"),
