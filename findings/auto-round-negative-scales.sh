@@ -1,5 +1,6 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # auto-round writes negative scales for about half of the groups of symmetric INT4 weights.
+#
 # Versions: auto-round 0.16.1, torch 2.13.0
 # Expected: scales of a symmetric quantization are positive; a sign is in the values only.
 # Seen: about half of `scales` are negative. The value of largest magnitude of a group becomes -8 times the scale, whatever

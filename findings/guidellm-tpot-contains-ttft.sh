@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # guidellm's "time per output token" contains the time to first token; what others call TPOT is its inter-token latency.
 #
 # Versions: guidellm 0.8.1.

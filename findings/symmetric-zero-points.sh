@@ -1,5 +1,6 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # The zero point 8 of symmetric INT4 weights is stored as 0x77777777, as 0x88888888 or not at all.
+#
 # Versions: auto-round 0.16.1, compressed-tensors 0.19.0, torch 2.13.0
 # Expected: one spelling; or that `sym: true` or `zero_point: false` means that no zero points are stored.
 # Seen: auto-round's GPTQ packing stores 7 (less 1), its AWQ packing 8 with `zero_point: false` in the config, and

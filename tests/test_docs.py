@@ -175,3 +175,11 @@ def test_python_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, capsys
     for block in blocks(page, "python"):
         exec(compile(block, page.name, "exec"), {})
         assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "findings").glob("*.sh")), ids=lambda path: path.name)
+def test_findings_are_listed_and_say_what_was_expected(script: Path) -> None:
+    first, *header = [line.removeprefix("# ") for line in script.read_text().splitlines()[1:] if line.startswith("# ")]
+    assert f"| [{script.name}]({script.name}) | {first} |" in (ROOT / "findings/README.md").read_text()
+    for part in ("Versions:", "Expected:", "Seen:", "Matters:"):
+        assert any(line.startswith(part) for line in header), part

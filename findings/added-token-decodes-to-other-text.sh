@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # An added token such as "naïve" of a byte-level tokenizer encodes as itself and decodes to another text.
 #
 # Versions: tokenizers 0.23.3, transformers 5.24.0

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # xgrammar compiles a JSON schema with `uniqueItems` or `contains` to the grammar of the schema without it.
+#
 # Versions: xgrammar 0.2.9, llguidance 1.9.1, torch 2.13.0 (CPU).
 # Expected: an error or a warning for a keyword that the library does not enforce.
 # Seen: no error; the grammar is equal, character by character, to that of the schema without the keyword. llguidance

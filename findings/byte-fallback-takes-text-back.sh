@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # The decoded text of some tokens is not a beginning of the text of more tokens: one invalid byte takes back valid ones.
 #
 # Versions: tokenizers 0.23.3

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Among equal logits `argmax` takes the first token, and `topk(4)` and `argsort` begin with other ones.
+#
 # Versions: torch 2.13.0 (CPU).
 # Expected: `topk(k).indices[0]` and `argsort(descending=True)[0]` are `argmax`, if not the k lowest indices.
 # Seen: of 49,152 equal values argmax gives 0, topk(1) gives 0, topk(4) begins with 1, and argsort with an index in the
