@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specbatch.chat_template import ChatTemplate
+from specbatch.chat_template import ChatTemplate, with_reasoning
 from specbatch.errors import refuse, refuse_json
 from specbatch.token_bytes import token_bytes
 from specbatch.tokenizer_files import read_folder
@@ -135,7 +135,9 @@ class Tokenizer:
     ) -> dict[str, Any]:
         switch = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         # As in transformers: a key without a value is not there, since many templates write "None" for one.
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        given = [
+            with_reasoning({key: value for key, value in message.items() if value is not None}) for message in messages
+        ]
         prompt = {"messages": given, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         return self._special_tokens | prompt | switch
 

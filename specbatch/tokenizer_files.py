@@ -45,6 +45,7 @@ def read_folder(folder: Path, most: int | None = None, *, compare: bool = True) 
         beside, added = (_read_table(folder / f"{name}.json") for name in ("special_tokens_map", "added_tokens"))
         special, report = add_special_tokens(backend, str(folder), found, described, beside, added, most)
         report += replaced_parts(backend, found, described, config) if compare else []
+        backend.encode_special_tokens = flag_of(described, "split_special_tokens")
     else:
         backend, special, report = backend.backend_tokenizer, dict(backend.special_tokens_map), []
     ends = token_ids(config, "eos_token_id") + token_ids(table_of(config, "text_config"), "eos_token_id")

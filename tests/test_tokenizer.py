@@ -169,6 +169,37 @@ def test_values_of_none_are_left_out_of_messages(tmp_path: Path, backend: Backen
     assert Tokenizer.from_folder(folder).apply_chat_template(messages) == theirs == "x"
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning_content": "r"},
+        {"reasoning": "r"},
+        {"thinking": "t"},
+        {"reasoning": "r", "thinking": "t", "reasoning_content": None},
+        {"reasoning": "r", "thinking": "t", "reasoning_content": "c"},
+        {"reasoning": "r", "reasoning_content": ""},
+        {"reasoning": None},
+        {},
+    ],
+)
+def test_reasoning_of_messages_has_the_names_that_templates_read(
+    fields: dict[str, Any], tmp_path: Path, backend: Backend
+) -> None:
+    """As in transformers 5.23: templates of Qwen read `reasoning_content`, those of gpt-oss `thinking`."""
+    folder = write(tmp_path, backend, chat_template="{% for m in messages %}{{ m | tojson }}{% endfor %}")
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", **fields}]
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(messages, tokenize=False)
+    assert Tokenizer.from_folder(folder).apply_chat_template(messages) == theirs
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_special_tokens_are_split_where_the_files_say_so(split: bool, tmp_path: Path, backend: Backend) -> None:
+    folder = write(tmp_path, backend, tokenizer_config={"split_special_tokens": split})
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder).encode("<|im_start|>hi")
+    assert Tokenizer.from_folder(folder).encode("<|im_start|>hi") == theirs
+    assert (theirs[0] == 298) is not split
+
+
 @pytest.mark.parametrize("name", ["tools", "documents"])
 def test_templates_see_that_there_are_no_tools_and_documents(name: str, tmp_path: Path, backend: Backend) -> None:
     tests = ("is none", "is not none", "== none", "is defined", "| tojson", "", "| default('d')", "or 'o'")

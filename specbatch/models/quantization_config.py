@@ -102,8 +102,9 @@ def _auto_round(found: dict[str, Any]) -> Quantization:
 
 
 def _grouped(found: dict[str, Any], packing: Packing, plain: tuple[frozenset[str], tuple[str, ...]]) -> Quantization:
-    """Symmetric weights (`sym`) have the zero point 8, whatever their `qzeros` hold: 7, 8 or nothing."""
-    return Int4Weights(*plain, packing=packing, group=_group(found), has_zeros=not flag_of(found, "sym"))
+    """Symmetric weights (`sym`) have the zero point 8, whatever their `qzeros` hold: 7, 8 or nothing. A config without
+    `sym` means symmetric ones, as for GPTQModel 7.7 and transformers 5.23; vLLM 0.33 refuses it for GPTQ."""
+    return Int4Weights(*plain, packing=packing, group=_group(found), has_zeros=not flag_of(found, "sym", True))
 
 
 def _group(found: dict[str, Any], where: str = "") -> int:

@@ -167,6 +167,7 @@ AS_AWQ, PLAIN_AUTO_ROUND = ({"packing_format": f"auto_round{suffix}"} for suffix
             for word in range(0, 16, 3)
         ),
         *(("gptq", {"sym": True, "desc_act": True} | method, None) for method in ({}, GPTQ_V2, IN_AUTO_ROUND)),
+        *(("gptq", {"sym": None} | method, word) for method in ({}, GPTQ_V2, IN_AUTO_ROUND) for word in (7, 8, None)),
         ("gptq", {"checkpoint_format": None}, 7),
         ("gptq", {"sym": False}, 7),
         ("gptq", {"sym": False} | GPTQ_V2, 8),
