@@ -64,11 +64,8 @@ class Tokenizer:
         number of the model's ids, files beside tokenizer.json add no tokens that it does not have. Raises
         SpecbatchError if that fails."""
         found = read_folder(folder, most, compare=log is not None)
-        if log is not None:
-            for line in found.report:
-                log(f"tokenizer {name or folder.name}: {line}")
         bos, end = (found.backend.token_to_id(found.special_tokens.get(key, "")) for key in ("bos_token", "eos_token"))
-        return cls(
+        made = cls(
             found.backend,
             name=name or folder.name,
             eos_ids=found.eos_ids if end is None else (*found.eos_ids, end),
@@ -77,6 +74,21 @@ class Tokenizer:
             chat_template=found.chat_template,
             special_tokens=found.special_tokens,
         )
+        if log is not None:
+            for line in (*found.report, *made._differing_bos()):
+                log(f"tokenizer {made.name}: {line}")
+        return made
+
+    def _differing_bos(self) -> list[str]:
+        """A line if `add_bos_token` and tokenizer.json differ. transformers 5 does not read the key beside the file."""
+        if self._add_bos is None or self.bos_id is None:
+            return []
+        if (self._backend.encode("").ids[:1] == [self.bos_id]) == self._add_bos:
+            return []
+        return [
+            f"prompts of plain text begin {'with' if self._add_bos else 'without'} the bos token, as add_bos_token of "
+            "tokenizer_config.json says; transformers 5 follows tokenizer.json, which says otherwise"
+        ]
 
     @property
     def eos_id(self) -> int | None:

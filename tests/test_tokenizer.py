@@ -103,7 +103,11 @@ def test_bos_token_is_added_if_the_files_require_it(
         special = [("<|im_start|>", 298)]
         changed.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
     described = {"bos_token": "<|im_start|>"} | ({} if add_bos is None else {"add_bos_token": add_bos})
-    tokenizer = Tokenizer.from_folder(write(tmp_path, changed, tokenizer_config=described))
+    lines: list[str] = []
+    folder = write(tmp_path, changed, tokenizer_config=described)
+    tokenizer = Tokenizer.from_folder(folder, log=lines.append)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert any("add_bos_token" in line for line in lines) == (theirs.encode("hello") != tokenizer.encode("hello"))
     plain = backend.encode("hello").ids
     assert tokenizer.encode("hello") == ([298, *plain] if expected else plain)
     assert tokenizer.encode("hello", add_special_tokens=False) == plain
