@@ -208,6 +208,24 @@ def test_zero_points_of_symmetric_weights(
     assert torch.equal(logits(found), logits(expected))
 
 
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_biases_of_layers_without_one_must_be_zero(value: float, tmp_path: Path) -> None:
+    """Old versions of AutoGPTQ write a bias of zeros for every layer."""
+    meant = write(tmp_path, LLAMA, "gptq")
+    tensors = load_file(tmp_path / "model.safetensors")
+    stems = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    tensors |= {f"{stem}.bias": torch.zeros(tensors[f"{stem}.scales"].shape[-1]).half() for stem in stems}
+    tensors[f"{stems[-1]}.bias"][3] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    if value:
+        with pytest.raises(SpecbatchError, match=f"its config describes no tensor {re.escape(stems[-1])}.bias"):
+            open_checkpoint(str(tmp_path))
+        return
+    checkpoint = open_checkpoint(str(tmp_path))
+    expected = logits(load(ModelConfig.from_dict(LLAMA), meant.__getitem__))
+    assert (logits(load(checkpoint.config, checkpoint.tensor)) - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
 def test_packed_words_are_those_of_the_formats() -> None:
     """Written out by hand: outputs 0, 1, 2, ... of the first input are 0, 1, 2, ..., and their zero points 8."""
 
