@@ -97,14 +97,15 @@ def _read_table(path: Path) -> dict[str, Any]:
 
 
 def _read_chat_template(folder: Path, described: dict[str, Any]) -> str | None:
-    own = folder / "chat_template.jinja"
-    if own.is_file():
-        return read_text("chat_template", own, "download it again")
+    for own in ("additional_chat_templates/default.jinja", "chat_template.jinja"):
+        if (folder / own).is_file():
+            return read_text("chat_template", folder / own, "download it again")
     found = described.get("chat_template")
     if isinstance(found, list):  # several named templates; "default" is for conversations
-        named = [item for item in found if isinstance(item, dict) and item.get("name") == "default"]
-        found = named[0].get("template") if named else None
+        found = {str(item.get("name")): item.get("template") for item in found if isinstance(item, dict)}
+    if isinstance(found, dict):
+        found = found.get("default")
     if found is not None and not isinstance(found, str):
-        works = "it must be a text, or a list of named ones; download tokenizer_config.json again"
+        works = "it must be a text, or several with names; download tokenizer_config.json again"
         raise refuse("chat_template", found, works)
     return found

@@ -385,3 +385,25 @@ def test_chat_templates_without_a_default_are_left_out(tmp_path: Path, backend: 
     for templates in ([], [5], [{"name": "tool_use", "template": "x"}], None):
         folder = write(tmp_path, backend, tokenizer_config={"chat_template": templates})
         assert not Tokenizer.from_folder(folder).has_chat_template
+
+
+@pytest.mark.parametrize(
+    ("described", "files"),
+    [
+        ([{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}], {}),
+        ([{"name": "default", "template": "C"}, {"name": "default", "template": "D"}], {}),
+        ({"default": "D", "tool_use": "T"}, {}),
+        ("C", {"chat_template": "D"}),
+        ([{"name": "default", "template": "C"}], {"chat_template": "D"}),
+        (None, {"chat_template": "D", "additional_chat_templates/tool_use": "T"}),
+        ("C", {"additional_chat_templates/default": "D"}),
+        (None, {"chat_template": "C", "additional_chat_templates/default": "D"}),
+    ],
+)
+def test_chat_templates_with_names(described: Any, files: dict[str, str], tmp_path: Path, backend: Backend) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    folder = write(tmp_path, backend, tokenizer_config={"chat_template": described}, **files)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    messages = [{"role": "user", "content": "x"}]
+    assert theirs.apply_chat_template(messages, tokenize=False) == "D"
+    assert Tokenizer.from_folder(folder).apply_chat_template(messages) == "D"
