@@ -27,6 +27,7 @@ MEMORY = 512 << 20  # bytes of address space of the process
 LONGEST_OUTPUT = 64 << 20  # bytes
 AHEAD = 256 << 10  # bytes of variables that are rendered together
 CHANCES = 8  # renderings that may exceed a limit, of a template that has rendered nothing yet
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 _Process = subprocess.Popen[bytes]
 
@@ -144,6 +145,15 @@ class ChatTemplate:
     def _close(self, process: _Process) -> None:
         _stop(process, self._owner)
         self._process = None
+
+
+def with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning under the names that templates read, whichever of them it has: as in transformers
+    5.23, where `reasoning_content` replaces `thinking`, which replaces `reasoning`."""
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _packed(variables: dict[str, Any]) -> bytes:

@@ -2,8 +2,9 @@
 
 transformers 5.24 reads the files in this way. `added_tokens_decoder` of tokenizer_config.json stands in place of
 special_tokens_map.json and added_tokens.json, both of which are ignored where that key is, even if it is empty. Without
-it special_tokens_map.json replaces what tokenizer_config.json says. Tokens that tokenizer.json lacks get the next free
-ids: first those with a stated id, in the order of these, then those with a name, then the others.
+it special_tokens_map.json replaces what tokenizer_config.json says, and tokens of tokenizer.json that have a name are
+special. Tokens that tokenizer.json lacks get the next free ids: first those with a stated id, in the order of these,
+then those with a name, then the others.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def add_special_tokens(
     Returns the texts of the special tokens that have a name, such as "eos_token", and lines to report. Raises
     SpecbatchError for values of a wrong type, and if a token does not get the id that a file states.
     """
-    own = {item["content"]: item["id"] for item in tokenizer.get("added_tokens") or []}
+    tables = {item["content"]: item for item in tokenizer.get("added_tokens") or []}
+    own = {content: item["id"] for content, item in tables.items()}
     _check_ids(backend, name, own, "tokenizer.json")
     if DECODER in config:
         where, tokens, special = DECODER, table_of(config, DECODER), {}
@@ -50,7 +52,7 @@ def add_special_tokens(
         where, flags = "added_tokens.json", {}
         stated = {content: _index(where, index) for content, index in added.items()}
     named, unnamed = _special_tokens(config, special)
-    if named.get("pad_token") is None and tokenizer.get("padding") is not None:
+    if not {**config, **special}.keys() & {"pad_token"} and tokenizer.get("padding") is not None:
         named["pad_token"] = tokenizer["padding"]["pad_token"]
     contents = {key: _content(key, token) for key, token in named.items() if token is not None}
     others = {_content(EXTRA, token): token for token in unnamed}
@@ -58,8 +60,10 @@ def add_special_tokens(
     wanted: dict[str, Any] = {}
     for content in sorted(stated, key=stated.__getitem__):
         if content in flags or content not in own:
-            token = flags.get(content, {"special": content in usual})
+            token = flags.get(content, {"special": content in usual, "normalized": content not in usual})
             wanted[content] = _token(content, token, is_named=content in contents.values())
+    if where != DECODER:
+        wanted |= {text: _token(text, tables[text], is_named=True) for text in contents.values() if text in own}
     listed = wanted.keys() | own.keys()
     for content, token in [*((contents[key], named[key]) for key in contents), *others.items()]:
         if content and content not in listed:  # the last one of several tables counts

@@ -43,6 +43,23 @@ def environment() -> Any:
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return jinja2.nodes.Scope(body, lineno=line)  # what is set in it is not set after it
 
+    class Namespace(jinja2.utils.Namespace):
+        """Refuses names that begin with an underscore, which the sandbox would read as empty."""
+
+        def __init__(*args: Any, **kwargs: Any) -> None:  # any name may be a keyword, also `self`
+            self, *given = args
+            jinja2.utils.Namespace.__init__(self, visible(dict(*given, **kwargs)))
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            visible({name: value})
+            super().__setitem__(name, value)
+
+    def visible(names: dict[str, Any]) -> dict[str, Any]:
+        hidden = next((name for name in names if str(name).startswith("_")), None)
+        if hidden is not None:
+            raise ValueError(f"a namespace cannot have {hidden!r}; begin names with a letter")
+        return names
+
     def tojson(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
@@ -54,6 +71,7 @@ def environment() -> Any:
     found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     found.filters["tojson"] = tojson
     found.globals["raise_exception"] = raise_exception
+    found.globals["namespace"] = Namespace
     found.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return found
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specbatch.chat_template import ChatTemplate
+from specbatch.chat_template import ChatTemplate, with_reasoning
 from specbatch.errors import refuse, refuse_json
 from specbatch.token_bytes import token_bytes
 from specbatch.tokenizer_files import read_folder
@@ -64,11 +64,8 @@ class Tokenizer:
         number of the model's ids, files beside tokenizer.json add no tokens that it does not have. Raises
         SpecbatchError if that fails."""
         found = read_folder(folder, most, compare=log is not None)
-        if log is not None:
-            for line in found.report:
-                log(f"tokenizer {name or folder.name}: {line}")
         bos, end = (found.backend.token_to_id(found.special_tokens.get(key, "")) for key in ("bos_token", "eos_token"))
-        return cls(
+        made = cls(
             found.backend,
             name=name or folder.name,
             eos_ids=found.eos_ids if end is None else (*found.eos_ids, end),
@@ -77,6 +74,21 @@ class Tokenizer:
             chat_template=found.chat_template,
             special_tokens=found.special_tokens,
         )
+        if log is not None:
+            for line in (*found.report, *made._differing_bos()):
+                log(f"tokenizer {made.name}: {line}")
+        return made
+
+    def _differing_bos(self) -> list[str]:
+        """A line if `add_bos_token` and tokenizer.json differ. transformers 5 does not read the key beside the file."""
+        if self._add_bos is None or self.bos_id is None:
+            return []
+        if (self._backend.encode("").ids[:1] == [self.bos_id]) == self._add_bos:
+            return []
+        return [
+            f"prompts of plain text begin {'with' if self._add_bos else 'without'} the bos token, as add_bos_token of "
+            "tokenizer_config.json says; transformers 5 follows tokenizer.json, which says otherwise"
+        ]
 
     @property
     def eos_id(self) -> int | None:
@@ -135,7 +147,9 @@ class Tokenizer:
     ) -> dict[str, Any]:
         switch = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         # As in transformers: a key without a value is not there, since many templates write "None" for one.
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        given = [
+            with_reasoning({key: value for key, value in message.items() if value is not None}) for message in messages
+        ]
         prompt = {"messages": given, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         return self._special_tokens | prompt | switch
 

@@ -45,6 +45,7 @@ def read_folder(folder: Path, most: int | None = None, *, compare: bool = True) 
         beside, added = (_read_table(folder / f"{name}.json") for name in ("special_tokens_map", "added_tokens"))
         special, report = add_special_tokens(backend, str(folder), found, described, beside, added, most)
         report += replaced_parts(backend, found, described, config) if compare else []
+        backend.encode_special_tokens = flag_of(described, "split_special_tokens")
     else:
         backend, special, report = backend.backend_tokenizer, dict(backend.special_tokens_map), []
     ends = token_ids(config, "eos_token_id") + token_ids(table_of(config, "text_config"), "eos_token_id")
@@ -96,14 +97,15 @@ def _read_table(path: Path) -> dict[str, Any]:
 
 
 def _read_chat_template(folder: Path, described: dict[str, Any]) -> str | None:
-    own = folder / "chat_template.jinja"
-    if own.is_file():
-        return read_text("chat_template", own, "download it again")
+    for own in ("additional_chat_templates/default.jinja", "chat_template.jinja"):
+        if (folder / own).is_file():
+            return read_text("chat_template", folder / own, "download it again")
     found = described.get("chat_template")
     if isinstance(found, list):  # several named templates; "default" is for conversations
-        named = [item for item in found if isinstance(item, dict) and item.get("name") == "default"]
-        found = named[0].get("template") if named else None
+        found = {str(item.get("name")): item.get("template") for item in found if isinstance(item, dict)}
+    if isinstance(found, dict):
+        found = found.get("default")
     if found is not None and not isinstance(found, str):
-        works = "it must be a text, or a list of named ones; download tokenizer_config.json again"
+        works = "it must be a text, or several with names; download tokenizer_config.json again"
         raise refuse("chat_template", found, works)
     return found

@@ -225,6 +225,8 @@ def test_a_forked_process_starts_its_own() -> None:
         ),
         ("{{ messages | tojson(colour=1) }}", "it has an error, which may show with some messages only (line 1: "),
         ("{{ nothing | tojson }}", "line 1: Object of type Undefined is not JSON serializable"),
+        ("{% set n = namespace(_a=1) %}{{ n._a }}", "line 1: a namespace cannot have '_a'"),
+        ("{% set n = namespace() %}{% set n._a = 1 %}{{ n._a }}", "line 1: a namespace cannot have '_a'"),
         ("{{ raise_exception('no system') }}", "it does not accept these messages (no system)"),
         ("{% generation %}{{ raise_exception(5) }}{% endgeneration %}", "it does not accept these messages (5)"),
     ],
@@ -282,4 +284,17 @@ def test_tojson_takes_the_options_of_transformers(options: str) -> None:
     value = {"k": "Köln <>&'\"\u2028", "b": [1, 2.5, None, True, {"z": "ß", "a": []}], "a": {}}
     template = f"{{{{ messages[0].content | tojson({options}) }}}}|{{{{ messages | tojson({options}) }}}}"
     messages = [{"role": "user", "content": value}]
+    assert ChatTemplate(template, "mine").render(messages=messages) == rendered_by_transformers(template, messages)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set n = namespace(a=1, self=2) %}{% set n.b = n.a + n.self %}{{ n.b }}{{ n.c }}",
+        "{% set n = namespace({'a': 1}, b=[]) %}{% for m in messages %}{% set n.b = n.b + [m] %}{% endfor %}{{ n.b }}",
+        "{{ dict(a=1) }}{{ dict(messages[0], role='x') | tojson }}{{ dict.fromkeys(['a']) }}",
+    ],
+)
+def test_namespaces_and_dicts_are_those_of_transformers(template: str) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "4"}]
     assert ChatTemplate(template, "mine").render(messages=messages) == rendered_by_transformers(template, messages)

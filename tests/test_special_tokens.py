@@ -93,6 +93,9 @@ CASES: dict[str, dict[str, Any]] = {
     "extra by name in the map": {"special_tokens_map": {"extra_special_tokens": {"turn_token": "<x>"}}},
     "name of the model's own in the map": {"special_tokens_map": {"turn_token": "<x>"}},
     "added": {"added_tokens": {"<y>": 259, "<x>": 258, "<eos>": 0}},
+    "added, with a name of the model's own": {
+        "added_tokens": {"<X>": 258}, "tokenizer_config": {"image_token": "<X>"}
+    },
     "added and named": {"added_tokens": {"<y>": 259, "<x>": 258}, "special_tokens_map": {"eos_token": "<y>"}},
 }  # fmt: skip
 
@@ -101,7 +104,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     folder = write(tmp_path, **CASES[name])
     ours, theirs = Tokenizer.from_folder(folder), PreTrainedTokenizerFast.from_pretrained(folder)
-    for text in (TEXT, "x<x>", " <y> "):
+    for text in (TEXT, "x<x>", " <y> ", "<X>"):
         assert ours.encode(text) == theirs.encode(text)
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text), skip_special_tokens=True)
     assert (ours.eos_id, ours.bos_id) == (theirs.eos_token_id, theirs.bos_token_id)
@@ -137,6 +140,41 @@ def test_padding_names_the_pad_token(tmp_path: Path) -> None:
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     assert Tokenizer.from_folder(folder).encode("a<x>") == theirs.encode("a<x>") == [66, SIZE]
     assert theirs.pad_token == "<x>"
+
+    for config, table in (({"pad_token": None}, None), ({}, {"pad_token": None}), ({"pad_token": None}, {})):
+        again = write(tmp_path, tokenizer_config=config, **({} if table is None else {"special_tokens_map": table}))
+        edit(again, padding=padding)
+        theirs = PreTrainedTokenizerFast.from_pretrained(again)
+        assert theirs.pad_token is None
+        assert Tokenizer.from_folder(again).encode("a<x>") == theirs.encode("a<x>")
+
+
+NAMED: list[tuple[dict[str, Any], bool]] = [
+    ({"tokenizer_config": {"eos_token": "<x>"}}, True),
+    ({"special_tokens_map": {"sep_token": "<x>"}}, True),
+    ({"tokenizer_config": {"turn_token": "<x>"}}, True),
+    ({"tokenizer_config": {"extra_special_tokens": {"turn_token": "<x>"}}}, True),
+    ({"tokenizer_config": {"mask_token": added("<x>", lstrip=True)}}, True),
+    ({"tokenizer_config": {"additional_special_tokens": ["<x>"]}}, False),
+    ({"tokenizer_config": {"extra_special_tokens": ["<x>"]}}, False),
+    ({"tokenizer_config": {"eos_token": "<x>", "added_tokens_decoder": {}}}, False),
+    ({"tokenizer_config": {}}, False),
+]
+
+
+@pytest.mark.parametrize(("files", "special"), NAMED)
+def test_tokens_of_tokenizer_json_that_have_a_name_are_special(
+    files: dict[str, Any], special: bool, tmp_path: Path
+) -> None:
+    folder = write(tmp_path, **files)
+    flags = PLAIN | {"special": False, "normalized": True, "rstrip": True}
+    own = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    edit(folder, added_tokens=[*own, {"id": SIZE, "content": "<x>", **flags}])
+    ours, theirs = Tokenizer.from_folder(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    assert ours.encode("a <x> b") == theirs.encode("a <x> b")
+    for skip in (True, False):
+        assert ours.decode([66, SIZE], skip_special_tokens=skip) == theirs.decode([66, SIZE], skip_special_tokens=skip)
+    assert (ours.decode([SIZE]) == "") == special
 
 
 @pytest.mark.parametrize(

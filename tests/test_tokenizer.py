@@ -103,7 +103,11 @@ def test_bos_token_is_added_if_the_files_require_it(
         special = [("<|im_start|>", 298)]
         changed.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
     described = {"bos_token": "<|im_start|>"} | ({} if add_bos is None else {"add_bos_token": add_bos})
-    tokenizer = Tokenizer.from_folder(write(tmp_path, changed, tokenizer_config=described))
+    lines: list[str] = []
+    folder = write(tmp_path, changed, tokenizer_config=described)
+    tokenizer = Tokenizer.from_folder(folder, log=lines.append)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert any("add_bos_token" in line for line in lines) == (theirs.encode("hello") != tokenizer.encode("hello"))
     plain = backend.encode("hello").ids
     assert tokenizer.encode("hello") == ([298, *plain] if expected else plain)
     assert tokenizer.encode("hello", add_special_tokens=False) == plain
@@ -167,6 +171,37 @@ def test_values_of_none_are_left_out_of_messages(tmp_path: Path, backend: Backen
     folder = write(tmp_path, backend, chat_template=template)
     theirs = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(messages, tokenize=False)
     assert Tokenizer.from_folder(folder).apply_chat_template(messages) == theirs == "x"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning_content": "r"},
+        {"reasoning": "r"},
+        {"thinking": "t"},
+        {"reasoning": "r", "thinking": "t", "reasoning_content": None},
+        {"reasoning": "r", "thinking": "t", "reasoning_content": "c"},
+        {"reasoning": "r", "reasoning_content": ""},
+        {"reasoning": None},
+        {},
+    ],
+)
+def test_reasoning_of_messages_has_the_names_that_templates_read(
+    fields: dict[str, Any], tmp_path: Path, backend: Backend
+) -> None:
+    """As in transformers 5.23: templates of Qwen read `reasoning_content`, those of gpt-oss `thinking`."""
+    folder = write(tmp_path, backend, chat_template="{% for m in messages %}{{ m | tojson }}{% endfor %}")
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", **fields}]
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(messages, tokenize=False)
+    assert Tokenizer.from_folder(folder).apply_chat_template(messages) == theirs
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_special_tokens_are_split_where_the_files_say_so(split: bool, tmp_path: Path, backend: Backend) -> None:
+    folder = write(tmp_path, backend, tokenizer_config={"split_special_tokens": split})
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder).encode("<|im_start|>hi")
+    assert Tokenizer.from_folder(folder).encode("<|im_start|>hi") == theirs
+    assert (theirs[0] == 298) is not split
 
 
 @pytest.mark.parametrize("name", ["tools", "documents"])
@@ -350,3 +385,25 @@ def test_chat_templates_without_a_default_are_left_out(tmp_path: Path, backend: 
     for templates in ([], [5], [{"name": "tool_use", "template": "x"}], None):
         folder = write(tmp_path, backend, tokenizer_config={"chat_template": templates})
         assert not Tokenizer.from_folder(folder).has_chat_template
+
+
+@pytest.mark.parametrize(
+    ("described", "files"),
+    [
+        ([{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}], {}),
+        ([{"name": "default", "template": "C"}, {"name": "default", "template": "D"}], {}),
+        ({"default": "D", "tool_use": "T"}, {}),
+        ("C", {"chat_template": "D"}),
+        ([{"name": "default", "template": "C"}], {"chat_template": "D"}),
+        (None, {"chat_template": "D", "additional_chat_templates/tool_use": "T"}),
+        ("C", {"additional_chat_templates/default": "D"}),
+        (None, {"chat_template": "C", "additional_chat_templates/default": "D"}),
+    ],
+)
+def test_chat_templates_with_names(described: Any, files: dict[str, str], tmp_path: Path, backend: Backend) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    folder = write(tmp_path, backend, tokenizer_config={"chat_template": described}, **files)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    messages = [{"role": "user", "content": "x"}]
+    assert theirs.apply_chat_template(messages, tokenize=False) == "D"
+    assert Tokenizer.from_folder(folder).apply_chat_template(messages) == "D"

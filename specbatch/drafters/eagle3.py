@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -68,6 +69,7 @@ def eagle3_plan(
     check_tensors(described.shapes(len(aux), files.shapes), files.shapes, files.origin, "draft")
     if "speculators_model_type" in files.config and files.config.get("norm_before_residual") is None:
         log("draft: its config lacks norm_before_residual: false, as speculators has it; vLLM takes it for true")
+    _report_output_norm(files.config, log)
     d2t = _offsets(files, layer.vocab_size, log)
 
     def build(model: Decoder, loader: Loader) -> FeatureChain:
@@ -104,6 +106,18 @@ def _aux(
     aux = found.boundaries
     log(f"draft: features are the inputs of layers {', '.join(map(str, aux))} of {layers} (from {found}{note})")
     return aux
+
+
+def _report_output_norm(config: dict[str, Any], log: Log) -> None:
+    """SpecForge up to 0.2.0 trains heads with `norm_output` to other equations than those that vLLM 0.33, SGLang 0.5.23
+    and later SpecForge (sgl-project/SpecForge, pull request 879) run; its config looks like theirs."""
+    value = config.get("norm_output")
+    if value is None or "speculators_model_type" in config:
+        return
+    theirs = "as if this were false: set it to false" if value else "without a norm before the logits: train it again"
+    log(
+        f"draft: norm_output: {json.dumps(value)} is read as in vLLM; SpecForge up to 0.2.0 trains such a head {theirs}"
+    )
 
 
 def _offsets(files: DraftFiles, vocabulary: int, log: Log) -> torch.Tensor | None:

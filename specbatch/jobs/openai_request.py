@@ -102,13 +102,15 @@ class _ToolCall(_Strict):
 
 
 class Message(_Strict):
-    """A message. That of an assistant may have tool calls, and null as content."""
+    """A message. That of an assistant may have tool calls, reasoning under one of two names, and null as content."""
 
     role: str
     content: str | None = None
     name: str | None = None
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
     @field_validator("content", mode="before")
     @classmethod

@@ -68,21 +68,23 @@ def _quark(found: dict[str, Any]) -> Quantization:
 
 def _awq(found: dict[str, Any]) -> Quantization:
     _expect(found, "bits", 4)
-    version = found.get("version") or "gemm"
+    key = spelled(found, "version", "format")
+    version = found.get(key) or "gemm"
     if str(version).lower() != "gemm":
-        raise _refuse("version", version, "it must be 'gemm'")
+        raise _refuse(key, version, "it must be 'gemm'")
     plain, has_zeros = _plain(found, "modules_to_not_convert"), flag_of(found, "zero_point", True)
     return Int4Weights(*plain, packing="awq", group=_group(found), has_zeros=has_zeros)
 
 
 def _gptq(found: dict[str, Any]) -> Quantization:
     _expect(found, "bits", 4)
-    _expect(found, "checkpoint_format", "gptq", "gptq_v2", default="gptq")
+    key = spelled(found, "checkpoint_format", "format")  # GPTQModel 7.7 and transformers 5.23 read both
+    _expect(found, key, "gptq", "gptq_v2", default="gptq")
     _expect(found, "pack_dtype", "int32", default="int32")
     others = [name for name in table_of(found, "dynamic") if not name.startswith("-:")]  # those are not quantized
     if others:
         raise _refuse("dynamic", others, "all weights must be quantized in one way")
-    packing: Packing = "gptq_v2" if found.get("checkpoint_format") == "gptq_v2" else "gptq"
+    packing: Packing = "gptq_v2" if found.get(key) == "gptq_v2" else "gptq"
     return _grouped(found, packing, _plain(found, "modules_to_not_convert"))
 
 
@@ -102,8 +104,9 @@ def _auto_round(found: dict[str, Any]) -> Quantization:
 
 
 def _grouped(found: dict[str, Any], packing: Packing, plain: tuple[frozenset[str], tuple[str, ...]]) -> Quantization:
-    """Symmetric weights (`sym`) have the zero point 8, whatever their `qzeros` hold: 7, 8 or nothing."""
-    return Int4Weights(*plain, packing=packing, group=_group(found), has_zeros=not flag_of(found, "sym"))
+    """Symmetric weights (`sym`) have the zero point 8, whatever their `qzeros` hold: 7, 8 or nothing. A config without
+    `sym` means symmetric ones, as for GPTQModel 7.7 and transformers 5.23; vLLM 0.33 refuses it for GPTQ."""
+    return Int4Weights(*plain, packing=packing, group=_group(found), has_zeros=not flag_of(found, "sym", True))
 
 
 def _group(found: dict[str, Any], where: str = "") -> int:

@@ -124,8 +124,16 @@ class FolderCheckpoint:
         self.config = self.config.fit(own)
         own, self.mtp = ({name: part[name] for name in part if name not in unused} for part in (own, head))
         _check_ends(self.config, own, folder)
-        check_tensors(self.config.tensor_shapes(), own, folder)
+        wanted = self.config.tensor_shapes()
+        if isinstance(stored, Int4Weights):
+            own = {name: shape for name, shape in own.items() if name in wanted or not self._is_zero_bias(name, own)}
+        check_tensors(wanted, own, folder)
         self._names = list(own)
+
+    def _is_zero_bias(self, name: str, found: dict[str, tuple[int, ...]]) -> bool:
+        """Whether a tensor is a bias that does nothing: old versions of AutoGPTQ write one for every layer."""
+        is_bias = name.endswith(".bias") and name.removesuffix(".bias") + ".qweight" in found
+        return is_bias and not self._tensors.tensor(name).any()
 
     def _check_orders(self, stored: Int4Weights) -> None:
         """Refuse groups that are no neighbouring inputs."""

@@ -89,6 +89,13 @@ def test_text_parts_of_a_message_are_joined(read):
     assert found == ("messages", [{"role": "system", "content": "s"}, {"role": "user", "content": "a\nb"}])
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_of_an_assistant_is_for_the_template(name, read):
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", name: "r"}]
+    (found,) = read({"messages": messages}).request.prompts()
+    assert found == ("messages", messages)
+
+
 def test_assistant_may_have_no_content(read):
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [

@@ -167,9 +167,13 @@ AS_AWQ, PLAIN_AUTO_ROUND = ({"packing_format": f"auto_round{suffix}"} for suffix
             for word in range(0, 16, 3)
         ),
         *(("gptq", {"sym": True, "desc_act": True} | method, None) for method in ({}, GPTQ_V2, IN_AUTO_ROUND)),
+        *(("gptq", {"sym": None} | method, word) for method in ({}, GPTQ_V2, IN_AUTO_ROUND) for word in (7, 8, None)),
         ("gptq", {"checkpoint_format": None}, 7),
         ("gptq", {"sym": False}, 7),
         ("gptq", {"sym": False} | GPTQ_V2, 8),
+        ("gptq", {"sym": False, "format": "gptq_v2"}, 8),
+        ("gptq", {"sym": False, "format": "gptq_v2", "checkpoint_format": None}, 8),
+        ("gptq", {"sym": False, "format": "gptq", "checkpoint_format": "gptq_v2"}, 8),
         ("gptq", IN_AUTO_ROUND | {"sym": False}, 7),
         ("gptq", IN_AUTO_ROUND | PLAIN_AUTO_ROUND | {"sym": False}, 8),
         ("gptq", {"quant_method": "intel/auto-round", "packing_format": "auto_round:gptqmodel", "sym": False}, 8),
@@ -202,6 +206,24 @@ def test_zero_points_of_symmetric_weights(
     found = load(checkpoint.config, checkpoint.tensor)
     expected = load(ModelConfig.from_dict(LLAMA), meant.__getitem__)
     assert torch.equal(logits(found), logits(expected))
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_biases_of_layers_without_one_must_be_zero(value: float, tmp_path: Path) -> None:
+    """Old versions of AutoGPTQ write a bias of zeros for every layer."""
+    meant = write(tmp_path, LLAMA, "gptq")
+    tensors = load_file(tmp_path / "model.safetensors")
+    stems = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    tensors |= {f"{stem}.bias": torch.zeros(tensors[f"{stem}.scales"].shape[-1]).half() for stem in stems}
+    tensors[f"{stems[-1]}.bias"][3] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    if value:
+        with pytest.raises(SpecbatchError, match=f"its config describes no tensor {re.escape(stems[-1])}.bias"):
+            open_checkpoint(str(tmp_path))
+        return
+    checkpoint = open_checkpoint(str(tmp_path))
+    expected = logits(load(ModelConfig.from_dict(LLAMA), meant.__getitem__))
+    assert (logits(load(checkpoint.config, checkpoint.tensor)) - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
 def test_packed_words_are_those_of_the_formats() -> None:
@@ -383,6 +405,8 @@ IGNORING = scheme() | {"ignore": ["re:.*mlp.(gate|up)_proj", "lm_head", "model.l
         (scheme() | {"ignore": ["re:("]}, r"ignore='re:\(': it is no regular expression"),
         ({"quant_method": "awq", "bits": 8}, "bits=8: it must be 4"),
         (AWQ | {"version": "gemv"}, "version='gemv': it must be 'gemm'"),
+        (AWQ | {"version": None, "format": "gemv"}, "format='gemv': it must be 'gemm'"),
+        (GPTQ | {"format": "bitblas"}, "format='bitblas': it must be 'gptq' or 'gptq_v2'"),
         (AWQ | {"group_size": 48}, "group_size=48: it must be 32 or 64 or 128 or -1"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         (GPTQ | {"dynamic": {"+:.*down": {"bits": 8}}}, "dynamic=.*quantized in one way"),

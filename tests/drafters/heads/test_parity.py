@@ -173,6 +173,25 @@ def test_eagle3_with_norms_around_fc(write: Any, start: Any, norms: str) -> None
     check(run, heads.RefEagle3(tensors, stub, **options), (2, 4, 5), heads.ids(tensors))
 
 
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        (True, "norm_output: true is read as in vLLM; SpecForge up to 0.2.0 trains such a head as if this were false"),
+        (False, "norm_output: false is read as in vLLM; SpecForge up to 0.2.0 trains such a head without a norm"),
+        (None, None),
+    ],
+)
+def test_norm_output_that_specforge_trains_otherwise_is_reported(
+    write: Any, start: Any, value: bool | None, line: str | None
+) -> None:
+    stub, tensors = heads.TargetStub(8), heads.eagle3()
+    run = start(stub, "eagle3", write(heads.llama(draft_vocab_size=9, norm_output=value), tensors))
+    check(run, heads.RefEagle3(tensors, stub, norm_output=bool(value)), (2, 4, 5), heads.ids(tensors))
+    found = [text for text in run.lines if "SpecForge" in text]
+    assert len(found) == (line is not None)
+    assert line is None or line in found[0]
+
+
 def test_eagle3_narrower_than_its_target_reads_the_requested_layers(write: Any, start: Any) -> None:
     """With matrices of its own a head may have another hidden size; aux_layers override its config."""
     stub, tensors = heads.TargetStub(8), heads.eagle3(hidden=16)
@@ -212,6 +231,7 @@ def test_more_layers_in_speculators_format(write: Any, start: Any) -> None:
     }  # fmt: skip
     run = start(stub, "eagle3", write(config, tensors))
     check(run, heads.RefEagle3(tensors, stub, theta=500.0, norm_output=True), (1, 3, 6), heads.ids(tensors))
+    assert not any("SpecForge" in line for line in run.lines)
 
 
 # -- P-EAGLE -----------------------------------------------------------------------------------------------------
