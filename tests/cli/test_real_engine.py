@@ -207,6 +207,19 @@ def test_dry_run_lists_points_of_servers_without_times(run):
     assert "4 points of servers not included" in shown
 
 
+@pytest.mark.parametrize("sampling", [{"reasoning": ["<think>"]}, {"min_tokens": 2}, {"json_schema": True}])
+def test_a_dry_run_refuses_rows_that_are_not_sent_to_a_server(run, sampling):
+    Path("grid.toml").write_text('[ours]\nspec = "off"\n[vllm]\nengine = "http"\nbase-url = "http://127.0.0.1:9"\n')
+    write_prompts("x", {"prompt": "y", "sampling": sampling})
+    for more in ("--dry-run", ""):
+        words = f"--dataset in.jsonl --configs grid.toml --concurrency 1 --repeats 1 --output-len 4 --out out {more}"
+        assert (
+            f":2': sampling: {next(iter(sampling))} is not sent to a server"
+            in run(f"sweep {words}", exit_code=2).stderr
+        )
+    assert not Path("out").exists()
+
+
 @pytest.mark.slow
 def test_several_models_run_one_after_the_other(run):
     Path("grid.toml").write_text('[baseline]\nspec = "off"\nseed = [1, 2]\n[ngram]\nalgorithm = "ngram"\nseed = 1\n')
@@ -301,8 +314,11 @@ def test_grammars_of_rows_and_of_the_job(run):
     ("words", "message"),
     [
         ("", "concurrency=3: baseline can hold 0 of these requests at once"),  # questions of GSM8K
-        ("--input-len 9 --output-len 4 --kv-pages 2", "max_model_len=64: the KV pool of 2 pages holds"),
-        ("--input-len 9 --output-len 4 --decode-graph whole", "decode_graph='whole': needs a CUDA device"),
+        ("--input-len 9 --output-len 4 --kv-pages 2", "--max-model-len=64: the KV pool of 2 pages holds"),
+        (
+            "--input-len 9 --output-len 4 --decode-graph whole",
+            "needs a CUDA device and this engine runs on a CPU; use off",
+        ),
         ("--input-len 9 --output-len 4 --draft self:skip=7-9", "draft="),
     ],
 )
