@@ -83,22 +83,23 @@ def read_yaml(setting: str, path: Path, works: str = "name another file") -> Any
 def parse_json(text: bytes | str, *, unique: bool = False) -> Any:
     """The value of a JSON text. Raises UnreadableError for whatever is wrong with it. unique: an object that has a key
     twice is wrong, too; else the last value counts."""
-    decoded = (text if isinstance(text, str) else _decoded(text)).strip(_BLANK)
     try:
+        decoded = (text if isinstance(text, str) else text.decode()).strip(_BLANK)
         # `decode` takes three times as long for short texts, and one that looks at every key five times.
         found, end = _PLAIN.scan_once(decoded, 0)
         if end != len(decoded) or (unique and not _has_keys(found, decoded.count(":"))):
             raise StopIteration
     except (StopIteration, ValueError, RecursionError):
-        found = _decoded_by(_UNIQUE if unique else _PLAIN, text)
+        decoded = text if isinstance(text, str) else _decoded(text)
+        found = _decoded_by(_UNIQUE if unique else _PLAIN, decoded)
     if decoded.count("[") + decoded.count("{") > DEEPEST and _is_deep(found):
         raise UnreadableError(_TOO_DEEP.format(form="JSON"))
     return found
 
 
-def _decoded_by(decoder: json.JSONDecoder, text: bytes | str) -> Any:
+def _decoded_by(decoder: json.JSONDecoder, text: str) -> Any:
     try:
-        return decoder.decode(text if isinstance(text, str) else _decoded(text))
+        return decoder.decode(text)
     except json.JSONDecodeError as error:
         place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
         raise UnreadableError(f"is not JSON ({error.msg.removesuffix(' at')} at {place})") from None
@@ -112,14 +113,17 @@ def _decoded_by(decoder: json.JSONDecoder, text: bytes | str) -> Any:
 
 def _has_keys(value: Any, colons: int) -> bool:
     """Whether its objects have as many keys as its JSON text has colons. Then no object of the text has a key twice."""
-    if isinstance(value, dict) and len(value) == colons:
+    if type(value) is dict and len(value) == colons:
         return True
     keys, found = 0, [value]
     for item in found:
-        if isinstance(item, dict):
+        kind = type(item)
+        if kind is str:
+            continue
+        if kind is dict:
             keys += len(item)
             found += item.values()
-        elif isinstance(item, list):
+        elif kind is list:
             found += item
     return keys == colons
 

@@ -174,7 +174,7 @@ class PromptReader:
     def read(self, number: int, row: bytes | Any) -> Prompt | MalformedLine:
         """The prompt of a line, or of a row of a data set."""
         try:
-            is_plain = isinstance(row, bytes) and b"\\u" not in row and _PLACEHOLDER.encode() not in row
+            is_plain = isinstance(row, bytes) and b"\\u" not in row and _PLACEHOLDER_BYTES not in row
             return _prompt(parse_row(row), self._forms, number, is_plain=is_plain)
         except MalformedRowError as error:
             return MalformedLine(number, str(error))
@@ -291,6 +291,7 @@ LINES = "one JSON object per line"
 _IDS = ("id", "question_id")  # MT-Bench has the second
 # In place of the texts that SPEED-Bench must not distribute.
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+_PLACEHOLDER_BYTES = _PLACEHOLDER.encode()
 _EXPECTED = {
     "prompt": "a string",
     "prompt_token_ids": "a list of whole numbers from 0",
