@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import stat
 import tomllib
+from collections.abc import Callable
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def parse_json(text: bytes | str, *, unique: bool = False) -> Any:
     try:
         decoded = (text if isinstance(text, str) else text.decode()).strip(_BLANK)
         # `decode` takes three times as long for short texts, and one that looks at every key five times.
-        found, end = _PLAIN.scan_once(decoded, 0)
+        found, end = _scan(decoded, 0)
         if end != len(decoded) or (unique and not _has_keys(found, decoded.count(":"))):
             raise StopIteration
     except (StopIteration, ValueError, RecursionError):
@@ -193,6 +194,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 _BLANK = " \t\n\r"  # around a JSON value
 _PLAIN, _UNIQUE = json.JSONDecoder(), json.JSONDecoder(object_pairs_hook=_unique)
+_scan: Callable[[str, int], tuple[Any, int]] = _PLAIN.scan_once  # type: ignore[attr-defined]
 _TOO_DEEP = "is not {form} that can be read (nested too deeply)"
 
 

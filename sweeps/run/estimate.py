@@ -39,6 +39,8 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
     answers are as long as allowed: drafts that are accepted and answers that end early make a sweep faster. Refused:
     engines that do not fit.
     """
+    if len(engines_of(configs)) < len(configs):
+        options.workload.refuse_unsent()
     found = planned(configs, options)
     plans = {name: plan for name, (_, plan, _) in found.items()}
     first, _, share = next(iter(found.values()))

@@ -206,8 +206,6 @@ def fitted(configs: Configs, options: SweepOptions) -> dict[str, EngineConfig | 
     """Engines as long as the workload's prompts and answers, unless they were asked to be longer. Servers are as they
     are."""
     own = engines_of(configs)
-    if len(own) < len(configs):
-        options.workload.refuse_unsent()
     most = max(options.concurrency)
     if options.until_precise is not None and len(configs) < 2:
         works = "a ratio needs a configuration to compare with; use at least two, or --repeats"

@@ -183,6 +183,8 @@ def run_points(
               others go on. None: an error ends the sweep
     measured  called with engine, point and record before the record is written
     """
+    if len(engines_of(configs)) < len(configs):
+        options.workload.refuse_unsent()
     plan = plan_of(configs, options)
     check_plan(folder, plan)
     every = list(points(configs, options, folder))
