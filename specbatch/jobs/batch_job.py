@@ -246,6 +246,11 @@ class BatchJob:
                     self.stopped = f"stopped by {stopped}; {self._how_to_continue()}"
                     return False
                 self.kept.check()
+                if not self.replaces and self.output.exists():
+                    works = (
+                        "something else wrote it during the job; move it away, then the same command writes the answers"
+                    )
+                    raise refuse("output", self.output.name, works)
                 self._publish()
             self.kept.remove()
         return True
