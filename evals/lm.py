@@ -302,7 +302,11 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
             works = f"the engine supports {', '.join(sorted(_KNOWN))}; use another task"
             raise refuse("task", self._task, f"sets {', '.join(unknown)}, but {works}")
         stops, reasoning = _stops(wanted), self._reasoning
-        reasons = self._think_end_token is not None or reasoning.is_opened_by(prompt)
+        reasons = (
+            self._think_end_token is not None
+            or reasoning.is_opened_by(prompt)
+            or (self._chat_template and reasoning.may_open(prompt))
+        )
         return SamplingParams(
             **sampling_in(wanted, self._chosen),
             max_new_tokens=self._max_new_tokens or kwargs["max_gen_toks"],

@@ -101,6 +101,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
+    def template_writes(self, text: str) -> bool:
+        """Whether there is a chat template, with `text` in its source."""
+        return self._chat_template is not None and text in self._chat_template.source
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Special tokens are added only if the model's files ask for them."""
         by_rule = add_special_tokens and self._add_bos is not False

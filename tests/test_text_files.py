@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,37 @@ def test_keys_that_an_object_has_twice() -> None:
     text = '[{"a": 1, "b": {"c": 2, "c": 3}, "a": 4}]'
     assert parse_json(text) == [{"a": 4, "b": {"c": 3}}]
     with pytest.raises(UnreadableError, match=r'^has the key "c" more than once in an object$'):
+        parse_json(text, unique=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": 1, "a": 2}',
+        '{"a" :1, "a" :2, "b": "\\":"}',
+        '{"a": {"b": 1}, "a": 2}',
+        '{"b": [1, {"a": 1, "a": 2}]}',
+        '{"a": 1, "\\u0061": 2}',
+        '{"a": ":", "a": ":"}',
+        ' {"a": [{}, {"b": 1}], "a": 1} ',
+    ],
+)
+def test_every_key_that_is_there_twice_is_found(text: str) -> None:
+    with pytest.raises(UnreadableError, match=r"more than once in an object$"):
+        parse_json(text, unique=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": ":", "b": [":", {"a": "x: y"}]}', '{":": {":": 1}}', " [] ", '\t{"a": {"a": {"a": "a"}}}\r\n', "1", '":"'],
+)
+def test_keys_that_an_object_has_once(text: str) -> None:
+    assert parse_json(text, unique=True) == parse_json(text.encode(), unique=True) == json.loads(text)
+
+
+@pytest.mark.parametrize("text", ["", " ", "{} {}", "1 2", '{"a": 1} x', "\ufeff{}", "nul", "\x0b{}", '{"a": 1}\x00'])
+def test_text_that_is_not_one_value(text: str) -> None:
+    with pytest.raises(UnreadableError, match=r"^is not JSON"):
         parse_json(text, unique=True)
 
 

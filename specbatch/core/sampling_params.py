@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from specbatch.errors import MOST, MOST_SEED, refuse
@@ -219,7 +220,16 @@ class SamplingParams:
             changes = {"regex": None, "json_schema": None, **changes}
         return replace(self, **changes)
 
-    def with_seed(self, seed: int) -> SamplingParams:
+    @classmethod
+    def of_row(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """The same as `SamplingParams(**values)` of JSON values, fast where rows of a file share all but the seed."""
+        return _shared(None, values)
+
+    def with_row(self, changes: Mapping[str, Any]) -> SamplingParams:
+        """The same as `updated` with JSON values, fast where rows of a file share all but the seed."""
+        return _shared(self, changes)
+
+    def with_seed(self, seed: int | None) -> SamplingParams:
         """The same parameters with a valid seed. Unlike `replace` it checks nothing again, because jobs call it for
         each row."""
         found = copy(self)
@@ -227,6 +237,23 @@ class SamplingParams:
         return found
 
 
+def _shared(base: SamplingParams | None, values: Mapping[str, Any]) -> SamplingParams:
+    seed = values.get("seed")
+    if seed is not None and not _SEED.fits(seed):
+        raise refuse("seed", seed, _SEED.works)
+    own = json.dumps(values if seed is None else {name: values[name] for name in values if name != "seed"})
+    make = _made if len(own) <= _LONGEST_KEPT else _made.__wrapped__
+    found = make(base, own)
+    return found.with_seed(seed) if "seed" in values else found
+
+
+@lru_cache(256)
+def _made(base: SamplingParams | None, values: str) -> SamplingParams:
+    changes = json.loads(values)
+    return SamplingParams(**changes) if base is None else base.updated(changes)
+
+
+_LONGEST_KEPT = 1 << 16  # characters of JSON, which bounds the memory of `_made`
 SAMPLED = ("temperature", "top_p", "top_k", "min_p")  # parameters that decide on the distribution of a token
 
 

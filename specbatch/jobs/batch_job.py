@@ -15,7 +15,7 @@ rejected with the differences.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from itertools import tee
@@ -169,6 +169,7 @@ class BatchJob:
             header,
             lambda row: 0 <= row["index"] < found.end and form.is_kept(row),
             start_over="pass --overwrite",
+            usual={"sampling": asdict(SamplingParams())},
             retry_failed=retry_failed,
         )
         replaces = files.exists()
@@ -245,6 +246,11 @@ class BatchJob:
                     self.stopped = f"stopped by {stopped}; {self._how_to_continue()}"
                     return False
                 self.kept.check()
+                if not self.replaces and self.output.exists():
+                    works = (
+                        "something else wrote it during the job; move it away, then the same command writes the answers"
+                    )
+                    raise refuse("output", self.output.name, works)
                 self._publish()
             self.kept.remove()
         return True
@@ -310,18 +316,14 @@ class BatchJob:
             raise self._exists() from None
         counts = record["workload"].get("output")
         rows = counts.get("rows") if isinstance(counts, dict) else None
-        if self._differs(record["workload"]) or rows is None or rows != self.output.count():
+        if self.kept.differences(record["workload"]) or rows is None or rows != self.output.count():
             raise self._exists()
         return record
-
-    def _differs(self, workload: Mapping[str, Any]) -> list[str]:
-        """The settings of the job that the workload of a record has not."""
-        return [name for name, value in self.kept.header.items() if workload.get(name) != value]
 
     def _check_record(self) -> None:
         """Refuse to complete an output that another job wrote."""
         workload = self.output.record_of()["workload"]
-        if differs := self._differs(workload):
+        if differs := self.kept.differences(workload):
             other = describe_differences(workload, self.kept.header, differs)
             works = f"was made with another {other}; only the same job can complete it"
             raise refuse("retry_failed", self.output.name, works)

@@ -88,11 +88,12 @@ class OpenAIBatch(JobFormat):
         value: Any = None
         try:
             value = parse_row(raw)
-            if (place := no_text_in(value)) is not None:
+            is_plain = isinstance(raw, bytes) and b"\\u" not in raw
+            if not is_plain and (place := no_text_in(value)) is not None:
                 raise UnsupportedError(f"{place} {HALF_PAIR}")
             envelope = envelope_of(value)
             body = BODIES[envelope.url].read(envelope.body)
-            params = SamplingParams(**body.sampling(self._given))
+            params = SamplingParams.of_row(body.sampling(self._given))
         except (MalformedRowError, UnsupportedError) as error:
             problem = str(error)
         except ValidationError as error:

@@ -154,18 +154,18 @@ class _Body(_Strict):
     temperature: float = 1.0
     top_p: float = 1.0
     n: int = Field(1, ge=1, le=_MOST_SAMPLES)
-    stop: str | list[str] = []
+    stop: str | list[str] = Field(default_factory=list)  # pydantic copies other defaults deeply, for every row
     seed: int | None = None
     top_k: int = 0
     min_p: float = 0.0
     min_tokens: int = 0
     ignore_eos: bool = False
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[int] = Field(default_factory=list)
     skip_special_tokens: bool = True
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: dict[str, float] = {}
+    logit_bias: dict[str, float] = Field(default_factory=dict)
     response_format: _ResponseFormat | None = None
 
     @classmethod

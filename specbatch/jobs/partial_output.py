@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from specbatch.atomic_file import writing
@@ -107,12 +108,14 @@ class PartialRows:
         *,
         start_over: str,
         may_differ: Collection[str] = (),
+        usual: Mapping[str, Row] = MappingProxyType({}),
         retry_failed: bool = False,
     ) -> None:
         """
         is_row        whether a row can belong to the job; may raise KeyError or TypeError for one that cannot
         start_over    what the user does to start from the beginning, for error messages
         may_differ    keys of the header that are for information only and may differ
+        usual         defaults of nested settings, which hold where an earlier version did not have the setting yet
         retry_failed  ignore rows with an `error`, so that they are missing
         """
         self.path = path
@@ -121,6 +124,7 @@ class PartialRows:
         self._is_row = is_row
         self._start_over = start_over
         self._may_differ = may_differ
+        self._usual: dict[str, Row] = json.loads(json.dumps(dict(usual)))
         self._retry_failed = retry_failed
         self._claimed: FileIO | None = None
         self._size = 0  # that the claimed file should have
@@ -164,13 +168,18 @@ class PartialRows:
             raise refuse(
                 "output", str(self.path), f"was started by another version, which did not save {lacks}; {works}"
             )
-        return not set(self._differences(header)) - set(self._may_differ)
+        return not set(self.differences(header)) - set(self._may_differ)
 
-    def _differences(self, header: Row) -> list[str]:
-        return [name for name in self.header if header[name] != self.header[name]]
+    def differences(self, other: Mapping[str, Any]) -> list[str]:
+        """The settings of the job that another header, or the workload of a record, does not have alike."""
+        return [name for name, value in self.header.items() if self._completed(name, other.get(name)) != value]
+
+    def _completed(self, name: str, value: Any) -> Any:
+        return {**self._usual[name], **value} if name in self._usual and isinstance(value, dict) else value
 
     def _other_job(self, header: Row) -> Exception:
-        other = describe_differences(header, self.header, self._differences(header))
+        completed = {name: self._completed(name, value) for name, value in header.items()}
+        other = describe_differences(completed, self.header, self.differences(header))
         works = f"was made with another {other}; finish that job, name another output or {self._start_over}"
         return refuse("output", str(self.path), works)
 

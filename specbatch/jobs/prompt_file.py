@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,6 +15,8 @@ from specbatch.jobs.input_version import InputVersion
 from specbatch.text_files import LARGEST, UnreadableError, parse_json
 
 LONGEST_LINE = 16 << 20  # bytes
+BLOCK = 1 << 17  # bytes that are read at a time
+SECONDS_BETWEEN_CHECKS = 1.0  # of an input while rows of a block are used
 
 
 def location(source: str | Path, line: int) -> str:
@@ -39,9 +42,12 @@ def stream_rows(
     """
     version = version or InputVersion(setting, source)
     version.check(remote=True)
+    checked = time.monotonic()
     try:
-        for row in _rows(setting, source, columns, beside, split):
-            version.check()
+        for row in _rows(setting, source, columns, beside, split, version):
+            if not isinstance(row[1], bytes) or time.monotonic() - checked > SECONDS_BETWEEN_CHECKS:
+                version.check()
+                checked = time.monotonic()
             yield row
     except SpecbatchError:
         version.check(remote=True)  # the cause, for example, of half a line
@@ -50,7 +56,12 @@ def stream_rows(
 
 
 def _rows(
-    setting: str, source: str | Path, columns: Collection[str], beside: Collection[str], split: str | None
+    setting: str,
+    source: str | Path,
+    columns: Collection[str],
+    beside: Collection[str],
+    split: str | None,
+    version: InputVersion,
 ) -> Iterator[tuple[int, bytes | Any]]:
     if is_dataset(source):
         yield from enumerate(read_rows(setting, source, split, columns, beside), start=1)
@@ -61,7 +72,7 @@ def _rows(
         if Path(source).suffix == ".json" and _starts_array(file):
             yield from enumerate(_array(setting, source, file), start=1)
         else:
-            yield from ((number, line) for number, line in enumerate(_lines(file), start=1) if line.strip())
+            yield from ((number, line) for number, line in enumerate(_lines(file, version), start=1) if line.strip())
 
 
 def parse_line(line: bytes) -> Any:
@@ -71,14 +82,27 @@ def parse_line(line: bytes) -> Any:
     return parse_json(line, unique=True)
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Lines without a byte order mark. One that is longer than `LONGEST_LINE` is cut, but stays longer than that."""
+def _lines(file: BinaryIO, version: InputVersion) -> Iterator[bytes]:
+    """Lines without a byte order mark. One that is longer than `LONGEST_LINE` is cut, but stays longer than that.
+
+    They are read in blocks, and none of a block is used unless the file is the same after the block was read.
+    """
     file.seek(len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0)
-    while line := file.readline(LONGEST_LINE + 2):
-        rest = line
-        while len(rest) > LONGEST_LINE and not rest.endswith(b"\n"):
-            rest = file.readline(LONGEST_LINE + 2)
-        yield line.removesuffix(b"\n")
+    begun: list[bytes] = []  # parts of a line whose end is in a later block
+    size = 0
+    while block := file.read(BLOCK):
+        version.check()
+        *whole, rest = block.split(b"\n")
+        if whole:
+            begun.append(whole[0])
+            whole[0] = b"".join(begun)
+            begun, size = [], 0
+            yield from whole
+        if rest and size <= LONGEST_LINE:
+            begun.append(rest)
+            size += len(rest)
+    if begun:
+        yield b"".join(begun)
 
 
 def _starts_array(file: BinaryIO) -> bool:

@@ -34,6 +34,9 @@ class Reasoning:
         known = {begin: end for begin, end in MARKS.items() if begin == OPEN or _tokens_of(begin, end) <= strings}
         self.opens = tuple(known)
         self._ends = [*known.values(), *([] if end is None else [end])]
+        self._own_ends = tuple(
+            mark for mark in known.values() if _tokens_of(mark) <= strings and tokenizer.template_writes(mark)
+        )
         self._decode = tokenizer.decode
 
         def hidden(marks: Iterable[str]) -> list[list[int]]:
@@ -51,6 +54,11 @@ class Reasoning:
     def is_opened_by(self, prompt: str) -> bool:
         """Whether a rendered prompt ends inside reasoning, as the templates of models that always reason do."""
         return prompt.rstrip().endswith(self.opens)
+
+    def may_open(self, prompt: str) -> bool:
+        """Whether the answer to a prompt that the chat template rendered may be reasoning without an opening mark:
+        the vocabulary and the template of the model have its end, and the prompt does not end with that."""
+        return bool(self._own_ends) and not prompt.rstrip().endswith(self._own_ends)
 
     def answer_of(self, text: str, tokens: Sequence[int], *, opened: bool = False) -> str:
         """The text after the last end of reasoning: all of it if there is no reasoning, nothing if that did not end.

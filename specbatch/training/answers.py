@@ -22,6 +22,7 @@ from specbatch.errors import SpecbatchError, refuse
 from specbatch.jobs.partial_output import PartialRows, Row, parsed, row_seed
 from specbatch.progress import Report
 from specbatch.records.differences import describe_differences
+from specbatch.text_files import UnreadableError, open_regular
 from specbatch.training.data import LEAST_OUTPUT, Example
 
 if TYPE_CHECKING:
@@ -124,9 +125,10 @@ def read_answers(
     `target`.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise refuse("answers", str(path), f"cannot be read ({error.strerror})") from error
+        with open_regular(path) as file:
+            lines = file.read().split(b"\n")
+    except UnreadableError as error:
+        raise refuse("answers", str(path), f"{error}; give the answers.jsonl of an earlier run") from error
     header = _header(lines[0])
     if header is not None:
         _same_model(path, header, target)

@@ -39,6 +39,8 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
     answers are as long as allowed: drafts that are accepted and answers that end early make a sweep faster. Refused:
     engines that do not fit.
     """
+    if len(engines_of(configs)) < len(configs):
+        options.workload.refuse_unsent()
     found = planned(configs, options)
     plans = {name: plan for name, (_, plan, _) in found.items()}
     first, _, share = next(iter(found.values()))
@@ -79,15 +81,22 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
 def _check_pages(
     found: Mapping[str, tuple[Prepared, MemoryPlan, MemoryShare]], configs: Configs, options: SweepOptions
 ) -> None:
-    """Refuse a concurrency that an engine cannot hold."""
+    """Refuse a concurrency that an engine cannot hold, and prompts that it cannot run."""
+    from specbatch.engine.prompt_reader import PromptReader
+
     most, tokenizer = max(options.concurrency), next(iter(found.values()))[0].target.tokenizer()
     prompts = options.workload.prompts(tokenizer, options.workload.count(most))
-    lengths = list(longest(options.workload, tokenizer, prompts, options.workload.params(len(prompts))))
+    params = options.workload.params(len(prompts))
+    lengths = list(longest(options.workload, tokenizer, prompts, params))
     for name, (one, plan, _) in found.items():
         slots = one.draft.kv_slots_per_step(one.config.speculation.drafted + 1)
         caps = {"max_running": one.config.max_running, "kv_pages": plan.kv_pages, "page_size": one.config.page_size}
         replicas = engines_of(configs)[name].data_parallel
-        check_concurrency(name, caps | {"verify_slots": slots}, replicas, most, lengths)
+        caps |= {"verify_slots": slots, "max_model_len": plan.max_model_len}
+        check_concurrency(name, caps, replicas, most, lengths)
+        reader = PromptReader(tokenizer, one.target.config, caps)
+        for index, (tokens, own) in enumerate(zip(prompts, params, strict=True)):
+            reader.check(tokens, own, index)
 
 
 def _described(configs: Configs, plans: Mapping[str, MemoryPlan], whose: str, pool: str) -> Iterator[str]:

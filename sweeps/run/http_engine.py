@@ -20,7 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import aiohttp
@@ -45,6 +45,7 @@ from specbatch.sweeps.run.prompt_text import PromptText
 from specbatch.sweeps.run.server import Server
 from specbatch.sweeps.run.server_cache import ServerCache
 from specbatch.sweeps.run.server_counters import accepted, counters_of
+from specbatch.sweeps.run.workloads import SENT
 
 if TYPE_CHECKING:
     from specbatch.tokenizer import Tokenizer
@@ -100,7 +101,9 @@ class HttpEngine:
         arrivals: Sequence[float] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        """As `Engine.generate`; the completions hold text and no token ids."""
+        """As `Engine.generate`; the completions hold text and no token ids. Refuses parameters that are not sent."""
+        for own in {id(own): own for own in params}.values():
+            _refuse_unsent(own)
         if self.server.send == "text" and self._texts is None:
             self._texts = PromptText(self.tokenizer, lambda body: self._get_text("/tokenize", body))
         cpu = time.thread_time()
@@ -339,6 +342,12 @@ class HttpEngine:
 def _is_name(model: object) -> TypeGuard[str]:
     """Whether a model can be named in messages, tables and folders."""
     return isinstance(model, str) and model.isprintable() and 0 < len(model) <= NAME_LENGTH
+
+
+def _refuse_unsent(params: SamplingParams) -> None:
+    for item in fields(params):
+        if item.name not in SENT and (value := getattr(params, item.name)) != item.default:
+            raise refuse(item.name, value, "is not sent to a server; leave it out")
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:

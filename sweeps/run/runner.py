@@ -40,7 +40,6 @@ from specbatch.sweeps.run.loading import (
     one_group,
 )
 from specbatch.sweeps.run.sanity_checks import warnings
-from specbatch.sweeps.run.server import Server
 from specbatch.sweeps.run.workloads import Workload, sha256_of
 
 if TYPE_CHECKING:
@@ -184,7 +183,7 @@ def run_points(
               others go on. None: an error ends the sweep
     measured  called with engine, point and record before the record is written
     """
-    if any(isinstance(config, Server) for config in configs.values()):
+    if len(engines_of(configs)) < len(configs):
         options.workload.refuse_unsent()
     plan = plan_of(configs, options)
     check_plan(folder, plan)

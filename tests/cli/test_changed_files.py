@@ -65,6 +65,16 @@ def longer(path: Path) -> None:
         file.write(path.read_bytes().splitlines(keepends=True)[-1])
 
 
+def test_output_that_something_else_writes_is_kept(changed: Any, run: Any, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    last = ended(changed(LINES, lambda path: path.write_text("mine"), output))
+    assert "something else wrote it during the job; move it away, then the same command writes the answers" in last
+    assert output.read_text() == "mine"
+    output.rename(tmp_path / "mine")
+    assert run("generate", tmp_path / "in.jsonl", "-o", output, "--concurrency", "4").exit_code == 0
+    assert len(output.read_text().splitlines()) == 400
+
+
 @pytest.mark.parametrize("change", [shorter, longer, Path.unlink])
 @pytest.mark.parametrize(("name", "lines"), [("in.jsonl", LINES), ("in.jsonl", BATCH), ("in.csv", CSV)])
 def test_input_that_changes_ends_the_job(

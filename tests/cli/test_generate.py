@@ -120,6 +120,31 @@ def test_interrupted_run_continues(generate, engine, tmp_path):
     assert (tmp_path / "once.jsonl").read_text() == (tmp_path / "out.jsonl").read_text()
 
 
+@pytest.mark.parametrize("value", [[], ["<think>"]])
+def test_partial_output_of_a_version_with_fewer_sampling_parameters(generate, tmp_path, value):
+    """It had the default of a parameter that it did not know. A value that it has counts."""
+    generate(interrupt_after=2)
+    partial = tmp_path / "out.jsonl.partial"
+    first, *rest = rows(partial)
+    assert first["sampling"].pop("reasoning") == []
+    if value:
+        first["sampling"]["reasoning"] = value
+    partial.write_text("".join(json.dumps(row) + "\n" for row in (first, *rest)))
+    result = generate()
+    if value:
+        assert result.exit_code == 2
+        assert "was made with another reasoning (['<think>'] there, [] now)" in result.stderr
+        return
+    assert result.exit_code == 0, result.output
+    assert "2 of 4 are finished" in result.stderr
+    record = tmp_path / "out.jsonl.record.json"
+    found = json.loads(record.read_text())
+    del found["workload"]["sampling"]["reasoning"]
+    record.write_text(json.dumps(found))
+    again = generate()
+    assert again.exit_code == 0, again.output
+
+
 def test_seeds_depend_on_the_row(generate, engine, monkeypatch):
     seen = []
     complete = engine._complete

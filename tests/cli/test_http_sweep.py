@@ -99,6 +99,18 @@ def test_text_with_a_request_rate_and_suspicious_outputs(sweep, jsonl, tmp_path)
         assert f"CHECK OUTPUTS: {work['warnings'][0]} (org/toy at concurrency 2, repeat 1)." in result.stdout
 
 
+@pytest.mark.parametrize("sampling", [{"reasoning": ["<think>"]}, {"min_tokens": 2}, {"logit_bias": {"3": 1}}])
+def test_rows_that_cannot_be_sent_are_refused_with_their_line(sweep, jsonl, tmp_path, sampling):
+    script = Script()
+    path = jsonl({"prompt": "a"}, {"prompt": "b", "sampling": sampling})
+    result = sweep(script, "--dataset", path, "--concurrency", 1, "--output-len", 4)
+    assert result.exit_code == 2
+    works = f"sampling: {next(iter(sampling))} is not sent to a server; leave it out"
+    assert result.stderr.endswith(f"error: --dataset='{path}:2': {works}\n")
+    assert not script.bodies
+    assert not (tmp_path / "out").exists()
+
+
 def test_messages_are_sent_to_the_chat_endpoint(run, jsonl, tmp_path, tokenizer):
     words = ("--concurrency", 1, "--repeats", 1, *TINY_SWEEP[2:], "--dataset", jsonl({"question": "6 x 7?"}))
     with rival(server := Rival("vllm", template_tokens=20)) as url:

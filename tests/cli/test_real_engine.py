@@ -207,6 +207,33 @@ def test_dry_run_lists_points_of_servers_without_times(run):
     assert "4 points of servers not included" in shown
 
 
+@pytest.mark.parametrize("sampling", [{"reasoning": ["<think>"]}, {"min_tokens": 2}, {"json_schema": True}])
+def test_a_dry_run_refuses_rows_that_are_not_sent_to_a_server(run, sampling):
+    Path("grid.toml").write_text('[ours]\nspec = "off"\n[vllm]\nengine = "http"\nbase-url = "http://127.0.0.1:9"\n')
+    write_prompts("x", {"prompt": "y", "sampling": sampling})
+    for more in ("--dry-run", ""):
+        words = f"--dataset in.jsonl --configs grid.toml --concurrency 1 --repeats 1 --output-len 4 --out out {more}"
+        assert (
+            f":2': sampling: {next(iter(sampling))} is not sent to a server"
+            in run(f"sweep {words}", exit_code=2).stderr
+        )
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt_token_ids": [99_999]}, "prompt 1=[99999]: token ids go from 0 to "),
+        ({"prompt": "y", "sampling": {"logit_bias": {"99999": 1}}}, "logit_bias=99999: token ids go from 0 to "),
+        ({"prompt": "y", "sampling": {"regex": "(a|b)*a(a|b){16}"}}, "more than 16000 states"),
+    ],
+)
+def test_a_dry_run_refuses_rows_that_cannot_run(run, row, message):
+    write_prompts("x", row)
+    words = "--dataset in.jsonl --configs baseline --concurrency 1 --repeats 1 --output-len 4 --out out --dry-run"
+    assert message in run(f"sweep {words}", exit_code=2).stderr
+
+
 @pytest.mark.slow
 def test_several_models_run_one_after_the_other(run):
     Path("grid.toml").write_text('[baseline]\nspec = "off"\nseed = [1, 2]\n[ngram]\nalgorithm = "ngram"\nseed = 1\n')

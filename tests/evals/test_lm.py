@@ -167,6 +167,20 @@ def test_stop_strings_apply_to_the_answer(
         assert text == postprocess_generated_text(ended, until, "</think>")
 
 
+@pytest.mark.parametrize(("chat_template", "closed"), [(True, ""), (True, "</think>\n\n"), (False, "")])
+def test_reasoning_without_an_opening_mark(make_engine: Any, chat_template: bool, closed: str) -> None:
+    """Stop strings end only what is no reasoning: the answer to a prompt that closed it, or to one of plain text."""
+    reply = "a\n\nb</think>7.\n\nQ"
+    engine = make_engine(lambda _: reply)
+    engine.tokenizer.template_writes = lambda text: text == "</think>"
+    engine.tokenizer.vocabulary = lambda: ["<think>", "</think>"]
+    model = SpecBatchLM(engine, "toy", chat_template=chat_template)
+    (text,) = model.generate_until([ask(f"q{closed}", until=["\n\n"])])
+    reasons = chat_template and not closed
+    assert text == ("7." if reasons else "a")
+    assert model.answers[0].completion.text == (reply if reasons else "a")
+
+
 def test_end_of_reasoning_that_the_user_names(make_engine: Any) -> None:
     def scored(reply: str) -> str:
         model = SpecBatchLM(make_engine(lambda _: reply), "toy", think_end_token="</thought>")

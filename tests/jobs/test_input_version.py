@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import datasets
 import fsspec
 import pytest
 
 from specbatch.errors import ChangedError, SpecbatchError
+from specbatch.jobs import prompt_file
 from specbatch.jobs.input_version import InputVersion
 from specbatch.jobs.prompt_file import stream_rows
+from specbatch.text_files import UnreadableError
 
 ROWS = 3_000  # more than a batch of rows, and than a buffer
 
@@ -117,7 +122,63 @@ def test_link_that_points_elsewhere_is_another_input(tmp_path: Path) -> None:
     link.unlink()
     link.symlink_to(two)
     with pytest.raises(ChangedError):
+        list(rows)
+
+
+@pytest.mark.parametrize(("change", "what"), [(truncate, "changed"), (rewrite, "changed"), (replace, "changed")])
+def test_no_line_of_a_changed_file_is_used(
+    tmp_path: Path, change: Callable[[Path], None], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines that were read before the change may be; those of the next block are not."""
+    monkeypatch.setattr(prompt_file, "BLOCK", 100)
+    path = write(tmp_path / "in.jsonl")
+    expected, rows = path.read_bytes().splitlines(), stream_rows("input", path, ())
+    used = [next(rows)]
+    change(path)
+    with pytest.raises(ChangedError, match=what):
+        used.extend(iter(partial(next, rows), None))
+    assert [line for _, line in used] == expected[: len(used)]
+    assert len(used) < 10
+
+
+def test_a_change_is_found_before_the_next_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job may take hours for the lines of a block."""
+    monkeypatch.setattr(prompt_file, "SECONDS_BETWEEN_CHECKS", 0.0)
+    path = write(tmp_path / "in.jsonl", 10)
+    rows = stream_rows("input", path, ())
+    next(rows)
+    append(path)
+    with pytest.raises(ChangedError, match="changed"):
         next(rows)
+
+
+def test_a_large_file_is_not_checked_for_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, checks = write(tmp_path / "in.jsonl", 20_000), 0
+    check = InputVersion.check
+
+    def counted(self: InputVersion, **options: Any) -> None:
+        nonlocal checks
+        checks += 1
+        check(self, **options)
+
+    monkeypatch.setattr(InputVersion, "check", counted)
+    assert len(list(stream_rows("input", path, ()))) == 20_000
+    assert checks < 50
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1 << 17])
+def test_lines_do_not_depend_on_the_blocks(tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_file, "BLOCK", block)
+    monkeypatch.setattr(prompt_file, "LONGEST_LINE", 50)
+    path = tmp_path / "in.jsonl"
+    lines = [b"{}", b"", b"x" * 50, b"y" * 51, b"z" * 500, b" ", b"last"]
+    path.write_bytes(codecs.BOM_UTF8 + b"\n".join(lines))
+    found = dict(stream_rows("input", path, ()))
+    assert list(found) == [1, 3, 4, 5, 7]
+    assert (found[1], found[3], found[7]) == (b"{}", b"x" * 50, b"last")
+    for number in (4, 5):
+        with pytest.raises(UnreadableError, match="longer"):
+            prompt_file.parse_line(found[number])
 
 
 @pytest.mark.parametrize("source", ["missing.jsonl", "a\0b", "hf:owner/name", "nothing://bucket/in.jsonl"])

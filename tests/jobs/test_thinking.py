@@ -35,13 +35,29 @@ def test_template_can_open_the_reasoning():
     assert not opened("assistant\n[THINK]")
 
 
-def with_tokens(*names, special):
+@pytest.mark.parametrize(
+    ("names", "template", "prompt", "may"),
+    [
+        (["<think>", "</think>"], "{{ x.split('</think>') }}", "assistant\n", True),
+        (["<think>", "</think>"], "{{ x.split('</think>') }}", "</think>a<user>b<assistant>\n", True),
+        (["<think>", "</think>"], "{{ x.split('</think>') }}", "assistant\n<think>\n\n</think>\n\n", False),
+        (["<think>", "</think>"], "{{ x }}", "assistant\n", False),
+        (["<think>", "</think>"], None, "assistant\n", False),
+        ([], "{{ x.split('</think>') }}", "assistant\n", False),
+        (["[THINK]", "[/THINK]"], "[THINK]{{ x }}[/THINK]", "[INST]a[/INST]", True),
+    ],
+)
+def test_answers_may_reason_without_an_opening_mark(names, template, prompt, may):
+    assert Reasoning(with_tokens(*names, special=False, chat_template=template)).may_open(prompt) is may
+
+
+def with_tokens(*names, special, **options):
     """A tokenizer of bytes and these tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.add_tokens([AddedToken(name, special=special) for name in names])
-    return Tokenizer(backend, name="t")
+    return Tokenizer(backend, name="t", **options)
 
 
 GPT_OSS = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>"]

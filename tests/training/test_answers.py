@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from specbatch import weights
+from specbatch.atomic_file import temporary_path
 from specbatch.errors import SpecbatchError
 from specbatch.training import run
 from specbatch.training.answers import _weights_hash, partial_answers, read_answers
@@ -116,6 +117,19 @@ def test_answers_of_another_model_are_refused(
         train(tmp_path / "head", "eagle3", data=prompts_file, model=other_model)
     assert named in str(caught.value)
     assert lines(tmp_path / "head") == lines(answers_file.parent)
+
+
+@pytest.mark.parametrize("name", ["temporary", "folder", "missing"])
+def test_answers_that_are_no_file_of_the_user_are_refused(answers_file, checkpoint, tmp_path, name):
+    path, reason = tmp_path / "a.jsonl", "No such file"
+    if name == "temporary":
+        path, reason = temporary_path(path), "is a temporary file of specbatch, which its next run removes"
+        path.write_bytes(answers_file.read_bytes())
+    elif name == "folder":
+        path.mkdir()
+        reason = "is not a regular file"
+    with pytest.raises(SpecbatchError, match=rf"^answers='{path}': .*{reason}"):
+        read_answers(path, checkpoint, 64, print)
 
 
 def test_answers_of_another_vocabulary_are_refused(train, answers_file, prompts_file, other_model, tmp_path):

@@ -127,6 +127,16 @@ def test_request_bodies(serve):
     assert "Authorization" not in script.headers[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("reasoning", ("<think>",)), ("min_tokens", 1), ("n", 2), ("logprobs", True), ("regex", "a")]
+)
+def test_parameters_that_are_not_sent_are_refused(serve, name, value):
+    script = Script()
+    with pytest.raises(SpecbatchError, match=f"^{name}=.*: is not sent to a server; leave it out"):
+        run(serve(script), [[5]], **{name: value})
+    assert not script.bodies
+
+
 def test_text_keeps_a_bos_token_that_the_server_does_not_add(serve, monkeypatch):
     """As prompts of a chat template that writes it; the count of the first answer shows what the server adds."""
     plain = types.SimpleNamespace(**{**vars(BYTES), "encode": lambda text, add_special_tokens=True: [*text.encode()]})
