@@ -108,7 +108,7 @@ def run_gate(policy_file: Path, run: Path, baseline: Path | None = None) -> Gate
     ]
     for place in [] if pairs is None else pairs.only_before:
         found.append(Check("measured", str(place), False, "missing", "a number", "there"))
-    return GateResult(policy_file, run, baseline, judged(found, policy.alpha), tests)
+    return GateResult(policy_file, run, baseline, judged(found, policy.significance), tests)
 
 
 @dataclass(frozen=True)

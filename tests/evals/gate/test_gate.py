@@ -121,9 +121,9 @@ def test_questions_pair_by_number_and_prompt(put, policy):
     for number, spoil in enumerate([lambda rows: rows[2].update(prompt_hash="x"), lambda rows: rows.pop(2)]):
         other = make_report("1100")
         spoil(other.questions)
-        with pytest.raises(SpecbatchError, match="cannot be paired: question 2 and 0 more"):
+        with pytest.raises(SpecbatchError, match="prompt of question 2 differs"):
             changes(old, other, "loose", "match")
-        with pytest.raises(SpecbatchError, match="cannot be paired: question 2"):
+        with pytest.raises(SpecbatchError, match=r"prompt of question 2 differs or is missing in one run$"):
             run_gate(policy(RULES), put(f"other {number}", other), put(f"again {number}", old))
 
 
@@ -276,6 +276,8 @@ def test_alpha_is_that_of_all_points_and_metrics(tmp_path, policy):
     old = points(tmp_path / "old", *[same] * 6)
     one = run_gate(policy(BOUND), points(tmp_path / "one", slow) / "v1", points(tmp_path / "same", same) / "v1")
     assert [item.passed for item in one.checks] == [True, False]
+    strict = run_gate(policy(f"alpha = 0.01\n{BOUND}"), tmp_path / "one" / "v1", tmp_path / "same" / "v1")
+    assert [item.passed for item in strict.checks] == [True, None]
     six = run_gate(policy(BOUND), points(tmp_path / "six", slow, *[same] * 5), old)
     assert [(item.point, item.passed) for item in six.checks if item.passed is not True] == [("v1 concurrency 4", None)]
     clear = run_gate(policy(BOUND), points(tmp_path / "clear", (50.0, 50.1, 50.2), *[same] * 5), old)

@@ -50,6 +50,12 @@ def test_lists_make_all_combinations(tmp_path: Path, suffix: str, text: str) -> 
     }  # fmt: skip
 
 
+def test_names_have_booleans_as_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "grid.toml"
+    path.write_text("[one]\ndeterministic = [true, false]\n")
+    assert list(read_grid(path)) == ["one deterministic=true", "one deterministic=false"]
+
+
 def test_file_overrides_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "grid.toml"
     path.write_text(TOML)
@@ -71,7 +77,7 @@ def test_file_overrides_the_command_line(tmp_path: Path) -> None:
         ("[a]\ndraft-token = 3", "a: draft_token': is no option of an engine; did you mean draft-tokens"),
         ("[a]\nzzz = 3", "a: zzz': is no option of an engine; use one of model, "),
         ("[a]\ndraft-tokens = true", "a: draft_tokens=true': this is not a value of that option"),
-        ('[a]\ndraft-tokens = "many"', "draft_tokens='many': use a whole number, or auto"),
+        ('[a]\ndraft-tokens = "many"', "draft-tokens='many': use a whole number, or auto"),
         ('[a]\npage_size = "big"', 'a: page_size="big"\': this is not a value of that option'),
         ("[a]\nfp8_activations = 'no'", 'fp8_activations="no"\': use true or false'),
         ("[a]\nprefix-cache = 3", "prefix_cache=3': use true or false"),

@@ -79,8 +79,8 @@ ONE = SweepOptions((2,), 1, OPTIONS.workload)
 REFUSED = {  # with nothing loaded
     "model": "model='toy-2': with load_format='dummy' give a config.json",
     "device": "device='cuda:7'",
-    "load_format": "add --load-format dummy",
-    "tokenizer": "tokenizer='toy': no such name or folder",
+    "load_format": "add load_format='dummy'",
+    "tokenizer": "tokenizer='toy': no such name, file or folder",
     "kv_dtype": "one kv-dtype=fp8: kv_dtype='fp8': needs a CUDA device",
     "draft_attention_backend": "one draft-attention-backend=torch: draft_attention_backend='torch': this head has one",
     "decode_graph": "one decode-graph=whole: decode_graph='whole': needs a CUDA device",
