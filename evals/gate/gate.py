@@ -121,12 +121,12 @@ class _Side:
 
     def answers(self, point: Replicates) -> EvalAnswers:
         path, *others = point.paths
-        if others:
-            works = f"holds {1 + len(others)} runs, and the rules for answers apply to a single run; name one of them"
-            raise refuse(self.setting, str(path.parent), works)
         report = load_answers(self.setting, path, self.run, self.files)
         if report is None:
             raise refuse(self.setting, str(path), "holds no answers of specbatch eval, which rules for answers need")
+        if others:
+            works = f"holds {1 + len(others)} runs, and the rules for answers apply to a single run; name one of them"
+            raise refuse(self.setting, str(path.parent), works)
         if report.record.simulated_accept_length is not None:
             raise refuse(self.setting, str(path), "its acceptance was simulated, so its answers are not the model's")
         return report
