@@ -19,7 +19,7 @@ Report = Callable[[int, int], None]  # (done, total); total 0: it is not known
 Work = tuple[float, float]  # done and total, in a unit that always takes about as long
 SECONDS_BETWEEN_LINES = 60.0
 SECONDS_OF_SILENCE = 0.5  # before the first line of a phase whose total is not known, which may end soon
-LONG = 600.0  # seconds that are shown as minutes
+LONG = 120.0  # seconds that are shown as minutes
 SECONDS_OF_SPEED = 10.0
 SECONDS_WITHOUT_REPORT = 1.0  # after which the speed of prefill is shown
 SECONDS_OF_ESTIMATE = 0.2  # between estimates of the remaining time, which must not slow down what is measured
@@ -27,7 +27,7 @@ _BAR = 10  # columns
 
 
 def time_text(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < LONG else f"{seconds / 60:.0f} min"
+    return f"{seconds:.0f} s" if round(seconds) < LONG else f"{seconds / 60:.0f} min"
 
 
 class NotedReport(Protocol):
@@ -337,7 +337,6 @@ class _Lines(_Shown):
 
     def _print(self, *, of_known: bool) -> None:
         """of_known: whether the total is known. Else the first line comes early."""
-        now = time.monotonic()
         now = time.monotonic()
         if now - self._last < (SECONDS_BETWEEN_LINES if of_known or self._printed else SECONDS_OF_SILENCE):
             return

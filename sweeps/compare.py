@@ -2,7 +2,7 @@
 
 * A ratio is run / base, and a change run - base; shares and scores are compared by their change. The verdict is that of
   `specbatch.records.verdicts`, as for `sweep`: "pays", "loses", "undecided", "one repeat", "not interleaved" for times
-  of runs of which all repeats of one side came first, or "not judged" without an interval.
+  of runs of which the repeats of one side came first, or "not judged" without an interval.
   Each number is the mean over the repeats that both measured.
 * Answers of `generate` are paired by prompt. A job that was interrupted and resumed is judged by the metrics that
   follow from its prompts, not by its times.

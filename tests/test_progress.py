@@ -18,6 +18,7 @@ from specbatch.progress import (
     Stages,
     Waves,
     progress,
+    time_text,
 )
 
 
@@ -33,6 +34,13 @@ def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(time, "monotonic", clock)
     return clock
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3.4, "3 s"), (119.4, "119 s"), (119.7, "2 min"), (150, "2 min"), (591, "10 min")]
+)
+def test_minutes_from_two_minutes_on(seconds, text):
+    assert time_text(seconds) == text
 
 
 def test_speed_covers_the_last_seconds(clock):
@@ -69,7 +77,7 @@ def test_without_a_terminal_there_is_one_line_per_minute(clock, capsys):
         report(61, 100)
         clock.now += SECONDS_BETWEEN_LINES - 1
         report(100, 100)
-    assert capsys.readouterr().err == "work: 60/100 prompts, 0.317/s, 60 s elapsed, about 126 s left, 7 tok/s\n"
+    assert capsys.readouterr().err == "work: 60/100 prompts, 0.317/s, 60 s elapsed, about 2 min left, 7 tok/s\n"
 
 
 def test_unknown_total_has_a_line_soon(clock, capsys):

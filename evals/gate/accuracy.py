@@ -78,7 +78,7 @@ def accuracy(
     def judge(level: Level) -> Iterator[Check]:
         test = _test(rules, point, (filter, metric), found, level)
         tests.append(test)
-        allowed = f"no fall shown (p >= {rules.alpha:g})"
+        allowed = f"no fall shown (p >= {level.alpha:g})"
         title, values = f"{name} has not fallen", (f"{test.after:.4f}", allowed, f"{test.before:.4f}")
         yield Check(title, point, not level.rejects, *values, test.text)
         if rules.detects is not None:
@@ -116,7 +116,7 @@ def _test(rules: Accuracy, point: str, score: tuple[str, str], found: Changes, l
         p_value=found.p_fallen(),
         adjusted_p_value=level.adjusted,
         tests=level.tests,
-        alpha=rules.alpha,
+        alpha=level.alpha,
         power=rules.power,
         detectable_drop=detectable_drop(found.n, _churn(found), alpha=level.of_one, power=rules.power),
     )

@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from specbatch.evals.gate.checks import Check, Level, PendingCheck
 from specbatch.evals.gate.policy import Bound
 from specbatch.plurals import counted
+from specbatch.records.estimates import Estimate
 from specbatch.records.intervals import in_common, were_interleaved
 from specbatch.records.metrics import METRICS, Metric
 from specbatch.records.runs import Replicates
 from specbatch.records.verdicts import ONE_REPEAT, Speedup, speedup_of
 
 NOT_INTERLEAVED = (
-    "not interleaved: all runs of one side came after those of the other, so the difference may come from the machine; "
-    "run them alternately (A/1 B/1 B/2 A/2)"
+    "not interleaved: the runs of one side came before those of the other, so the difference may come from the "
+    "machine; run them alternately (A/1 B/1 B/2 A/2)"
 )
 
 
@@ -54,8 +55,14 @@ def bounds(
         lines = [] if passed else [*_needed(metric, speedup, at, level), *marks]
         yield Check(title, point, passed, shown, allowed, base, "; ".join(filter(None, (detail, *lines))))
 
-    beyond = at is not None and (estimate.value < at) == (metric.better == "higher")
+    beyond = at is not None and _is_beyond(estimate, at, metric)
     yield PendingCheck(estimate.p_value(at) if at is not None and beyond else 1.0, judge)
+
+
+def _is_beyond(estimate: Estimate, at: float, metric: Metric) -> bool:
+    """Whether an estimate is worse than the bound. That of a ratio is of geometric means, which may keep a bound that
+    the mean does not."""
+    return (estimate.value < at) == (metric.better == "higher")
 
 
 def _needed(metric: Metric, speedup: Speedup, at: float | None, level: Level) -> Iterator[str]:
@@ -69,7 +76,7 @@ def _needed(metric: Metric, speedup: Speedup, at: float | None, level: Level) ->
         return
     units = speedup.repeats if metric.is_time else round(estimate.freedom) + 1
     unit = "repeat" if metric.is_time else "prompt"
-    more = estimate.units_for(at, level.of_one, units)
+    more = estimate.units_for(at, level.of_one, units) if _is_beyond(estimate, at, metric) else None
     yield f"worse than allowed, but {counted(units, unit)} cannot tell that from noise" + (
         f": with such values about {counted(more, unit)} would" if more is not None else ""
     )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from specbatch.errors import SpecbatchError, refuse
-from specbatch.records.answers import EvalAnswers
+from specbatch.errors import refuse
+from specbatch.records.answers import EvalAnswers, unpaired
 
 _SHOWN = 40  # characters of each text at the divergence
 _TEXT, _TOKENS = "text", "token_ids"
@@ -28,10 +28,7 @@ def compare_answers(before: EvalAnswers, after: EvalAnswers) -> Equality:
     without tokens."""
     old, new = (_rows(report) for report in (before, after))
     if apart := sorted(key for key in {*old, *new} if _prompt(old.get(key)) != _prompt(new.get(key))):
-        raise SpecbatchError(
-            f"the answers cannot be paired: question {apart[0][0]} and {len(apart) - 1} more have another prompt or "
-            "are missing in one run"
-        )
+        raise unpaired([question for question, _ in apart])
     pairs = [(old[key], new[key]) for key in sorted(old)]
     differing = [pair for pair in pairs if _value(pair[0], before) != _value(pair[1], after)]
     names = list(dict.fromkeys(row["doc_id"] for row, _ in differing))

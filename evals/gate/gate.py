@@ -108,7 +108,7 @@ def run_gate(policy_file: Path, run: Path, baseline: Path | None = None) -> Gate
     ]
     for place in [] if pairs is None else pairs.only_before:
         found.append(Check("measured", str(place), False, "missing", "a number", "there"))
-    return GateResult(policy_file, run, baseline, judged(found, policy.alpha), tests)
+    return GateResult(policy_file, run, baseline, judged(found, policy.significance), tests)
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,12 @@ class _Side:
 
     def answers(self, point: Replicates) -> EvalAnswers:
         path, *others = point.paths
-        if others:
-            works = f"holds {1 + len(others)} runs, and the rules for answers apply to a single run; name one of them"
-            raise refuse(self.setting, str(path.parent), works)
         report = load_answers(self.setting, path, self.run, self.files)
         if report is None:
             raise refuse(self.setting, str(path), "holds no answers of specbatch eval, which rules for answers need")
+        if others:
+            works = f"holds {1 + len(others)} runs, and the rules for answers apply to a single run; name one of them"
+            raise refuse(self.setting, str(path.parent), works)
         if report.record.simulated_accept_length is not None:
             raise refuse(self.setting, str(path), "its acceptance was simulated, so its answers are not the model's")
         return report

@@ -1,10 +1,11 @@
 """The policy of a release gate: a TOML file of rules.
 
+    alpha = 0.05                    # of all tests of the gate together
+
     [accuracy]                      # answers of `specbatch eval`
     filter = "flexible-extract"     # and metric: needed where the task has several
     at_least = 0.60                 # accuracy itself
     may_fall = false                # no fall against --baseline (exact McNemar test at alpha, one-sided)
-    alpha = 0.05                    # of all tests of the gate together, those of [bounds] included
     power = 0.8
     detects = 0.03                  # the test must be able to find a drop as small as this
     unparsed_at_most = 0.0          # share of answers in which the filter found nothing
@@ -34,6 +35,7 @@ from specbatch.field_errors import did_you_mean, first_problem
 from specbatch.records.metrics import METRICS
 from specbatch.text_files import read_toml
 
+ALPHA = 0.05  # of a policy that gives none
 BOUNDED = [key for key, metric in METRICS.items() if metric.better is not None]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Probability = Annotated[float, Field(gt=0, lt=1)]
@@ -50,7 +52,7 @@ class Accuracy(_Rules):
     metric: str | None = None
     at_least: _Share | None = None
     may_fall: bool = False
-    alpha: _Probability = 0.05
+    alpha: _Probability | None = None
     power: _Probability = 0.8
     detects: Annotated[float, Field(gt=0, le=1)] | None = None
     unparsed_at_most: _Share = 0.0
@@ -58,7 +60,8 @@ class Accuracy(_Rules):
     @model_validator(mode="after")
     def _consistent(self) -> Accuracy:
         if self.may_fall and self.model_fields_set & {"alpha", "power", "detects"}:
-            raise ValueError("alpha, power and detects configure the test, which may_fall = true skips")
+            works = "; alpha of [bounds] goes above the tables" if self.alpha is not None else ""
+            raise ValueError(f"alpha, power and detects configure the test, which may_fall = true skips{works}")
         return self
 
 
@@ -89,6 +92,9 @@ class Bound(_Rules):
 
 
 class Policy(_Rules):
+    """Rules, and the significance level of all their tests together, which `[accuracy]` may have instead."""
+
+    alpha: _Probability | None = None
     accuracy: Accuracy | None = None
     answers: Answers | None = None
     bounds: dict[str, Bound] = Field(default_factory=dict)
@@ -100,6 +106,9 @@ class Policy(_Rules):
             if name not in BOUNDED:
                 raise ValueError(f"no such metric: {name}; {did_you_mean(name, BOUNDED)}")
             higher = METRICS[name].better == "higher"
+            if higher and (bound.worsens_at_most or 0) >= 1:
+                works = "use a share below 1, such as 0.05 for 5%"
+                raise ValueError(f"{name}: worsens_at_most={bound.worsens_at_most:g} allows any value; {works}")
             if (bound.at_most if higher else bound.at_least) is not None:
                 wrong, right = ("at_most", "at_least") if higher else ("at_least", "at_most")
                 raise ValueError(f"{name}: {METRICS[name].better} is better; use {right} instead of {wrong}")
@@ -109,20 +118,35 @@ class Policy(_Rules):
     def _says_something(self) -> Policy:
         if self.accuracy is None and self.answers is None and not self.bounds:
             raise ValueError("has no rule; write a table [accuracy], [answers] or [bounds]")
+        if self.alpha is None:
+            return self
+        if self.accuracy is not None and self.accuracy.alpha is not None:
+            raise ValueError("alpha is given twice, also in [accuracy]; remove one")
+        if not self.tests_accuracy and not self._relative:
+            raise ValueError("alpha has no effect: no rule is a test; leave it out")
         return self
 
     @property
-    def alpha(self) -> float:
+    def significance(self) -> float:
         """The significance level of all tests of the gate together."""
-        return Accuracy().alpha if self.accuracy is None else self.accuracy.alpha
+        given = (self.alpha, None if self.accuracy is None else self.accuracy.alpha)
+        return next((value for value in given if value is not None), ALPHA)
+
+    @property
+    def tests_accuracy(self) -> bool:
+        return self.accuracy is not None and not self.accuracy.may_fall
+
+    @property
+    def _relative(self) -> bool:
+        return any(bound.worsens_at_most is not None for bound in self.bounds.values())
 
     @property
     def compares_answers(self) -> bool:
-        return self.answers is not None or (self.accuracy is not None and not self.accuracy.may_fall)
+        return self.answers is not None or self.tests_accuracy
 
     @property
     def needs_baseline(self) -> bool:
-        return self.compares_answers or any(bound.worsens_at_most is not None for bound in self.bounds.values())
+        return self.compares_answers or self._relative
 
 
 _TABLES: dict[str, type[_Rules]] = {"accuracy": Accuracy, "answers": Answers, "bounds": Bound}

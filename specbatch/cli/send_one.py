@@ -32,12 +32,14 @@ def send_one(
     specbatch send-one --temperature 0.6 --top-p 0.95 --seed 3
     """
     from specbatch.core.request import SamplingParams
+    from specbatch.core.sampling_params import refuse_unsampled
     from specbatch.jobs.send_one import PROMPT, table
     from specbatch.jobs.send_one import send_one as send
 
     if prompt == "":
         raise refuse("prompt", prompt, "is empty; write at least one token of text")
     params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)
+    refuse_unsampled(sampling)
     config = engine.config(concurrency=1, prefix_cache=False)
     with open_engine(config) as running:
         result = send(running, prompt or PROMPT, params, write=_write_through if stream else None)

@@ -98,6 +98,7 @@ def train_draft(
     answers and the last state of the training, which is saved every two minutes.
     """
     from specbatch.core.request import SamplingParams
+    from specbatch.core.sampling_params import refuse_unsampled
     from specbatch.training.answers import ANSWERS
     from specbatch.training.run import Source
     from specbatch.training.run import train_draft as run
@@ -107,6 +108,7 @@ def train_draft(
     recipe = Recipe(algorithm=algorithm, seed=engine.seed, **training)
     prompts, stop = _asked(task, num_fewshot, data)
     params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, stop=stop)
+    refuse_unsampled({"temperature": temperature, "top_p": top_p})
     asked = None if task is None else {"task": task, "num_fewshot": num_fewshot}
     source = Source(data, answers, params, chat_template, limit, asked, prompts)
     config = engine.having(max_model_len=recipe.max_len).config()

@@ -262,11 +262,18 @@ def sampling_of(params: SamplingParams) -> dict[str, float] | None:
     return {name: getattr(params, name) for name in SAMPLED} if params.temperature else None
 
 
+def unsampled(sampling: Mapping[str, float]) -> list[str]:
+    """The parameters `SAMPLED` that have no effect because the temperature is 0: those other than the defaults."""
+    if sampling["temperature"]:
+        return []
+    return [name for name in SAMPLED if name in sampling and sampling[name] != getattr(SamplingParams, name)]
+
+
 def refuse_unsampled(sampling: Mapping[str, float]) -> None:
-    """Refuse parameters `SAMPLED` other than the defaults if the temperature is 0, where they would have no effect."""
-    for name, value in sampling.items():
-        if not sampling["temperature"] and value != getattr(SamplingParams, name):
-            raise refuse(name, value, "greedy answers are not sampled; add a temperature, such as temperature=0.7")
+    """Refuse parameters `SAMPLED` that have no effect because the temperature is 0."""
+    for name in unsampled(sampling):
+        works = "greedy answers are not sampled; add a temperature, such as temperature=0.7"
+        raise refuse(name, sampling[name], works)
 
 
 def sampling_text(sampling: Mapping[str, Any] | None) -> str:

@@ -135,6 +135,12 @@ def misplaced_note(source: str | Path, line: int, names: Iterable[str]) -> str:
     return f'note: {where}: {listed} beside the prompt has no effect; parameters of a row go into "{SAMPLING}"'
 
 
+def unsampled_note(source: str | Path, line: int, names: Iterable[str]) -> str:
+    """What to log of sampling parameters of a row, or of the job, that greedy answers ignore."""
+    listed = ", ".join(sorted(names))
+    return f"note: {location(source, line)}: the answer is greedy, so {listed} has no effect; set a temperature"
+
+
 def scan_prompts(
     source: str | Path,
     setting: str = "input",

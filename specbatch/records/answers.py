@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from specbatch.errors import refuse
+from specbatch.errors import SpecbatchError, refuse
+from specbatch.plurals import counted
 from specbatch.records.metrics import Better
 from specbatch.records.run_record import RunRecord
 from specbatch.records.schema import AnsweredQuestion, AnswersTable, Question, checked, read_rows
@@ -98,3 +100,12 @@ def load_answers(setting: str, folder: Path, run: Path | None = None, files: Pat
     if run is not None and files is not None and folder.is_relative_to(run):
         folder = files / folder.relative_to(run)
     return EvalAnswers.load(folder, setting) if (folder / QUESTIONS).is_file() else None
+
+
+def unpaired(questions: Sequence[int]) -> SpecbatchError:
+    """The error for runs of which these questions have another prompt or are in one only."""
+    others = len(set(questions)) - 1
+    more = f" and {counted(others, 'other')}" if others else ""
+    return SpecbatchError(
+        f"the answers cannot be paired: the prompt of question {questions[0]}{more} differs or is missing in one run"
+    )

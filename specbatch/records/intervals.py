@@ -30,6 +30,7 @@ from specbatch.records.runs import Replicates
 
 RESAMPLES = 2_000
 SEED = 0
+MOST_FIRST = 0.75  # of the pairs of runs, in which one side may come first
 LEAST_PROMPTS = 10  # of fewer an interval is too inaccurate
 _SHAPE = ("draft_tokens", "draft_steps", "draft_topk")  # of a draft; "draft_shape" in the caps has the defaults, too
 _DRAFTING = (
@@ -51,8 +52,8 @@ class Interval:
     """The interval of after - before, in the record's unit. Without ends, `over` is the reason.
 
     over         what was resampled or repeated
-    interleaved  False for times of a single run, or of all runs of one side after those of the other: the difference
-                 may then come from the machine, which was warmer or busier
+    interleaved  False for times of a single run, or of runs of which one side came first (`were_interleaved`): the
+                 difference may then come from the machine, which was warmer or busier
     one_repeat   a time of a single run on one of the sides: if there is an interval it is over prompts, and does not
                  cover the variation between runs
     estimate     what the interval follows from; None for a median
@@ -236,9 +237,11 @@ def _bootstrap_of_medians(before: Sample, after: Sample, *, paired: bool) -> tup
 
 
 def were_interleaved(before: list[RunRecord], after: list[RunRecord]) -> bool:
-    """Whether not all runs of one side were after those of the other."""
-    old, new = ([record.created for record in side] for side in (before, after))
-    return min(new) <= max(old) and min(old) <= max(new)
+    """Whether neither side came first in more than three of four pairs of runs, as in A B A B. With more, what changes
+    on the machine over time would look like a difference."""
+    pairs = [(old.created, new.created) for old in before for new in after]
+    first = sum((old < new) + (old == new) / 2 for old, new in pairs)
+    return MOST_FIRST * len(pairs) >= max(first, len(pairs) - first)
 
 
 def sample(fields: tuple[str, str | None], records: list[RunRecord]) -> Sample | None:

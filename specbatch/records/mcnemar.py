@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specbatch.errors import SpecbatchError, refuse
-from specbatch.records.answers import EvalAnswers
+from specbatch.errors import refuse
+from specbatch.records.answers import EvalAnswers, unpaired
 
 if TYPE_CHECKING:
     import numpy as np
@@ -99,10 +99,7 @@ def changes(before: EvalAnswers, after: EvalAnswers, filter: str, metric: str) -
     """Pair the answers by question. Refused: different questions, and scores other than right or wrong."""
     old, new = (_verdicts(report, filter, metric) for report in (before, after))
     if apart := sorted(doc for doc in {*old, *new} if old.get(doc, ("",))[0] != new.get(doc, ("",))[0]):
-        raise SpecbatchError(
-            f"the answers cannot be paired: question {apart[0]} and {len(apart) - 1} more have another prompt or are "
-            "missing in one run"
-        )
+        raise unpaired(apart)
     lost = tuple(doc for doc in old if old[doc][1] and not new[doc][1])
     gained = tuple(doc for doc in old if new[doc][1] and not old[doc][1])
     return Changes(len(old), sum(right for _, right in old.values()), lost, gained)

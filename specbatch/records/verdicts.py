@@ -4,8 +4,8 @@
     loses       it excludes zero on the worse side
     undecided   it contains zero
     one repeat  a time of one run per side, which does not show how much it varies between runs
-    not interleaved  it excludes zero, but all runs of one side were after those of the other: the difference may come
-                from the machine
+    not interleaved  it excludes zero, but the runs of one side came first (in more than three of four pairs): the
+                difference may come from the machine
     not judged  there is no interval for another reason; `Interval.over` is that reason
 
 `verdict_of` is the only place that decides, from an interval of `specbatch.records.intervals`. `sweep`, `bench`,

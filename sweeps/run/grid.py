@@ -88,6 +88,11 @@ def _check_folder(path: Path, label: str, others: Iterable[str]) -> None:
         raise refuse("configs", f"{path}: {label}", works)
 
 
+def _written(value: Any) -> str:
+    """A value as in a file."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _combined(path: Path, name: str, table: Mapping[Any, Any]) -> dict[str, Settings]:
     axes: list[list[tuple[str, Any]]] = []
     known: set[str] = set()
@@ -101,7 +106,7 @@ def _combined(path: Path, name: str, table: Mapping[Any, Any]) -> dict[str, Sett
         axes.append([(str(key), item) for item in values])
     found: dict[str, Settings] = {}
     for chosen in product(*axes):
-        varied = [f"{key}={value}" for (key, value), axis in zip(chosen, axes, strict=True) if len(axis) > 1]
+        varied = [f"{key}={_written(value)}" for (key, value), axis in zip(chosen, axes, strict=True) if len(axis) > 1]
         label = " ".join([name, *varied])
         if label in found:
             raise refuse("configs", f"{path}: {label}", "name each value of a list once")

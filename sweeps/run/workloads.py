@@ -223,7 +223,8 @@ class Workload:
         self._refuse_rows(names, "has no effect in a sweep; leave it out")
         for index, row in enumerate(self.rows):
             try:
-                self._params(index)
+                params = self._params(index)
+                refuse_unsampled({name: getattr(params, name) for name in SAMPLED})
             except SpecbatchError as error:  # together with those of the workload
                 raise self._of_row(row, str(error)) from None
 

@@ -75,6 +75,18 @@ def test_sampling_of_a_row_overrides_the_options(generate, seen):
     assert (b.temperature, b.max_new_tokens, b.stop) == (1.0, 5, ("y",))
 
 
+def test_parameters_that_greedy_answers_ignore_are_named_once(generate):
+    lines = [{"prompt": "a", "sampling": {"temperature": 0.5}}, PROMPTS[1], {"prompt": "b", "sampling": {"top_k": 4}}]
+    result = generate("--top-p 0.5", lines)
+    assert result.exit_code == 0
+    notes = [line for line in result.stderr.splitlines() if "greedy" in line]
+    assert [line.partition(".jsonl:")[2] for line in notes] == [
+        "2: the answer is greedy, so top_p has no effect; set a temperature",
+        "3: the answer is greedy, so top_k has no effect; set a temperature",
+    ]
+    assert "greedy" not in generate("--top-p 0.5 --temperature 0.5", [PROMPTS[1]], "other.jsonl").stderr
+
+
 def test_parameters_beside_the_prompt_are_named_once(generate):
     lines = [PROMPTS[0], *[{"prompt": text, "temperature": 1.0, "max_tokens": 1, "source": "x"} for text in "ab"]]
     result = generate(lines=lines)

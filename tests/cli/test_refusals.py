@@ -52,6 +52,8 @@ REFUSED = [
     ),
     ("eval one_digit_choices --decode-graph whole", "--decode-graph='whole': task one_digit_choices"),
     ("sweep --concurrency 0", "concurrency=0:"),
+    ("send-one --top-p 0.5", "--top-p=0.5: greedy answers are not sampled; add a temperature, such as --temperature="),
+    (f"{EAGLE3} --data {{in}} --top-p 0.5", "--top-p=0.5: greedy answers are not sampled; add a temperature"),
     ("sweep --concurrency 1,-4", "concurrency=-4:"),
     ("sweep --concurrency 1,x", "concurrency='1,x':"),
     ("sweep --concurrency 1,1", "concurrency='1,1': 1 is given twice"),

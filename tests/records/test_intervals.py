@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from made_runs import make_record, metrics_of
 from scipy import stats
 
-from specbatch.records.intervals import Sample, interval, over_logs, over_prompts, over_runs, sample
+from specbatch.records.intervals import (
+    Sample,
+    interval,
+    over_logs,
+    over_prompts,
+    over_runs,
+    sample,
+    were_interleaved,
+)
 from specbatch.records.metrics import METRICS
 from specbatch.records.runs import Replicates
 
@@ -140,6 +148,19 @@ def test_interval_of_a_ratio_over_unpaired_runs_is_that_of_logarithms():
     found = over_logs(old, new)
     assert (found.low, found.high) == pytest.approx((ends.low, ends.high))
     assert found.over == "3 and 3 runs"
+
+
+@pytest.mark.parametrize(
+    ("order", "interleaved"),
+    [
+        ("AB", False), ("ABAB", True), ("ABBA", True), ("AABB", False), ("BBAA", False), ("AAABABBB", False),
+        ("AABABB", False), ("ABABAB", True), ("ABBAAB", True), ("BAABBA", True), ("ABBB", False), ("BABB", True),
+    ],
+)  # fmt: skip
+def test_runs_of_which_one_side_came_first_are_not_interleaved(order, interleaved):
+    runs = [(side, make_record([metrics_of()], created=f"2030-01-01T00:{n:02}")) for n, side in enumerate(order)]
+    old, new = ([run for side, run in runs if side == name] for name in "AB")
+    assert were_interleaved(old, new) == were_interleaved(new, old) == interleaved
 
 
 def test_runs_that_were_added_until_precise_have_wider_intervals():

@@ -80,7 +80,7 @@ def test_one_differing_answer_exits_with_1(tmp_path: Path, policy: Any) -> None:
 
 
 def test_answers_that_cannot_be_compared_are_refused(tmp_path: Path, policy: Any) -> None:
-    with pytest.raises(SpecbatchError, match="cannot be paired: question 2"):
+    with pytest.raises(SpecbatchError, match="prompt of question 2 differs"):
         gate(tmp_path, policy, BEFORE, prompt_hash="another")
     with pytest.raises(SpecbatchError, match=r"equal in .* compares with a baseline; name .* out$"):
         run_gate(policy(RULE), tmp_path / "new")

@@ -15,7 +15,16 @@ from specbatch.evals.gate.policy import load_policy
         ("", "has no rule"),
         ("[bounds]", "has no rule"),
         ("bounds = [", "is not TOML"),
-        ("[speed]\na = 1", "speed is unknown; use one of accuracy, answers, bounds$"),
+        ("[speed]\na = 1", "speed is unknown; use one of alpha, accuracy, answers, bounds$"),
+        ("alpha = 1\n[bounds]\nstep_s = {worsens_at_most = 0.1}", r"alpha=1: use a number below 1$"),
+        ("alpha = 0.1\n[accuracy]\nalpha = 0.1", r"alpha is given twice, also in \[accuracy\]; remove one$"),
+        ("alpha = 0.1\n[bounds]\nstep_s = {at_most = 1}", "alpha has no effect: no rule is a test; leave it out$"),
+        ("alpha = 0.1\n[accuracy]\nmay_fall = true", "alpha has no effect"),
+        ("[accuracy]\nmay_fall = true\nalpha = 0.1", r"alpha of \[bounds\] goes above the tables$"),
+        (
+            "[bounds]\noutput_throughput = {worsens_at_most = 5}",
+            "output_throughput: worsens_at_most=5 allows any value; use a share below 1, such as 0.05 for 5%$",
+        ),
         ("[accuracy]\natleast = 0.5", r"accuracy\.atleast is unknown; did you mean at_least\?$"),
         ('[answers]\nequals = "yes"', r"answers\.equals is unknown; did you mean equal\? \(1 more mistake\)$"),
         ("[accuracy]\nat_least = 1.5", r"accuracy\.at_least=1\.5: use at most 1$"),
@@ -43,6 +52,20 @@ def test_mistakes_in_a_policy_are_refused_in_one_line(policy, text, message):
         load_policy(policy(text))
     assert "\n" not in str(error.value)
     assert str(error.value).startswith("policy='")
+
+
+@pytest.mark.parametrize(
+    ("text", "alpha"),
+    [
+        ("[bounds]\nstep_s = {worsens_at_most = 2}", 0.05),
+        ("alpha = 0.01\n[bounds]\nstep_s = {worsens_at_most = 0}", 0.01),
+        ("alpha = 0.01\n[accuracy]\n", 0.01),
+        ("alpha = 0.01\n[accuracy]\nmay_fall = true\n[bounds]\nstep_s = {worsens_at_most = 0}", 0.01),
+        ("[accuracy]\nalpha = 0.01", 0.01),
+    ],
+)
+def test_alpha_above_the_tables_or_of_accuracy(policy, text, alpha):
+    assert load_policy(policy(text)).significance == alpha
 
 
 def test_unreadable_policies_are_refused(tmp_path):

@@ -50,6 +50,12 @@ def test_lists_make_all_combinations(tmp_path: Path, suffix: str, text: str) -> 
     }  # fmt: skip
 
 
+def test_names_have_booleans_as_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "grid.toml"
+    path.write_text("[one]\ndeterministic = [true, false]\n")
+    assert list(read_grid(path)) == ["one deterministic=true", "one deterministic=false"]
+
+
 def test_file_overrides_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "grid.toml"
     path.write_text(TOML)

@@ -381,6 +381,7 @@ def test_rows_with_their_own_sampling(tmp_path):
         ({"temperature": "hot"}, 'sampling.temperature="hot": use 0 (greedy) or a positive number'),
         ({"min_tokens": 40}, "sampling: min_tokens=40: use at most max_new_tokens=32"),
         ({"regex": "("}, 'sampling.regex="(":'),
+        ({"top_k": 5}, "sampling: top_k=5: greedy answers are not sampled; add a temperature"),
         (5, "sampling=5: use an object"),
     ],
 )
