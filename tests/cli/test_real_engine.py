@@ -329,7 +329,10 @@ def test_grammars_of_rows_and_of_the_job(run):
     [
         ("", "concurrency=3: baseline can hold 0 of these requests at once"),  # questions of GSM8K
         ("--input-len 9 --output-len 4 --kv-pages 2", "--max-model-len=64: the KV pool of 2 pages holds"),
-        ("--input-len 9 --output-len 4 --decode-graph whole", "needs a CUDA device and this engine runs on a CPU; use off"),
+        (
+            "--input-len 9 --output-len 4 --decode-graph whole",
+            "needs a CUDA device and this engine runs on a CPU; use off",
+        ),
         ("--input-len 9 --output-len 4 --draft self:skip=7-9", "draft="),
     ],
 )
