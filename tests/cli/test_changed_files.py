@@ -75,7 +75,9 @@ def test_output_that_something_else_writes_is_kept(changed: Any, run: Any, tmp_p
     assert len(output.read_text().splitlines()) == 400
 
 
-@pytest.mark.parametrize("change", [shorter, longer, Path.unlink])
+@pytest.mark.parametrize(
+    "change", [shorter, *(pytest.param(other, marks=pytest.mark.slow) for other in (longer, Path.unlink))]
+)
 @pytest.mark.parametrize(("name", "lines"), [("in.jsonl", LINES), ("in.jsonl", BATCH), ("in.csv", CSV)])
 def test_input_that_changes_ends_the_job(
     changed: Any, run: Any, tmp_path: Path, name: str, lines: list[str], change: Change
@@ -271,7 +273,14 @@ def test_prompts_after_the_first_are_checked_as_they_run(
 SCRIPT = ("generate", "in.jsonl", "-o", "out.jsonl", "--model", "toy", "--load-format", "dummy", "--device", "cpu")
 
 
-@pytest.mark.parametrize("redirection", [">&-", ">/dev/full", "| true", "2>/dev/full", "2>&1 | true", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "redirection",
+    [
+        ">/dev/full",
+        "2>&1 | true",
+        *(pytest.param(other, marks=pytest.mark.slow) for other in (">&-", "| true", "2>/dev/full", "<&- >&- 2>&-")),
+    ],
+)
 def test_streams_that_cannot_be_written(tmp_path: Path, redirection: str) -> None:
     (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"prompt_token_ids": [1, place]}) for place in range(1, 5)))
     command = [sys.executable, "-m", "specbatch", *SCRIPT, "--max-new-tokens", "2"]

@@ -142,16 +142,16 @@ def test_llamacpp_is_asked_not_to_use_its_prompt_cache():
 
 
 @pytest.mark.parametrize("kind", [*KINDS, LLAMACPP])
-def test_tokens_of_an_arrival_and_the_peak_are_known_if_chunks_are_counted(kind):
+def test_tokens_of_an_arrival_are_known_if_chunks_are_counted(kind):
     """vLLM and SGLang count in each chunk; llama.cpp sends a chunk per token, and counts at the end."""
-    step_s = 0.6  # the peak is that of at least two seconds
+    step_s = 0.03
     found, record = measured(Rival(kind, DRAFTED, step_s=step_s), count=1)
     (done,) = found
     if kind == LLAMACPP:
         assert done.metrics.itl_s == []
         assert record.metrics["peak_output_throughput"] is record.metrics["mean_itl_s"] is None
     else:
-        assert record.metrics["peak_output_throughput"] >= record.metrics["output_throughput"]
+        assert record.metrics["peak_output_throughput"] is None, "in less than two seconds"
         gaps = done.metrics.itl_s
         assert gaps[0] == gaps[1] == gaps[2] == pytest.approx(step_s / 3, rel=0.5), "a third of a step of 3 tokens"
         assert sum(gaps) == pytest.approx(9 * done.metrics.tpot_s)

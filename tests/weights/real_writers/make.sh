@@ -5,7 +5,7 @@
 # are variants that were compared once).
 set -euo pipefail
 environments=$(realpath -m "$1") out=$(realpath -m "$2")
-cd "$(dirname "$0")"
+here=$(realpath "$(dirname "$0")")
 mkdir -p "$environments" "$out"
 echo torch==2.13.0 > "$environments/constraints.txt"
 
@@ -14,7 +14,7 @@ environment() {  # NAME PACKAGE...: torch first, so that no other build of it is
     "$environments/$1/bin/pip" install -q torch==2.13.0
     "$environments/$1/bin/pip" install -q -c "$environments/constraints.txt" "${@:2}"
 }
-run() { "$environments/$1/bin/python" "$2" "$out"; }
+run() { (cd "$environments" && "$environments/$1/bin/python" "$here/$2" "$out"); }  # gptqmodel leaves logs behind
 
 environment auto-round auto-round==0.16.1
 run auto-round write_auto_round.py
