@@ -378,8 +378,7 @@ def test_files_that_no_report_has_written_are_not_replaced(folder, tmp_path):
         write_report(folder, tmp_path / "mine")
     assert files_of(tmp_path / "mine") == {"summary.md": b"mine"}
     (folder / "report.html").unlink(missing_ok=True)
-    write_report(folder)  # beside the records, and over the report of before
-    write_report(folder, folder)
+    write_report(folder, folder)  # over the report of before
 
 
 def test_a_sweep_of_which_every_point_failed_has_a_report(tmp_path):
