@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
 
 FORMAT = 3
+_REPLACES = "replaces"  # noted in a partial output that was begun where there was an output already
 CHECKED_TOKENS = 1 << 19  # of prompts that are encoded before the first one runs: a second or two
 Keep = Callable[[Row], None]
 
@@ -164,6 +165,7 @@ class BatchJob:
             "sampling": asdict(params),
             "chat_template": chat_template,
         }
+        replaces = files.exists()
         kept = PartialRows(
             files.partial,
             header,
@@ -171,8 +173,8 @@ class BatchJob:
             start_over="pass --overwrite",
             usual={"sampling": asdict(SamplingParams())},
             retry_failed=retry_failed,
+            note={_REPLACES: True} if replaces else {},
         )
-        replaces = files.exists()
         job = cls(
             str(source), files, form, found, kept, log, overwrite, retry_failed, replaces, skip_bad, skipped=bad.count
         )
@@ -191,6 +193,9 @@ class BatchJob:
         files.prepare()
         if continues:
             kept.load()
+            if replaces and not retry_failed and _REPLACES not in kept.note and not job._is_published():
+                works = f"the job in {kept.path} did not write it; move it away, then the same command continues"
+                raise refuse("output", files.name, works)
         return job
 
     @property
@@ -302,6 +307,16 @@ class BatchJob:
         for name in ("top_logprobs", "prompt_logprobs"):
             if name in self.found.present:
                 raise refuse("output", self.output.name, f"has no column for {name}; name a .jsonl file")
+
+    def _is_published(self) -> bool:
+        """Whether the output has finished rows, all or the first of them: an earlier run was killed before it removed
+        the partial output, or a store broke off."""
+        finished = (row for row in self.finished.ordered() if row.get("error") is None)
+        try:
+            rows = self.form.kept_rows(self.output.read())
+            return len(self.finished) == self.total and all(row == next(finished, None) for row in rows)
+        except (UnreadableError, KeyError, TypeError, AttributeError):
+            return False
 
     def counts(self) -> dict[str, int]:
         """What the record of the output has of it. prompts: those with a row in the output."""

@@ -110,6 +110,7 @@ class PartialRows:
         may_differ: Collection[str] = (),
         usual: Mapping[str, Row] = MappingProxyType({}),
         retry_failed: bool = False,
+        note: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """
         is_row        whether a row can belong to the job; may raise KeyError or TypeError for one that cannot
@@ -117,6 +118,7 @@ class PartialRows:
         may_differ    keys of the header that are for information only and may differ
         usual         defaults of nested settings, which hold where an earlier version did not have the setting yet
         retry_failed  ignore rows with an `error`, so that they are missing
+        note          saved with the header of a new file, and not compared; `load` reads that of the file
         """
         self.path = path
         self.header: Row = json.loads(json.dumps(header))
@@ -126,11 +128,13 @@ class PartialRows:
         self._may_differ = may_differ
         self._usual: dict[str, Row] = json.loads(json.dumps(dict(usual)))
         self._retry_failed = retry_failed
+        self.note = self._given_note = dict(note)
         self._claimed: FileIO | None = None
         self._size = 0  # that the claimed file should have
 
     def load(self) -> None:
         """Read the complete lines of the file. Raises SpecbatchError for the output of another job, or another file."""
+        self.note = {}
         try:
             self._read()
         except OSError as error:
@@ -142,9 +146,12 @@ class PartialRows:
         self.rows.clear()
         with self.path.open("rb") as file:
             first = file.readline()
-            if _line(self.header).encode().startswith(first):
-                if not file.peek(1):
-                    return 0  # only a header, which a crash may have truncated
+            noted = _line(self.header | self._given_note).encode()
+            if noted.startswith(first) or _line(self.header).encode().startswith(first):
+                if not file.peek(1):  # only a header, which a crash may have truncated
+                    if first.endswith(b"\n"):
+                        self.note = self._given_note if first == noted else {}
+                    return 0
             elif not first.endswith(b"\n"):
                 first = b""
             matches = self._check_header(parsed(first))
@@ -168,6 +175,7 @@ class PartialRows:
             raise refuse(
                 "output", str(self.path), f"was started by another version, which did not save {lacks}; {works}"
             )
+        self.note = {name: value for name, value in header.items() if name not in self.header}
         return not set(self.differences(header)) - set(self._may_differ)
 
     def differences(self, other: Mapping[str, Any]) -> list[str]:
@@ -228,7 +236,7 @@ class PartialRows:
                     synced = time.monotonic()
 
             if not end:
-                write(self.header)
+                write(self.header | self.note)
             try:
                 yield keep
                 self.check()

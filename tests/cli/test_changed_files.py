@@ -69,6 +69,8 @@ def test_output_that_something_else_writes_is_kept(changed: Any, run: Any, tmp_p
     output = tmp_path / "out.jsonl"
     last = ended(changed(LINES, lambda path: path.write_text("mine"), output))
     assert "something else wrote it during the job; move it away, then the same command writes the answers" in last
+    again = run("generate", tmp_path / "in.jsonl", "-o", output, "--concurrency", "4")
+    assert "did not write it; move it away, then the same command continues" in ended(again)
     assert output.read_text() == "mine"
     output.rename(tmp_path / "mine")
     assert run("generate", tmp_path / "in.jsonl", "-o", output, "--concurrency", "4").exit_code == 0
@@ -232,6 +234,26 @@ def test_finished_batch_is_not_run_again(run: Any, engine: Any, jsonl: Any, tmp_
     again = run(*command, "--max-failures", "1")
     assert (again.exit_code, again.stdout, engine.built) == (0, first.stdout, [])
     assert run(*command).exit_code == 1, "a row failed"
+
+
+def test_a_job_that_was_killed_after_it_wrote_its_output_ends(run: Any, tmp_path: Path) -> None:
+    """Its partial output is still there; also where the output replaces another one."""
+    (tmp_path / "in.jsonl").write_text("\n".join(LINES[:9]) + "\n")
+    output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    command = ("generate", tmp_path / "in.jsonl", "-o", output)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specbatch.jobs.partial_output.PartialRows.remove", lambda _: None)
+        assert run(*command).exit_code == 0
+    assert partial.exists()
+    assert run(*command).exit_code == 0
+    assert not partial.exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specbatch.jobs.batch_job.BatchJob._publish", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(*command, "--overwrite").exit_code == 130
+    assert '"replaces": true' in partial.read_text().splitlines()[0]
+    again = run(*command)
+    assert (again.exit_code, "continuing: 9 of 9 are finished" in again.stderr) == (0, True)
+    assert not partial.exists()
 
 
 @pytest.mark.parametrize("change", [shorter, longer, emptied, lambda path: path.write_text("mine")])
