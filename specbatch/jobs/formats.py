@@ -130,6 +130,7 @@ class PromptRows(JobFormat):
         self._version = InputVersion("input", source)
 
     def rows(self) -> Iterator[JobRow | BadRow]:
+        checked: SamplingParams | None = None  # rows of one kind share their parameters
         for number, raw in self._reader.rows("input", self._source, self._split, version=self._version):
             item = self._reader.read(number, raw)
             if isinstance(item, MalformedLine):
@@ -143,8 +144,9 @@ class PromptRows(JobFormat):
             except SpecbatchError as error:  # together with the parameters of the job
                 yield BadRow(number - 1, item.id, f"sampling: {error}")
                 continue
-            if lost := unsampled({name: getattr(params, name) for name in SAMPLED}):
+            if params is not checked and (lost := unsampled({name: getattr(params, name) for name in SAMPLED})):
                 self._note(lost, number, unsampled_note)
+            checked = params
             yield JobRow(number - 1, item.id, item, params, identity)
 
     def _note(self, names: Iterable[str], number: int, note: Callable[[str | Path, int, Iterable[str]], str]) -> None:
