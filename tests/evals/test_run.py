@@ -223,7 +223,7 @@ def test_generation_arguments_update_those_of_the_task(make_engine: Any, evaluat
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"gen_kwargs": "num_beams=4"}, r"gen_kwargs='num_beams=4': sets num_beams=4, but the engine supports"),
+        ({"gen_kwargs": "num_beams=4"}, r"gen_kwargs='num_beams=4': sets num_beams=4, which the engine does not"),
         ({"gen_kwargs": "do_sample=True"}, r"task='gsm8k': sets do_sample=True without a temperature"),
         ({"gen_kwargs": "oops"}, r"gen_kwargs='oops': expected `key=value`"),
         ({"fewshot_as_multiturn": True}, r"fewshot_as_multiturn=True: turns need a chat template; add chat_template"),
