@@ -71,10 +71,9 @@ class Encoding:
         at = next((place for place in range(len(ids) - len(own) + 1) if ids[place : place + len(own)] == own), 0)
         begin, end = ("".join(map(self._text_of, part)) for part in (ids[:at], ids[at + len(own) :]))
         if ids != self._tokenizer.encode(text):
-            self.notes.append(
-                "prompts have the special tokens of tokenizer.json, as with transformers 5, and not those that "
-                "add_bos_token of tokenizer_config.json asks for; add_bos_token=True or False (--add-bos-token, --no-add-bos-token) decides"
-            )
+            works = "add_bos_token=True or False (--add-bos-token, --no-add-bos-token) decides"
+            says = "as with transformers 5, and not those that add_bos_token of tokenizer_config.json asks for"
+            self.notes.append(f"prompts have the special tokens of tokenizer.json, {says}; {works}")
         works = "as in lm-eval; add_bos_token=False (--no-add-bos-token) leaves it out"
         if self._is_chat and begin:
             self.notes.append(f"the tokenizer begins chat prompts with {begin!r}, which the template does not, {works}")
