@@ -2,8 +2,8 @@
 
 * score: the mean over the questions; stderr: sample standard deviation / sqrt(n) of one score by itself. To compare two
   runs on the same questions, pair them by question instead.
-* unparsed: the share of answers in which the filter found nothing; they count as wrong. truncated: the share of answers
-  that reached max_new_tokens; they are scored as they are.
+* unparsed: the share of scored answers in which the filter found nothing (`unparsed.py`). truncated: the share of
+  answers that reached max_new_tokens; they are scored as they are.
 * Tasks that score given texts (kind multiple_choice, loglikelihood or loglikelihood_rolling) generate nothing, so they
   have no such shares, no drafts and no token times. Their metrics are lm-eval's.
 * The speed columns are defined in `specbatch.records.metrics`.
