@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from specbatch.atomic_file import writing
 from specbatch.errors import SpecbatchError, refuse, reporting
 from specbatch.evals.finished import PARTIAL, Answer, Row, Scored, finished_rows, with_earlier
 from specbatch.evals.likelihoods import likelihood_fields
+from specbatch.evals.lm_eval_files import save_lm_eval_files
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
 from specbatch.evals.task import ROLLING, EvalTask, fallbacks, load_task, quiet, seed_globals
@@ -169,12 +171,15 @@ class PreparedEval:
                 first_ids=self.task.first_ids(),
             )
             engine.reset_record()
+            started = time.time()
             results = self._evaluate(model)
             with quiet():
                 report = self._report(engine, model, results)
             if options.output is not None:
                 report.record.workload[JOB] = self._job(kept)
                 report.save(options.output)
+                files = options.output, [results], report.record, engine.tokenizer, options
+                save_lm_eval_files(*files, resamples=RESAMPLES, started=started)
         return report
 
     def _evaluate(self, model: Any) -> dict[str, Any]:

@@ -29,6 +29,8 @@ class FakeTokenizer:
     bos_id: int | None = 256
     eos_id: int | None = 258
     has_chat_template = True
+    chat_template = None
+    special_tokens: dict[str, str] = {}  # noqa: RUF012
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         tokens = [self.bos_id] if add_special_tokens else []
