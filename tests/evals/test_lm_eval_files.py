@@ -15,7 +15,9 @@ import pandas
 import pytest
 
 from specbatch.atomic_file import UnwritableError
+from specbatch.errors import SpecbatchError
 from specbatch.evals import lm_eval_files
+from specbatch.evals.gate.gate import run_gate
 from specbatch.evals.options import EvalOptions
 from specbatch.sweeps.compare import compare
 
@@ -198,3 +200,58 @@ def test_a_disk_that_is_full_is_no_finished_run(evaluate, make_engine, mixed_rep
     evaluate(engine=engine, output=tmp_path / "out")
     assert engine.calls[calls]["prompts"] == []  # all answers were kept
     files_of(tmp_path / "out")
+
+
+def as_other_engine(folder: Path, place: Path) -> Path:
+    """The files of a run as if another engine had answered, with question 0 the other way round."""
+    place.mkdir()
+    for path in folder.rglob("*_20*.json*"):
+        text = path.read_text()
+        if path.suffix == ".jsonl":
+            first, *others = [json.loads(line) for line in text.splitlines()]
+            text = "".join(
+                json.dumps(row | ({"exact_match": 1.0 - row["exact_match"]} if row["doc_id"] == 0 else {})) + "\n"
+                for row in (first, *others)
+            )
+        (place / path.name).write_text(text.replace('"model_source": "specbatch"', '"model_source": "vllm"'))
+    return place
+
+
+def test_another_engine_is_compared_by_question(report, report_folder, tmp_path):
+    other = as_other_engine(report_folder, tmp_path / "other")
+    for pair in ((report_folder, other), (other, report_folder)):
+        found = compare(*pair)
+        assert [row.metric for row in found.rows] == ["strict-match exact_match", "flexible-extract exact_match"]
+        assert all(row.over.startswith("8 questions, paired: ") for row in found.rows)
+        assert [line for line in found.notes if line.startswith("ANSWERS ONLY")] == [
+            f"ANSWERS ONLY: {other} (vllm): lm-eval's files have no times and no accept lengths"
+        ]
+        assert found.differs[found.rows[0].run] == {}
+    rule = '[accuracy]\nfilter = "strict-match"\nunparsed_at_most = 1.0\n'
+    (tmp_path / "policy.toml").write_text(rule)
+    result = run_gate(tmp_path / "policy.toml", report_folder, other)
+    assert result.passed
+    assert [len(test.lost) + len(test.gained) for test in result.tests] == [1]
+
+
+def test_tasks_that_only_the_other_engine_has(report, report_folder, tmp_path):
+    """A gate looks at the task that both have; a baseline of many tasks does not make a run incomplete."""
+    other = as_other_engine(report_folder, tmp_path / "other")
+    (results,) = other.glob("results_*")
+    body = json.loads(results.read_text())
+    body["n-samples"]["arc"] = {"original": 3, "effective": 3}
+    results.write_text(json.dumps(body))
+    (tmp_path / "policy.toml").write_text('[accuracy]\nfilter = "strict-match"\nunparsed_at_most = 1.0\n')
+    result = run_gate(tmp_path / "policy.toml", report_folder, other)
+    assert [check.name for check in result.checks if check.point != "gsm8k"] == []
+    compared = compare(other, report_folder)
+    assert f"ONLY IN {other}: arc" in compared.notes
+    (tmp_path / "policy.toml").write_text('[accuracy]\nfilter = "strict-match"\n')
+    assert {check.point for check in run_gate(tmp_path / "policy.toml", other, report_folder).checks} == {"gsm8k"}
+
+
+def test_other_prompts_are_refused(report, report_folder, tmp_path, evaluate):
+    other = as_other_engine(report_folder, tmp_path / "other")
+    evaluate(output=tmp_path / "ours", num_fewshot=1)
+    with pytest.raises(SpecbatchError, match="prompt of question 0 and 7 others differs or is missing in one run"):
+        compare(other, tmp_path / "ours")
