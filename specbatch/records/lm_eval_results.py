@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 from specbatch.errors import refuse
 from specbatch.plurals import counted
@@ -173,7 +173,7 @@ class ResultsFile:
         return rows
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     """A score; "N/A", or a blank where lm-eval computed none, is no number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -_MOST < value < _MOST
 

@@ -120,8 +120,7 @@ class Run:
         for point in self.points.values():
             key = PointKey(str(point.records[0].workload.get("task", "")))
             if key in found:
-                works = f"holds several runs of {key or 'no task'}; name one of them"
-                raise SpecbatchError(f"{self.path} {works}")
+                raise SpecbatchError(f"{self.path} holds several runs of {key.section}; name one of them")
             found[key] = point
         return found
 
