@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ class FakeTokenizer:
     has_chat_template = True
     chat_template = None
     special_tokens: dict[str, str] = {}  # noqa: RUF012
+    chat_begin = "<s>"
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         tokens = [self.bos_id] if add_special_tokens else []
@@ -45,9 +48,10 @@ class FakeTokenizer:
             return "".join(name for token in ids for name, number in SPECIAL.items() if number == token)
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
-    def apply_chat_template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(self, messages: list[dict[str, str]], *, continue_final_message: bool = False) -> str:
         turns = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in messages]
-        return "<s>" + "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+        text = self.chat_begin + "".join(turns)
+        return text.removesuffix("<|im_end|>\n") if continue_final_message else text + "<|im_start|>assistant\n"
 
     def vocabulary(self) -> list[str]:
         return [f"byte{value}" for value in range(256)] + list(SPECIAL)
@@ -210,6 +214,20 @@ def report_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def report(evaluate: Callable[..., EvalReport], report_folder: Path) -> EvalReport:
     """The report of `evaluate()`; not to be changed."""
     return evaluate(output=report_folder)
+
+
+@pytest.fixture
+def hflm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """lm-eval's model for transformers. It imports accelerate but does not use it for a loaded model."""
+    named = ("Accelerator", "InitProcessGroupKwargs", "find_executable_batch_size")
+    stub, utils = types.ModuleType("accelerate"), types.ModuleType("accelerate.utils")
+    vars(stub).update(dict.fromkeys(named))
+    utils.get_max_memory = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "accelerate", stub)
+    monkeypatch.setitem(sys.modules, "accelerate.utils", utils)
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM
 
 
 @pytest.fixture

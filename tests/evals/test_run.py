@@ -33,7 +33,7 @@ def test_scores_computed_by_hand(report: Any) -> None:
     assert flexible.unparsed == 0.25
     assert report.truncated == 0.25
     assert report.finish_reasons == {"stop": 6, "length": 2}
-    assert report.max_new_tokens == 512
+    assert report.max_new_tokens == 256
     assert report.record.metrics["accept_length"] == 2.5
     assert report.record.metrics["accept_rate"] == 3 / 8
 
@@ -196,10 +196,10 @@ def test_options_replace_the_tasks_sampling(
     assert len({one.seed for one in params}) == 2
     sampling = {"temperature": 0.6, "top_p": 1.0, "top_k": 20, "min_p": 0.0}
     assert found.record.workload["sampling"] == found.as_dict()["sampling"] == sampling
-    assert "Answers: up to 512 tokens, temperature 0.6, top-k 20, seed 0." in found.table()
+    assert "Answers: up to 256 tokens, temperature 0.6, top-k 20, seed 0." in found.table()
     assert EvalReport.load(tmp_path / "sampled") == found
     assert report.sampling is None
-    assert "Answers: up to 512 tokens, greedy." in report.table()
+    assert "Answers: up to 256 tokens, greedy." in report.table()
 
 
 def test_sampling_without_an_effect_is_refused() -> None:
