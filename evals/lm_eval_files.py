@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.atomic_file import write_atomic, writing
 from specbatch.config import EngineConfig
+from specbatch.evals.generation import parsed
 from specbatch.records.run_record import RunRecord
 
 if TYPE_CHECKING:
@@ -126,7 +127,6 @@ def _merged(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _config(record: RunRecord, options: EvalOptions, resamples: int) -> dict[str, Any]:
-    asked = vars(options)
     return {
         "model": MODEL,
         "model_args": model_args(record.config),
@@ -137,7 +137,7 @@ def _config(record: RunRecord, options: EvalOptions, resamples: int) -> dict[str
         "use_cache": None,
         "limit": options.limit,
         "bootstrap_iters": resamples,
-        "gen_kwargs": {**(asked.get("gen_kwargs") or {}), **options.sampling},
+        "gen_kwargs": {**({} if options.gen_kwargs is None else parsed(options.gen_kwargs)), **options.sampling},
         "random_seed": 0,
         "numpy_seed": 1234,
         "torch_seed": record.config["seed"],
@@ -182,14 +182,13 @@ def _tracked(model: str, options: EvalOptions, tokenizer: Tokenizer, started: fl
     """The fields of lm-eval's `GeneralConfigTracker`."""
     from lm_eval.loggers.evaluation_tracker import GeneralConfigTracker
 
-    asked, is_chat = vars(options), options.chat_template
     tracker = GeneralConfigTracker()
     tracker.log_experiment_args(
         model_source=MODEL,
         model_args={"pretrained": model},
-        system_instruction=asked.get("system_instruction"),
-        chat_template=tokenizer.chat_template if is_chat else None,
-        fewshot_as_multiturn=asked.get("fewshot_as_multiturn", True) if is_chat else None,
+        system_instruction=options.system_instruction,
+        chat_template=tokenizer.chat_template if options.chat_template else None,
+        fewshot_as_multiturn=options.as_multiturn if options.chat_template else None,
     )
     return asdict(tracker) | {"total_evaluation_time_seconds": str(time.time() - started)}
 
