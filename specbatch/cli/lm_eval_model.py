@@ -60,6 +60,7 @@ class SpecBatchModel(SpecBatchLM):
     The engine is closed when the model is deleted, or by `close`.
     """
 
+    cache_hook: Any
     _kept: ClassVar[list[SpecBatchModel] | None] = None
 
     def __init__(self, **arguments: Any) -> None:
@@ -78,7 +79,8 @@ class SpecBatchModel(SpecBatchLM):
     @contextmanager
     def built(cls) -> Iterator[list[SpecBatchModel]]:
         """The models that lm-eval builds in the block, which it drops after its run. They are closed at the end."""
-        cls._kept = kept = []
+        kept: list[SpecBatchModel] = []
+        cls._kept = kept
         try:
             yield kept
         finally:
