@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PARTIAL = "answers.partial.jsonl"
 Row = dict[str, Any]
 _ASKED = ("limit", "chat_template", "thinking", "think_end_token", "max_new_tokens")
+_SINCE = ("offset", "samples")  # earlier versions wrote no such setting, so its default is left out
 
 
 class Answer(NamedTuple):
@@ -94,7 +95,7 @@ def hash_of(request: Any) -> str:
     return hashlib.sha256(json.dumps(request, default=str).encode()).hexdigest()
 
 
-def finished_rows(options: EvalOptions, num_fewshot: int, config: EngineConfig, *, generates: bool) -> PartialRows:
+def finished_rows(options: EvalOptions, num_fewshot: int | None, config: EngineConfig) -> PartialRows:
     """The file of finished results in the output folder of `options`, with the rows of an interrupted run.
 
     Refused: results that were made with other settings.
@@ -107,11 +108,12 @@ def finished_rows(options: EvalOptions, num_fewshot: int, config: EngineConfig, 
         "num_fewshot": num_fewshot,
         "fewshot_seed": options.seed,
         **{name: getattr(options, name) for name in (*_ASKED, *SAMPLED)},
+        **{name: value for name in _SINCE if (value := getattr(options, name))},
         **{name: settings[name] for name in MAKES_TOKENS},
     }
 
     def is_row(row: Row) -> bool:
-        found = Answer.from_row(row, []) if generates else Scored.from_row(row)
+        found = Scored.from_row(row) if "logprob" in row else Answer.from_row(row, [])
         return isinstance(row["index"], int) and isinstance(found.request, str)
 
     kept = PartialRows(options.output / PARTIAL, header, is_row, start_over="pass --overwrite")
@@ -120,7 +122,7 @@ def finished_rows(options: EvalOptions, num_fewshot: int, config: EngineConfig, 
     return kept
 
 
-def with_earlier(record: RunRecord, earlier: int, results: Sequence[Answer] | Sequence[Scored]) -> None:
+def with_earlier(record: RunRecord, earlier: int, results: Sequence[Answer | Scored]) -> None:
     """Extend the record of a continued run, which covers the last run only, by the results of the earlier ones.
 
     As for `generate` (`records.store.load_output`), metrics that follow from the results cover all of them, and
@@ -130,11 +132,12 @@ def with_earlier(record: RunRecord, earlier: int, results: Sequence[Answer] | Se
     completions = [one.completion for one in results if isinstance(one, Answer)]
     scored = [one for one in results if isinstance(one, Scored)]
     if scored:
-        record.requests = [one.numbers() for one in scored]
         tokens = sum(one.scored_tokens for one in scored)
         total = tokens + sum(one.prompt_tokens for one in scored)
-        record.metrics = {"requests": len(scored), "input_tokens": total, "scored_tokens": tokens}
-        record.counters["scoring"] = record.metrics
+        record.counters["scoring"] = {"requests": len(scored), "input_tokens": total, "scored_tokens": tokens}
+    if not completions:
+        record.requests = [one.numbers() for one in scored]
+        record.metrics = record.counters["scoring"]
         return
     record.requests = [one.as_row() for one in completions]
     numbers = summarize(completions, 0.0)

@@ -127,7 +127,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         """The texts of the answers in the order of `requests`, without reasoning, each ending before its first stop
         string. As in lm-eval 0.4.13 (`postprocess_generated_text`) the reasoning is removed first, so that a stop
         string in it has no effect."""
-        first = len(self.answers)  # of an earlier call
+        first = len(self.answers) + len(self.scored)  # of earlier calls
         params = [self._params(item.args[0], item.args[1], first + place) for place, item in enumerate(requests)]
         encode = self._engine.tokenizer.encode
         tokens = [encode(item.args[0], add_special_tokens=not self._chat_template) for item in requests]
@@ -229,7 +229,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
 
     def _score(self, texts: list[tuple[Instance, int, list[int], list[int]]]) -> list[Likelihood]:
         """Scores of (request, part, context, continuation)."""
-        first = len(self.scored)  # of an earlier call
+        first = len(self.answers) + len(self.scored)  # of earlier calls
         hashes = [hash_of([context, continuation]) for *_, context, continuation in texts]
         rows = [self._row(first + place, digest) for place, digest in enumerate(hashes)]
         done = {place: Scored.from_row(row) for place, row in enumerate(rows) if row is not None}

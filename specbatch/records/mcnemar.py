@@ -85,6 +85,8 @@ class Changes:
 def pick_score(report: EvalAnswers, filter: str | None, metric: str | None) -> tuple[str, str]:
     """The answer filter and metric; None selects the only one there is."""
     known = [(score.filter, score.metric) for score in report.overall]
+    if not report.scores:
+        raise refuse("task", report.task, "was not scored (predict_only); run it without")
     if not known:
         raise refuse("task", report.task, "has no score of its own, because lm-eval does not aggregate it; name a task")
     found = [pair for pair in known if filter in (None, pair[0]) and metric in (None, pair[1])]
