@@ -125,16 +125,13 @@ class EvalTask:
         return dict(zip(self.tasks, accumulate(sizes, initial=0), strict=False))
 
 
-def load_task(
-    name: str,
-    *,
-    num_fewshot: int | None = None,
-    data: Path | None = None,
-    kinds: Collection[str] = KINDS,
-) -> EvalTask:
-    """Find task `name`, load its rows and set the number of few-shot examples. kinds: the output types that the caller
-    supports; other arguments as in `EvalOptions`."""
-    return load_tasks([name], EvalOptions(name, num_fewshot=num_fewshot, data=data), kinds)[0]
+def load_task(name: str, *, kinds: Collection[str] = KINDS, **options: Any) -> EvalTask:
+    """Find task `name`, load its rows and set the number of few-shot examples.
+
+    kinds     the output types that the caller supports
+    options   of `EvalOptions`
+    """
+    return load_tasks([name], EvalOptions(name, **options), kinds)[0]
 
 
 def load_tasks(names: Sequence[str], options: EvalOptions, kinds: Collection[str] = KINDS) -> list[EvalTask]:

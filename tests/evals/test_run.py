@@ -92,13 +92,16 @@ def test_limit_takes_the_first_questions(report: Any, evaluate: Any) -> None:
 
 
 def test_templates_are_compiled_once(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
 
-    compiled, compile, from_string = [], utils.env.compile, utils.env.from_string
-    monkeypatch.setattr(utils.env, "compile", lambda text, *rest, **how: (compiled.append(text), compile(text))[1])
+    compiled, env, from_string = [], utils.env, SandboxedEnvironment.from_string
+    monkeypatch.setattr(
+        SandboxedEnvironment, "from_string", lambda self, text: (compiled.append(text), from_string(self, text))[1]
+    )
     evaluate(num_fewshot=0)
     assert 0 < len(compiled) <= 3 * len(set(compiled)), "once each to prepare, to run and to report"
-    assert utils.env.from_string == from_string
+    assert utils.env is env
 
 
 def test_one_question_has_no_standard_error(evaluate: Any) -> None:
