@@ -307,14 +307,13 @@ def prepare(options: EvalOptions) -> PreparedEval:
     """
     if len(options.names) > 1:
         raise refuse("task", options.task, "names several tasks; name one, or use specbatch.evals.several")
+    if options.output is not None:
+        open_folder(options.output)
     return prepare_each([options])[0]
 
 
 def prepare_each(options: Sequence[EvalOptions]) -> list[PreparedEval]:
-    """`prepare` for several tasks. The options differ in the task and the output folder only."""
-    for one in options:
-        if one.output is not None:
-            _open_folder(one.output)
+    """`prepare` for several tasks, without their folders. The options differ in the task and the output only."""
     tasks = load_tasks([one.task for one in options], options[0])
     _refuse_unused(options[0], tasks)
     drafts = any(task.generates for task in tasks)
@@ -360,7 +359,8 @@ def _refuse_unused(options: EvalOptions, tasks: Sequence[EvalTask]) -> None:
             raise refuse(setting, value, works)
 
 
-def _open_folder(folder: Path) -> None:
+def open_folder(folder: Path) -> None:
+    """Create a folder for results. Refused: one that has other files."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not any((folder / name).exists() for name in (PARTIAL, RECORD)):

@@ -9,7 +9,8 @@ Tasks may differ in type: those that score given texts do so with the target alo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from specbatch.errors import refuse
 from specbatch.evals.finished import PARTIAL
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
-from specbatch.evals.run import PreparedEval, prepare_each
+from specbatch.evals.run import PreparedEval, open_folder, prepare, prepare_each
 from specbatch.records.markdown import markdown_table
 from specbatch.records.store import RECORD
 from specbatch.records.sweep_plan import folder_name
@@ -51,10 +52,11 @@ class SeveralReports:
 
 
 def prepare_several(options: EvalOptions) -> dict[str, PreparedEval]:
-    """Create the output folders and load all tasks. By the name of the task, in the order in which they run."""
+    """Load all tasks. By the name of the task, in the order in which they run."""
     names, output = options.names, options.output
     if len(names) == 1:
-        return {ready.task.name: ready for ready in prepare_each([options])}
+        ready = prepare(options)
+        return {ready.task.name: ready}
     folders = [None if output is None else _folder(output, name) for name in names]
     if output is not None and has_results(output, []):
         raise refuse("output", str(output), "has the results of one task; name a new folder for several")
@@ -62,6 +64,20 @@ def prepare_several(options: EvalOptions) -> dict[str, PreparedEval]:
         raise refuse("task", options.task, "has two tasks whose folders have the same name; evaluate one by itself")
     each = [replace(options, task=name, output=own) for name, own in zip(names, folders, strict=True)]
     return {ready.task.name: ready for ready in prepare_each(each)}
+
+
+@contextmanager
+def folders_of(every: Iterable[PreparedEval]) -> Iterator[None]:
+    """Create the folders of several tasks, and at the end remove those without results."""
+    folders = [ready.options.output for ready in every if ready.options.output is not None]
+    try:
+        for folder in folders:
+            open_folder(folder)
+        yield
+    finally:
+        for folder in folders if len(folders) > 1 else []:
+            with suppress(OSError):  # it has results
+                folder.rmdir()
 
 
 def has_results(folder: Path, names: Sequence[str]) -> bool:

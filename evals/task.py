@@ -23,6 +23,7 @@ from typing import Any
 from specbatch.errors import SpecbatchError, one_line, refuse
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.rows import Examples, GivenRows
+from specbatch.evals.selection import asking
 from specbatch.evals.unparsed import observe_filters
 from specbatch.evals.user_tasks import CONFIRM, UserTasks, missing_in, refuse_broken_scoring
 
@@ -148,11 +149,29 @@ def load_tasks(names: Sequence[str], options: EvalOptions, kinds: Collection[str
                 loaded.append(_load(name, manager, kinds, user))
         _refuse_duplicates(dict(zip(names, loaded, strict=True)))
         state = RandomState.now()
-    several = sum(len(tasks) for tasks, _ in loaded) > 1
-    return [
-        _with_examples(name, *one, options, given, state, _notes(name, manager, user), several=several)
-        for name, one in zip(names, loaded, strict=True)
-    ]
+        several = sum(len(tasks) for tasks, _ in loaded) > 1
+        found = [
+            _with_examples(name, *one, options, given, state, _notes(name, manager, user), several=several)
+            for name, one in zip(names, loaded, strict=True)
+        ]
+        for task in found:
+            _build_users(task, options, user)
+    return found
+
+
+def _build_users(task: EvalTask, options: EvalOptions, user: UserTasks) -> None:
+    """Refuse a task of the user whose prompts cannot be built, before a model is loaded."""
+    for name, one in task.tasks.items():
+        numbers = options.questions(name, task.sizes[name])
+        if not numbers or name.partition("::")[0] not in user.checked:
+            continue
+        try:
+            with asking({name: one}, {name: numbers}, lambda *_: None), template_errors(name):
+                one.build_all_requests()
+        except SpecbatchError:
+            raise
+        except Exception as error:
+            raise refuse("task", name, f"its prompts cannot be built ({one_line(error)}); correct it") from error
 
 
 def _with_examples(

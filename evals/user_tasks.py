@@ -32,12 +32,15 @@ class UserTasks:
     """Folders and files with tasks of the user.
 
     runs_code   whether the Python that they name may run
+    checked     names of the tasks and groups that `check` has found no fault with
+    unsafe      those of which a file says that they execute the model's answers
     """
 
     folders: Sequence[Path]
     files: Sequence[Path] = ()
     runs_code: bool = False
-    unsafe: set[str] = field(default_factory=set)  # tasks of which a file says that they execute the model's answers
+    checked: set[str] = field(default_factory=set)
+    unsafe: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for folder in self.folders:
@@ -71,6 +74,7 @@ class UserTasks:
                 raise refuse("task", name, f"group {group} names task {entry}, which does not exist")
             if self.owns(entry):
                 self._check_file(entry.name, entry.yaml_path)
+                self.checked.add(entry.name)
 
     def explain(self, name: str) -> None:
         """Refuse the file that defines `name` if lm-eval has passed over it because it cannot be read."""

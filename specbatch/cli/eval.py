@@ -187,7 +187,7 @@ def _evaluate(
     options: EvalOptions, engine: EngineOptions, config: EngineConfig, workers: Cluster | None
 ) -> EvalReport | SeveralReports:
     """Answer what is not finished in the output folder."""
-    from specbatch.evals.several import SeveralReports, prepare_several
+    from specbatch.evals.several import SeveralReports, folders_of, prepare_several
 
     assert options.output is not None
     every = prepare_several(options)
@@ -211,7 +211,7 @@ def _evaluate(
         for note in ready.notes():
             say(f"{of}note: {note}")
     if left:
-        with open_replicas(config, workers) as running:
+        with folders_of(left.values()), open_replicas(config, workers) as running:
             for name, ready in left.items():
                 of, kept = f"{name}: " if several else "", ready.finished(config)
                 done = 0 if kept is None else len(kept.rows)

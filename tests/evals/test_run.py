@@ -215,10 +215,12 @@ def test_sampling_without_an_effect_is_refused() -> None:
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        *(("limit", value) for value in (0, -1, 0.5, True)),
+        *(("limit", value) for value in (0, -1, 2.5, True, float("nan"))),
         ("num_fewshot", -1),
         ("max_new_tokens", 0),
         ("concurrency", 0),
+        ("offset", -1),
+        ("bootstrap_iters", -1),
     ],
 )
 def test_invalid_options_are_refused(setting: str, value: object) -> None:
