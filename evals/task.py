@@ -150,8 +150,9 @@ def load_tasks(names: Sequence[str], options: EvalOptions, kinds: Collection[str
         _refuse_duplicates(dict(zip(names, loaded, strict=True)))
         state = RandomState.now()
         several = sum(len(tasks) for tasks, _ in loaded) > 1
+        notes = _replaced(names, manager, user)
         found = [
-            _with_examples(name, *one, options, given, state, _notes(name, manager, user), several=several)
+            _with_examples(name, *one, options, given, state, notes.get(name, []), several=several)
             for name, one in zip(names, loaded, strict=True)
         ]
         for task in found:
@@ -215,11 +216,15 @@ def _with_examples(
     )
 
 
-def _notes(name: str, manager: Any, user: UserTasks) -> list[str]:
-    entry = manager.task_index.get(name)
-    if entry is None or not user.owns(entry) or not _names_in(_definitions(), name)[0]:
-        return []
-    return [f"task {name} of {entry.yaml_path} replaces lm-eval's task of this name"]
+def _replaced(names: Sequence[str], manager: Any, user: UserTasks) -> dict[str, list[str]]:
+    """Notes by the name of a task of the user that lm-eval has, too."""
+    entries = {name: manager.task_index[name] for name in names if user.owns(manager.task_index[name])}
+    known = _names_in(_definitions(), names[0])[1] if entries else []
+    return {
+        name: [f"task {name} of {entry.yaml_path} replaces lm-eval's task of this name"]
+        for name, entry in entries.items()
+        if name in known
+    }
 
 
 def _is_file(name: str) -> bool:
@@ -255,6 +260,7 @@ def quiet(*, sandboxed: bool = True) -> Iterator[None]:
 
     sandboxed: templates run in Jinja's sandbox, because they can be a user's; lm-eval's own render the same text
     """
+    import datasets
     from lm_eval import utils
     from lm_eval.api import metrics
     from lm_eval.api import task as module
@@ -262,7 +268,9 @@ def quiet(*, sandboxed: bool = True) -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
     bar, bootstrap, env = module.tqdm, metrics.bootstrap_stderr, utils.env
+    shows_bars = not datasets.are_progress_bars_disabled()
     try:
+        datasets.disable_progress_bars()
         utils.env = _sandbox(env) if sandboxed else env.overlay()
         utils.env.from_string = cache(utils.env.from_string)
         metrics.bootstrap_stderr = _bootstrap_stderr
@@ -271,6 +279,8 @@ def quiet(*, sandboxed: bool = True) -> Iterator[None]:
             logger.setLevel(logging.ERROR)
         yield
     finally:
+        if shows_bars:
+            datasets.enable_progress_bars()
         module.tqdm, metrics.bootstrap_stderr, utils.env = bar, bootstrap, env
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
@@ -343,7 +353,8 @@ def _find(names: Sequence[str], user: UserTasks, kinds: Collection[str]) -> tupl
             meant = f"did you mean {', '.join(dict.fromkeys(like))}? " if like else ""
             works = f"use gsm8k, gsm8k_platinum, {EMBEDDED}, {CHOICES} or another task of lm-eval"
             raise refuse("task", name, f"no such task; {meant}{works}")
-        user.check(name, manager.task_index)
+        for entry in user.check(name, manager.task_index):
+            _refuse_unsafe(entry.name, entry.cfg or {}, user)
         entry = manager.task_index[name]
         if entry.kind.name == "TASK":
             _refuse_kind(name, (entry.cfg or {}).get("output_type", GENERATING), kinds)  # before data is downloaded
@@ -391,11 +402,15 @@ def _load(name: str, manager: Any, kinds: Collection[str], user: UserTasks) -> t
             raise refuse("task", of[key], "is not a ConfigurableTask of lm-eval; use one that is, such as gsm8k")
         if getattr(task, "MULTIMODAL", False):
             raise refuse("task", of[key], "needs images or audio; use a text task, such as gsm8k")
-        if (getattr(task, "UNSAFE_CODE", False) or key in user.unsafe) and not user.runs_code:
-            works = f"executes code written by the model, without a sandbox; allow it with {CONFIRM}, or use gsm8k"
-            raise refuse("task", of[key], works)
+        _refuse_unsafe(of[key], {"unsafe_code": getattr(task, "UNSAFE_CODE", False)}, user)
         refuse_broken_scoring(of[key], task)
     return tasks, loaded["groups"]
+
+
+def _refuse_unsafe(name: str, config: Mapping[str, Any], user: UserTasks) -> None:
+    if (config.get("unsafe_code") or name in user.unsafe) and not user.runs_code:
+        works = f"executes code written by the model, without a sandbox; allow it with {CONFIRM}, or use gsm8k"
+        raise refuse("task", name, works)
 
 
 def _reason(error: Exception, entry: Any) -> str:

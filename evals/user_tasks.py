@@ -66,15 +66,16 @@ class UserTasks:
         """Whether an entry of lm-eval's index is from the user's folders or files."""
         return entry.yaml_path is not None and not _is_trusted(entry.yaml_path)
 
-    def check(self, name: str, index: Mapping[str, Any]) -> None:
-        """Refuse task or group `name` of lm-eval's index, and the members of the user's groups, if they would run
-        Python, or are not complete."""
+    def check(self, name: str, index: Mapping[str, Any]) -> Iterator[Any]:
+        """The entry of task or group `name` in lm-eval's index, and those of the members of the user's groups. Refused:
+        those that would run Python, or are not complete."""
         for entry, group in _reached(name, index):
             if isinstance(entry, str):
                 raise refuse("task", name, f"group {group} names task {entry}, which does not exist")
             if self.owns(entry):
                 self._check_file(entry.name, entry.yaml_path)
                 self.checked.add(entry.name)
+            yield entry
 
     def explain(self, name: str) -> None:
         """Refuse the file that defines `name` if lm-eval has passed over it because it cannot be read."""
@@ -108,6 +109,7 @@ class UserTasks:
     def _check_config(self, file: Path, config: Mapping[str, Any], *, has_results: bool) -> None:
         """Refuse what lm-eval would run as Python, and names that it does not know, which show late in a run."""
         from lm_eval.api.registry import aggregation_registry, filter_registry
+        from lm_eval.api.samplers import SAMPLER_REGISTRY
 
         if not self.runs_code:
             for key, value in _python_in(config, has_results=has_results):
@@ -123,6 +125,10 @@ class UserTasks:
                 name = item.get("function")
                 if isinstance(name, str) and name not in filter_registry and not _is_function(name, self.runs_code):
                     raise refuse("task", str(file), f"filter_list: no filter {name!r}; use {_some(filter_registry)}")
+        shots = config.get("fewshot_config")
+        name = shots.get("sampler") if isinstance(shots, dict) else None
+        if isinstance(name, str) and name not in SAMPLER_REGISTRY and not _is_function(name, self.runs_code):
+            raise refuse("task", str(file), f"fewshot_config: no sampler {name!r}; use {_some(SAMPLER_REGISTRY)}")
         members = config.get("task")
         if "group" in config and not (isinstance(members, list) and members):
             raise refuse("task", str(file), f"group {config['group']} needs a list of tasks (task: [NAME, ...])")
