@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import Completion, RequestMetrics
 from specbatch.core.sampling_params import SAMPLED
+from specbatch.evals.options import MAX_NEW_TOKENS
 from specbatch.jobs.partial_output import MAKES_TOKENS, PartialRows
 from specbatch.records.metrics import METRICS
 from specbatch.records.store import EARLIER
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
 PARTIAL = "answers.partial.jsonl"
 Row = dict[str, Any]
 _ASKED = ("limit", "chat_template", "thinking", "think_end_token", "max_new_tokens")
-_SINCE = ("offset", "samples")  # earlier versions wrote no such setting, so its default is left out
+# Earlier versions wrote no such setting, so its default is left out.
+_SINCE = (
+    *("offset", "samples"),
+    *("system_instruction", "gen_kwargs", "fewshot_as_multiturn", "add_bos_token", "truncate_prompts"),
+)
 
 
 class Answer(NamedTuple):
@@ -95,20 +100,24 @@ def hash_of(request: Any) -> str:
     return hashlib.sha256(json.dumps(request, default=str).encode()).hexdigest()
 
 
-def finished_rows(options: EvalOptions, num_fewshot: int | None, config: EngineConfig) -> PartialRows:
+def finished_rows(
+    options: EvalOptions, num_fewshot: int | dict[str, int], config: EngineConfig, *, generates: bool
+) -> PartialRows:
     """The file of finished results in the output folder of `options`, with the rows of an interrupted run.
 
     Refused: results that were made with other settings.
     """
     assert options.output is not None
     settings = config.as_dict()
+    usual = {item.name: item.default for item in fields(options)}
     header = {
         "command": "eval",
         "task": options.task,
         "num_fewshot": num_fewshot,
         "fewshot_seed": options.seed,
         **{name: getattr(options, name) for name in (*_ASKED, *SAMPLED)},
-        **{name: value for name in _SINCE if (value := getattr(options, name))},
+        **{name: value for name in _SINCE if (value := getattr(options, name)) not in (None, usual[name])},
+        **({"default_max_new_tokens": MAX_NEW_TOKENS} if generates and options.max_new_tokens is None else {}),
         **{name: settings[name] for name in MAKES_TOKENS},
     }
 

@@ -12,7 +12,7 @@ from specbatch.core.sampling_params import SAMPLED, SamplingParams
 from specbatch.errors import each_once, refuse
 from specbatch.settings import Rule, check_fields, is_number, is_whole, setting, whole
 
-MAX_NEW_TOKENS = 512  # if neither the user nor the task sets a limit; lm-eval's 256 truncates chains of thought
+MAX_NEW_TOKENS = 256  # if neither the user nor the task sets a limit, as in lm-eval
 RESAMPLES = 1000  # lm-eval's default is 100,000, which takes minutes; the error of a mean has a closed form
 _PARAMS = {item.name: item.metadata for item in fields(SamplingParams)}
 
@@ -37,9 +37,10 @@ class EvalOptions:
     samples       by task: the numbers of the questions to ask, from 0, in any order; of other tasks all are asked
     include_path  folders with tasks of the user, which replace lm-eval's tasks of the same name
     data          only GSM8K tasks take other questions
-    fewshot_data  None: GSM8K's training rows; if `data` has some of these, its other rows
+    fewshot_data  None: the rows that lm-eval's task names; where `data` has some of these, its other rows
     thinking      reasoning is never scored
-    temperature, top_p, top_k, min_p   how answers are sampled; None: as the task's generation arguments say
+    gen_kwargs    `specbatch.evals.generation` lists the arguments
+    temperature, top_p, top_k, min_p   how answers are sampled; None: as gen_kwargs, else the task's arguments say
     concurrency   most requests that are submitted and unfinished at a time; None: all
     seed          draws the few-shot examples; with lm-eval's default of 1234 the prompts equal lm-eval's
     output        folder for the results: new, empty, or of an interrupted evaluation, which continues
@@ -60,15 +61,34 @@ class EvalOptions:
     )
     data: Path | None = setting(None, "JSONL of question and answer to score. Default: the task's data set.")
     fewshot_data: Path | None = setting(
-        None, "JSONL of question and answer for the few-shot examples. Default: the training rows."
+        None, "JSONL of question and answer for the examples, or the bundled gsm8k_train. Default: as the task says."
     )
     chat_template: bool = setting(False, "Ask with the model's chat template.")
     thinking: bool | None = setting(None, "enable_thinking of the chat template. Default: the template's own.")
+    system_instruction: str | None = setting(
+        None, "Text before the task's description; a system message with --chat-template."
+    )
+    fewshot_as_multiturn: bool | None = setting(
+        None, "With --chat-template: examples as turns of the conversation (the default) or as text of one turn."
+    )
+    add_bos_token: bool | None = setting(
+        None,
+        "Begin prompts with the bos token, or not. Default: as lm-eval with HF models, where the tokenizer adds it to "
+        "texts, also to rendered chat prompts, unless they begin with it.",
+    )
+    truncate_prompts: bool = setting(
+        False, "Drop the beginning of prompts that are too long, as lm-eval does, instead of refusing them."
+    )
     think_end_token: str | None = setting(
         None, "Text that ends reasoning, if the model's own is not known: stop strings apply to what follows."
     )
     max_new_tokens: int | None = setting(
         None, f"Maximum number of tokens per answer. Default: the task's limit, else {MAX_NEW_TOKENS}.", whole(1)
+    )
+    gen_kwargs: str | None = setting(
+        None,
+        "Generation arguments that replace the task's, as lm-eval takes them: temperature=0.8,do_sample=True or JSON. "
+        "--max-new-tokens, --temperature and the like replace both.",
     )
     temperature: float | None = _of_task("temperature")
     top_p: float | None = _of_task("top_p")
@@ -103,6 +123,20 @@ class EvalOptions:
             raise refuse("think_end_token", "", "name the text that ends reasoning, such as </think>, or leave it out")
         if self.thinking is not None and not self.chat_template:
             raise refuse("thinking", self.thinking, "is a switch of the chat template; add chat_template=True")
+        if self.fewshot_as_multiturn and not self.chat_template:
+            works = "turns need a chat template; add chat_template=True, or leave it out"
+            raise refuse("fewshot_as_multiturn", True, works)
+
+    @property
+    def as_multiturn(self) -> bool:
+        """Whether examples are turns of the conversation."""
+        return self.chat_template if self.fewshot_as_multiturn is None else self.fewshot_as_multiturn
+
+    @property
+    def of_model(self) -> dict[str, Any]:
+        """Arguments of `SpecBatchLM`."""
+        own = ("max_new_tokens", "chat_template", "thinking", "think_end_token", "add_bos_token", "truncate_prompts")
+        return {name: getattr(self, name) for name in own} | {"sampling": self.sampling}
 
     @property
     def names(self) -> list[str]:

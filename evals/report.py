@@ -2,8 +2,8 @@
 
 * score: the mean over the questions; stderr: sample standard deviation / sqrt(n) of one score by itself. To compare two
   runs on the same questions, pair them by question instead.
-* unparsed: the share of answers in which the filter found nothing; they count as wrong. truncated: the share of answers
-  that reached max_new_tokens; they are scored as they are.
+* unparsed: the share of scored answers in which the filter found nothing (`unparsed.py`). truncated: the share of
+  answers that reached max_new_tokens; they are scored as they are.
 * Tasks that score given texts (kind multiple_choice, loglikelihood or loglikelihood_rolling) generate nothing, so they
   have no such shares, no drafts and no token times. Their metrics are lm-eval's.
 * The speed columns are defined in `specbatch.records.metrics`.
@@ -21,6 +21,7 @@ from specbatch.atomic_file import write_atomic
 from specbatch.config import Speculation
 from specbatch.core.request import INCOMPLETE
 from specbatch.core.sampling_params import sampling_text
+from specbatch.errors import shown
 from specbatch.evals.few_shot import few_shot_lines
 from specbatch.plurals import counted
 from specbatch.records.answers import QUESTIONS, EvalAnswers
@@ -47,9 +48,9 @@ class EvalReport(EvalAnswers):
     kind            lm-eval's output type; of a group with several, all of them, separated by commas
     num_fewshot     by task where the tasks of a group differ
     max_new_tokens  None unless the task generates
-    sampling        temperature, top_p, top_k and min_p of the answers; None: greedy
+    sampling        how the answers were generated, as `core.sampling_params.sampling_of` returns it; None: greedy
     warning         about the few-shot examples; "" without one
-    notes           what else differs from a usual run of the task, one sentence each without the full stop
+    notes           what users should know about this run, one sentence each without the full stop
     predict_only    whether the answers were not scored
     cut             number of texts longer than the model's context, which lost their beginning; None if the task
                     generates
@@ -75,6 +76,11 @@ class EvalReport(EvalAnswers):
     offset: int = 0
     samples: Mapping[str, Sequence[int]] | None = None
     predict_only: bool = False
+    system_instruction: str | None = None
+    gen_kwargs: str | None = None
+    fewshot_as_multiturn: bool | None = None
+    add_bos_token: bool | None = None
+    truncate_prompts: bool = False
 
     def settings(self) -> dict[str, Any]:
         """Everything except the rows and the record, in the form that `load` reads."""
@@ -129,7 +135,8 @@ class EvalReport(EvalAnswers):
     def sampled(self) -> str:
         """How the answers were sampled, with the engine's seed, which they depend on."""
         text = sampling_text(self.sampling)
-        return f"{text}, seed {self.record.config['seed']}" if self.sampling else text
+        is_sampled = bool(self.sampling and self.sampling["temperature"])
+        return f"{text}, seed {self.record.config['seed']}" if is_sampled else text
 
     def _speed(self) -> Iterator[dict[str, str]]:
         """Columns of the speed tables: of answers, and of texts that were scored."""
@@ -150,12 +157,20 @@ class EvalReport(EvalAnswers):
         """Lines below the tables: model, data and settings."""
         config, caps, metrics = self.record.config, self.record.caps, self.record.metrics
         form = "chat template" if self.chat_template else "plain text"
+        if self.chat_template and self.num_fewshot and self.fewshot_as_multiturn is False:
+            form += ", examples in one turn"
+        if self.system_instruction:
+            form += f", system instruction {shown(self.system_instruction)}"
+        if self.add_bos_token is not None:
+            form += f", {'with' if self.add_bos_token else 'without'} an added bos token"
         if self.thinking is not None:
             form += f", thinking {'on' if self.thinking else 'off'}"
         if self.think_end_token is not None:
             form += f", scored after {self.think_end_token!r}"
         by = f"Speculation: {Speculation(**config['speculation'])}."
         answers = f" Answers: up to {self.max_new_tokens} tokens, {self.sampled}."
+        if self.gen_kwargs is not None:
+            answers += f" gen_kwargs: {self.gen_kwargs}."
         if self.generates and self.scores_texts:
             answers += " Given texts were scored without drafts."
         elif not self.generates:

@@ -86,7 +86,7 @@ class PreparedEval:
         """
         if self.options.output is None:
             return None
-        return finished_rows(self.options, self.task.num_fewshot, config)
+        return finished_rows(self.options, self.task.num_fewshot, config, generates=self.task.generates)
 
     def complete(self, config: EngineConfig) -> EvalReport | None:
         """The report of this evaluation with engine `config`, if an earlier run has finished it in the output folder.
@@ -126,11 +126,7 @@ class PreparedEval:
         model = SpecBatchLM(
             cast("InferenceEngine", _NotLoaded(tokenizer, config)),
             options.task,
-            max_new_tokens=options.max_new_tokens,
-            chat_template=options.chat_template,
-            thinking=options.thinking,
-            think_end_token=options.think_end_token,
-            sampling=options.sampling,
+            **options.of_model,
         )
         with suppress(_AllFit):
             self._evaluate(model)
@@ -174,11 +170,7 @@ class PreparedEval:
             model = SpecBatchLM(
                 engine,
                 options.task,
-                max_new_tokens=options.max_new_tokens,
-                chat_template=options.chat_template,
-                thinking=options.thinking,
-                think_end_token=options.think_end_token,
-                sampling=options.sampling,
+                **options.of_model,
                 concurrency=options.concurrency,
                 finished=dict(rows),
                 on_answer=on_answer,
@@ -227,7 +219,8 @@ class PreparedEval:
                 tasks,
                 bootstrap_iters=self.options.bootstrap_iters,
                 apply_chat_template=self.options.chat_template,
-                fewshot_as_multiturn=self.options.chat_template,
+                fewshot_as_multiturn=self.options.as_multiturn,
+                system_instruction=self.options.system_instruction,
                 confirm_run_unsafe_code=self.options.confirm_run_unsafe_code,
             )
         return results
@@ -261,10 +254,15 @@ class PreparedEval:
             scores=list(_scores(task, results)),
             questions=_answer_rows(rows, model.answers) + _scored_rows(task, rows, results["samples"]),
             warning=task.warning,
-            notes=self.notes(),
+            notes=[*self.notes(), *model.notes],
             offset=options.offset,
             samples=options.samples,
             predict_only=options.predict_only,
+            system_instruction=options.system_instruction,
+            gen_kwargs=options.gen_kwargs,
+            fewshot_as_multiturn=options.as_multiturn,
+            add_bos_token=options.add_bos_token,
+            truncate_prompts=options.truncate_prompts,
             record=record,
         )
         report.questions.sort(key=lambda row: row["doc_id"])
@@ -316,6 +314,8 @@ def prepare_each(options: Sequence[EvalOptions]) -> list[PreparedEval]:
     """`prepare` for several tasks, without their folders. The options differ in the task and the output only."""
     tasks = load_tasks([one.task for one in options], options[0])
     _refuse_unused(options[0], tasks)
+    for task in tasks:
+        _apply_arguments(options[0], task)
     drafts = any(task.generates for task in tasks)
     return [PreparedEval(own, task, drafts) for own, task in zip(options, tasks, strict=True)]
 
@@ -343,20 +343,28 @@ def _refuse_unused(options: EvalOptions, tasks: Sequence[EvalTask]) -> None:
                 raise refuse("offset", options.offset, f"task {name} has {size} questions; use at most {size - 1}")
     kinds = {str(one.OUTPUT_TYPE) for one in every}
     if GENERATING in kinds:
-        from specbatch.evals.lm import sampling_in
-
-        with quiet():
-            for one in every:
-                if one.OUTPUT_TYPE == GENERATING:
-                    sampling_in(one.config.generation_kwargs or {}, options.sampling)
         return
-    unused = ["max_new_tokens"]
+    unused = ["max_new_tokens", "gen_kwargs", "truncate_prompts"]
     if kinds == {ROLLING}:
-        unused += ["chat_template", "num_fewshot"]  # the texts are scored unchanged
+        unused += ["chat_template", "num_fewshot", "system_instruction"]  # the texts are scored unchanged
     for setting, value in [(name, getattr(options, name)) for name in unused] + [*options.sampling.items()]:
         if value or setting in options.sampling:
             works = f"task {tasks[0].name} ({tasks[0].kind}) scores given texts and ignores it; leave it out"
             raise refuse(setting, value, works)
+
+
+def _apply_arguments(options: EvalOptions, task: EvalTask) -> None:
+    """Update the generation arguments of the tasks with `gen_kwargs`, as lm-eval does, and refuse those that the engine
+    does not support."""
+    from specbatch.evals.generation import generation_of, parsed
+
+    changes = {} if options.gen_kwargs is None else parsed(options.gen_kwargs)
+    with quiet():
+        for name, one in task.tasks.items():
+            if one.OUTPUT_TYPE == GENERATING:
+                one.set_config(key="generation_kwargs", value=changes, update=True)
+                wanted = one.config.generation_kwargs
+                generation_of(wanted, ("task", name), options.sampling, options.max_new_tokens)
 
 
 def open_folder(folder: Path) -> None:

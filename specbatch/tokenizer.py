@@ -15,11 +15,12 @@ from typing import Any
 
 from specbatch.chat_template import ChatTemplate, with_reasoning
 from specbatch.errors import refuse, refuse_json
-from specbatch.token_bytes import token_bytes
+from specbatch.token_bytes import byte_tokens, token_bytes
 from specbatch.tokenizer_files import read_folder
 
 BYTE_EOS = 256
 _USUAL_CHARACTERS = 8  # of a token, at most
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # of transformers: marks where the final message ends
 _PADDING = re.compile(r"|\[PAD\d*\]|<pad>|<\|pad\|>")  # names of padding ids
 
 
@@ -123,12 +124,16 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         enable_thinking: bool | None = None,
     ) -> str:
         """The prompt for a conversation, to be encoded without adding special tokens.
 
+        `continue_final_message`: the text ends within the last message, after its content, instead of with the
+        generation prompt. As in transformers 5.23, what the template does to the content (trimming) is kept.
         `enable_thinking` is the template's variable; None leaves its default. Raises SpecbatchError if the model has no
-        template, or the template rejects the messages, has no such variable or does not render their tool calls.
+        template, or the template rejects the messages, has no such variable, does not render their tool calls or does
+        not render the last message as it is.
         """
         if self._chat_template is None:
             raise refuse("chat_template", None, f"{self.name} has none; use chat_template=False, or plain prompts")
@@ -138,7 +143,25 @@ class Tokenizer:
         if any(message.get("tool_calls") for message in messages) and "tool_calls" not in self._chat_template.source:
             works = f"the chat template of {self.name} does not render tool calls; write them as content"
             raise refuse_json("messages", messages, works)
+        if continue_final_message:
+            return self._continued(self._chat_template, messages, enable_thinking)
         return self._chat_template.render(**self._variables(messages, add_generation_prompt, enable_thinking))
+
+    def _continued(
+        self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], enable_thinking: bool | None
+    ) -> str:
+        """The conversation up to the end of the content of its last message."""
+        content = messages[-1].get("content") if messages else None
+        if not isinstance(content, str) or "content" not in template.source:
+            works = "a final message to continue needs a text as content, and a template that renders content"
+            raise refuse_json("messages", messages, works)
+        marked = [*messages[:-1], {**messages[-1], "content": content + _TAG}]
+        text = template.render(**self._variables(marked, False, enable_thinking))
+        before, tag, after = text.rpartition(_TAG.strip())
+        if not tag or content.strip() not in text:
+            works = f"the chat template of {self.name} changes the final message, so that it cannot be continued"
+            raise refuse_json("messages", messages, works)
+        return before if after[:1] == " " else before.rstrip()  # trimmed: so would be the end of the content
 
     def render_ahead(self, conversations: Iterable[Sequence[Mapping[str, Any]]]) -> None:
         """Render several conversations at once, so that the next calls of `apply_chat_template` with one of them and
@@ -177,6 +200,11 @@ class Tokenizer:
         """`token_bytes` with special tokens, whose text is their name; None if tokens do not join to a text."""
         return token_bytes(self._backend, special=True)
 
+    @cached_property
+    def byte_tokens(self) -> dict[int, int]:
+        """The byte of each token of byte fallback, whose text the tokens beside it change."""
+        return byte_tokens(self._backend)
+
 
 class ByteTokenizer(Tokenizer):
     """One id per byte, and 256 for end of text, for models with random weights. Larger ids are shown as `<id>`."""
@@ -212,6 +240,10 @@ class ByteTokenizer(Tokenizer):
     @cached_property
     def shown_bytes(self) -> list[bytes | None] | None:
         return [bytes([index]) if index < BYTE_EOS else self._name(index).encode() for index in range(self.vocab_size)]
+
+    @cached_property
+    def byte_tokens(self) -> dict[int, int]:
+        return {}
 
     @staticmethod
     def _name(index: int) -> str:
