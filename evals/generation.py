@@ -75,8 +75,8 @@ def check_arguments(wanted: Mapping[str, Any], where: Where) -> None:
     if unknown:
         instead = "; ".join(f"{name}: {_INSTEAD[name]}" for name in unknown if name in _INSTEAD)
         shown = ", ".join(f"{name}={wanted[name]!r}" for name in sorted(unknown))
-        works = f"the engine supports {', '.join(sorted(_KNOWN))}; {instead or 'leave it out, or use another task'}"
-        raise refuse(*where, f"sets {shown}, but {works}")
+        works = instead or "leave it out, or use another task"
+        raise refuse(*where, f"sets {shown}, which the engine does not support; {works}")
     until = wanted.get("until", [])
     listed = [until] if isinstance(until, str) else until
     if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from specbatch.chat_template import TemplateRefusal
@@ -93,7 +94,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         self._finished = finished or {}
         self._on_answer = on_answer
         self._first_ids = first_ids or {}
-        self._token_ids: dict[str, int] | None = None
+        self._special: dict[tuple[str, ...], dict[str, int]] = {}  # tokens by stop strings
         self._requests: list[Instance] = []  # whose tokens reach `_loglikelihood_tokens`
         self._generations: dict[str, Generation] = {}  # by arguments
         self._notes: dict[str, None] = {}
@@ -143,7 +144,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         """The texts of the answers in the order of `requests`, without reasoning, each ending before its first stop
         string. As in lm-eval 0.4.13 (`postprocess_generated_text`) the reasoning is removed first, so that a stop
         string in it has no effect."""
-        first = len(self.answers)  # of an earlier call
+        first = len(self.answers) + len(self.scored)  # of earlier calls
         asked = [self._generation(item.args[1]) for item in requests]
         params = [
             self._params(item.args[0], generation, first + place)
@@ -245,7 +246,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
 
     def _score(self, texts: list[tuple[Instance, int, list[int], list[int]]]) -> list[Likelihood]:
         """Scores of (request, part, context, continuation)."""
-        first = len(self.scored)  # of an earlier call
+        first = len(self.answers) + len(self.scored)  # of earlier calls
         hashes = [hash_of([context, continuation]) for *_, context, continuation in texts]
         rows = [self._row(first + place, digest) for place, digest in enumerate(hashes)]
         done = {place: Scored.from_row(row) for place, row in enumerate(rows) if row is not None}
@@ -301,13 +302,22 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     def _reasoning(self) -> Reasoning:
         return Reasoning(self._engine.tokenizer, self._think_end_token)
 
+    def _special_in(self, stops: tuple[str, ...]) -> dict[str, int]:
+        """Tokens that a decoded text leaves out, such as <|im_end|>, and that are in a stop string, by name."""
+        if stops not in self._special:
+            tokenizer = self._engine.tokenizer
+            names = [(name, token) for token, name in enumerate(tokenizer.vocabulary()) if name]
+            found = {name: token for name, token in names if any(name in stop for stop in stops)}
+            self._special[stops] = {name: token for name, token in found.items() if not tokenizer.decode([token] * 2)}
+        return self._special[stops]
+
     def _text(self, completion: Completion, prompt: str, stops: Sequence[str]) -> str:
-        """What is scored of an answer."""
-        opened = self._reasoning.is_opened_by(prompt)
-        text = self._reasoning.answer_of(completion.text, completion.token_ids, opened=opened)
-        for stop in stops:
-            text = text.split(stop)[0]
-        return text
+        """What is scored of an answer. As in lm-eval 0.4.13, its stop strings cut the text of all tokens one after
+        another: where two of them overlap in the text of one token, the first of the task's counts."""
+        tokenizer, tokens = self._engine.tokenizer, completion.token_ids
+        whole = tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in tokenizer.eos_ids else tokens)
+        text = self._reasoning.answer_of(whole, tokens, opened=self._reasoning.is_opened_by(prompt))
+        return str(postprocess_generated_text(text, list(stops), None))
 
     def _generation(self, wanted: dict[str, Any]) -> Generation:
         """What a task's generation arguments ask for. As in lm-eval the text of the eos token is a stop string, too."""
@@ -338,7 +348,9 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     def _params(self, prompt: str, asked: Generation, index: int) -> SamplingParams:
         """The parameters of a request. Its seed depends on its index and not on which requests an earlier run had
         finished."""
-        reasoning = self._reasoning
+        reasoning, special = self._reasoning, self._special_in(asked.stops)
+        # A text that shows special tokens can have a stop string of which one is a part.
+        shows = any(name != stop and name in stop for stop in asked.stops for name in special)
         reasons = (
             self._think_end_token is not None
             or reasoning.is_opened_by(prompt)
@@ -347,19 +359,11 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         return SamplingParams(
             **asked.params,
             stop=() if reasons else asked.stops,
-            stop_token_ids=self._stop_tokens(asked.stops),
+            stop_token_ids=tuple(special[stop] for stop in asked.stops if stop in special),
             reasoning=reasoning.opens,
-            skip_special_tokens=not reasoning.hidden,
+            skip_special_tokens=not (reasoning.hidden or shows),
             seed=row_seed(self._engine.config.seed, index),
         )
-
-    def _stop_tokens(self, stops: tuple[str, ...]) -> tuple[int, ...]:
-        """Ids of the stop strings that are special tokens: <|im_end|> and the like never appear in the decoded text."""
-        tokenizer = self._engine.tokenizer
-        if self._token_ids is None:
-            self._token_ids = {text: token for token, text in enumerate(tokenizer.vocabulary())}
-        found = (self._token_ids[text] for text in stops if text in self._token_ids)
-        return tuple(token for token in found if not tokenizer.decode([token]))
 
     def _fitted_prompts(
         self, requests: list[Instance], prompts: list[list[int]], budgets: list[int]

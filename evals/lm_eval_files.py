@@ -52,15 +52,12 @@ def save_lm_eval_files(
     record: RunRecord,
     tokenizer: Tokenizer,
     options: EvalOptions,
-    *,
-    resamples: int,
     started: float,
 ) -> None:
     """Write the results of one run into the existing `folder`, below a folder with the name of the model.
 
     results   what each `lm_eval.evaluate` of the run returned, with samples; a task that several have is that of the
               first
-    resamples for standard errors by bootstrap
     started   when the run began, in seconds since 1970
     Raises UnwritableError.
     """
@@ -73,7 +70,7 @@ def save_lm_eval_files(
         model = str(Path(model).resolve())
     body = {
         **found,
-        "config": _config(record, options, resamples),
+        "config": _config(record, options),
         "git_hash": _git_hash(),
         "date": started,
         **_environment(record),
@@ -126,7 +123,7 @@ def _merged(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _config(record: RunRecord, options: EvalOptions, resamples: int) -> dict[str, Any]:
+def _config(record: RunRecord, options: EvalOptions) -> dict[str, Any]:
     return {
         "model": MODEL,
         "model_args": model_args(record.config),
@@ -136,7 +133,7 @@ def _config(record: RunRecord, options: EvalOptions, resamples: int) -> dict[str
         "device": record.caps.get("device"),
         "use_cache": None,
         "limit": options.limit,
-        "bootstrap_iters": resamples,
+        "bootstrap_iters": options.bootstrap_iters,
         "gen_kwargs": {**({} if options.gen_kwargs is None else parsed(options.gen_kwargs)), **options.sampling},
         "random_seed": 0,
         "numpy_seed": 1234,

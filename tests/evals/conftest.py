@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+import torch
+import transformers as hf
+from checkpoints import tokenizer as bytes_and_merges
 
 from specbatch.config import EngineConfig
 from specbatch.core.output_text import OutputText
@@ -230,22 +234,51 @@ def hflm(monkeypatch: pytest.MonkeyPatch) -> Any:
     return HFLM
 
 
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' and messages | length > 2 %}{{ raise_exception('no') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A folder with a random model, and transformers' model and tokenizer, which adds a bos token. The template does
+    not begin with it."""
+    folder, backend = tmp_path_factory.mktemp("tiny"), bytes_and_merges()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="<|im_end|>")
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(1)
+    config = hf.LlamaConfig(
+        vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=256, eos_token_id=257, initializer_range=0.4,
+    )  # fmt: skip
+    model = hf.LlamaForCausalLM(config).eval().float()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder, model, tokenizer
+
+
 @pytest.fixture
 def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder of tasks in place of lm-eval's 14,000."""
     import lm_eval.tasks
 
-    from specbatch.evals import task
+    from specbatch.evals import task, user_tasks
 
     folder, manager = tmp_path / "lm_eval_tasks", lm_eval.tasks.TaskManager
     folder.mkdir()
 
-    def either(include_path: Any = None, include_defaults: bool = True) -> Any:
-        return manager(include_path=folder if include_defaults else include_path, include_defaults=False)
+    def either(include_path: Any = (), include_defaults: bool = True) -> Any:
+        given = [include_path] if isinstance(include_path, Path) else include_path
+        return manager(include_path=[*([folder] if include_defaults else []), *given], include_defaults=False)
 
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", either)
     found = task._names_in
     monkeypatch.setattr(task, "_names_in", lambda _, name: found(folder, name))
+    trusted = user_tasks._is_trusted
+    monkeypatch.setattr(user_tasks, "_is_trusted", lambda path: path.is_relative_to(folder) or trusted(path))
     return folder
 
 

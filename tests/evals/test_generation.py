@@ -41,8 +41,8 @@ def test_arguments_with_a_meaning_here(wanted: dict[str, Any], params: dict[str,
 @pytest.mark.parametrize(
     ("wanted", "reason"),
     [
-        ({"num_beams": 10}, "sets num_beams=10, but the engine supports "),
-        ({"no_repeat_ngram_size": 3, "typical_p": 0.5}, "sets no_repeat_ngram_size=3, typical_p=0.5, but"),
+        ({"num_beams": 10}, "sets num_beams=10, which the engine does not support; leave it out"),
+        ({"no_repeat_ngram_size": 3, "typical_p": 0.5}, "sets no_repeat_ngram_size=3, typical_p=0.5, which"),
         ({"max_length": 100}, "max_length: it limits prompt and answer together: use max_gen_toks"),
         ({"stop": ["x"]}, "stop: use until"),
         ({"until": None}, "sets until=None; use a text or a list of texts"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import tokenizers
 from lm_eval.api.instance import Instance
 from lm_eval.models.utils import postprocess_generated_text
 
+from specbatch import Engine, EngineConfig
 from specbatch.chat_template import TemplateRefusal
 from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError
@@ -275,6 +277,45 @@ def test_enable_thinking(make_engine: Any, thinking: bool | None, switch: dict[s
     model.apply_chat_template([{"role": "user", "content": "a"}])
     model.apply_chat_template([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], False)
     assert passed == [{"continue_final_message": last, **switch} for last in (False, True)]
+
+
+ARGUMENTS: list[dict[str, Any]] = [
+    {"max_gen_toks": 12},
+    {"max_new_tokens": 9, "do_sample": False, "temperature": 0.7},
+    {"max_tokens": 14, "repetition_penalty": 1.8},
+    {"max_completion_tokens": 16, "min_new_tokens": 15, "num_beams": 1},
+    {"max_gen_toks": 12, "do_sample": False, "temperature": 0.0, "top_p": 0.5},
+    {"max_gen_toks": 6, "max_new_tokens": 3},
+]
+
+
+def test_prompts_and_answers_are_those_of_lm_evals_own_model(tiny: tuple[Path, Any, Any], hflm: Any) -> None:
+    """Rendered chats with a bos token, the beginning of an answer, refused system messages, prompts that are too long,
+    and every generation argument."""
+    folder, model, tokenizer = tiny
+    theirs = hflm(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=1)
+    user, begun = {"role": "user", "content": " 12 th "}, {"role": "assistant", "content": "abc th "}
+    chats = [([user], True), ([user, begun], False), ([{"role": "system", "content": "s"}, user, user], True)]
+    with Engine(EngineConfig(model=str(folder), device="cpu", dtype="float32", max_running=3)) as engine:
+        ours = SpecBatchLM(engine, "toy", chat_template=True, truncate_prompts=True)
+        texts = [ours.apply_chat_template(*chat) for chat in chats]
+        assert texts == [theirs.apply_chat_template(*chat) for chat in chats]
+        free = theirs.generate_until([ask(texts[0], until=[], max_gen_toks=12)], disable_tqdm=True)[0]
+        assert free[1].isascii()
+        wanted = [{"until": until, **one} for one in ARGUMENTS for until in ([], [free[1], "<|im_end|>"])]
+        asked = [ask(text, **one) for text in [*texts, "th 12" * 30] for one in wanted]
+        assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
+    assert ours.notes == [
+        "the tokenizer begins chat prompts with '<s>', which the template does not, as in lm-eval; add_bos_token=False "
+        "(--no-add-bos-token) leaves it out",
+        "temperature=0.7 has no effect, because of do_sample=False; add do_sample=True",
+        "some answers were made with other arguments: greedy, repetition-penalty 1.8",
+        "some answers were made with other arguments: greedy, min-tokens 15",
+        "top_p=0.5 has no effect, because answers are greedy",
+        "max_gen_toks=6 counts and max_new_tokens=3 does not, as in lm-eval",
+        "the chat template refuses system messages: they were left out of 1 prompt, as in lm-eval",
+        f"{len(wanted)} prompts lost the beginning (truncate_prompts), because of max_model_len=64",
+    ]
 
 
 def test_end_of_text_token() -> None:

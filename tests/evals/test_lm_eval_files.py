@@ -148,7 +148,7 @@ def test_several_evaluations_are_one_run(report, report_folder, tmp_path):
     save = lm_eval_files.save_lm_eval_files
     tokenizer = type("Made", (), {"special_tokens": {}, "chat_template": None, "bos_id": None, "eos_id": None})()
     tokenizer.vocabulary = list
-    save(tmp_path, [first, second], report.record, tokenizer, EvalOptions("a"), resamples=5, started=0.0)
+    save(tmp_path, [first, second], report.record, tokenizer, EvalOptions("a"), 0.0)
     results, samples = files_of(tmp_path)
     assert results["results"] == {"a": {"x,none": 1.0}, "b": {"x,none": 0.5}}
     assert results["groups"] == {"g": {"x,none": 1.0}}
