@@ -10,6 +10,7 @@ import json
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from importlib.metadata import version
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 
 MODEL = "specbatch"  # the name of the model in lm-eval's registry
 _NUMBERS = ("accept_length", "accept_rate", "output_throughput", "scored_tokens", "input_throughput")
+_SECONDS = "total_evaluation_time_seconds"
+_TABLES = (
+    *("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples"),
+    "task_hashes",
+)  # of a results file, by task
 _DEFAULTS = EngineConfig().as_dict()
 
 
@@ -88,6 +94,43 @@ def save_lm_eval_files(
         write_atomic(place / name, "".join(f"{line}\n" for line in lines))
     text = json.dumps(body, indent=2, default=handle_non_serializable, ensure_ascii=False)
     write_atomic(place / f"results_{date}.json", text)  # last: what it names is there
+
+
+def gather_lm_eval_files(folder: Path, parts: Sequence[Path]) -> None:
+    """Move what `save_lm_eval_files` wrote into the folders of several tasks to `folder`, as the files of one run:
+    programs that look for results in all folders would count a task twice.
+
+    Interrupted at any point, another call finishes it. Numbers about speed are left out, as each is of one task.
+    Raises UnwritableError.
+    """
+    every = sorted((file for part in parts for file in part.glob("*/results_*.json")), key=lambda file: file.name)
+    if not every:
+        return
+    place = folder / every[-1].parent.name
+    target = place / every[-1].name
+    with writing(place):
+        place.mkdir(exist_ok=True)
+    bodies = [json.loads(file.read_text(encoding="utf-8")) for file in (target, *every) if file.exists()]
+    body = {**bodies[-1], "date": min(one["date"] for one in bodies)}
+    for name in _TABLES:
+        if table := {task: value for one in bodies for task, value in one.get(name, {}).items()}:
+            body[name] = table
+    seconds = (float(json.loads(file.read_text(encoding="utf-8"))[_SECONDS]) for file in every)
+    body[_SECONDS] = str(sum(seconds))
+    body["config"] = {name: value for name, value in body["config"].items() if name not in _NUMBERS}
+    for file in every:
+        with writing(file):
+            for samples in file.parent.glob(f"samples_*_{_date_of(file)}.jsonl"):
+                samples.replace(place / samples.name.replace(_date_of(file), _date_of(target)))
+    write_atomic(target, json.dumps(body, indent=2, ensure_ascii=False))
+    for file in every:  # the one that gives the date last
+        file.unlink()
+        with suppress(OSError):  # other files are there
+            file.parent.rmdir()
+
+
+def _date_of(results: Path) -> str:
+    return results.stem.removeprefix("results_")
 
 
 def model_args(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,7 +230,7 @@ def _tracked(model: str, options: EvalOptions, tokenizer: Tokenizer, started: fl
         chat_template=tokenizer.chat_template if options.chat_template else None,
         fewshot_as_multiturn=options.as_multiturn if options.chat_template else None,
     )
-    return asdict(tracker) | {"total_evaluation_time_seconds": str(time.time() - started)}
+    return asdict(tracker) | {_SECONDS: str(time.time() - started)}
 
 
 def _task_hash(rows: Sequence[Mapping[str, Any]]) -> str:

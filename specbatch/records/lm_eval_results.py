@@ -101,8 +101,10 @@ class ResultsFile:
         rows = [questions[number] for number in sorted(questions)]
         record = self.records()[task]
         record.metrics["requests"] = len(rows)
-        kind = str(self._body.configs.get(self._parts(task)[0], {}).get("output_type", GENERATES))
-        return EvalAnswers(task=task, scores=list(self._scores(task, counts)), questions=rows, record=record, kind=kind)
+        kinds = (str(self._body.configs.get(part, {}).get("output_type", GENERATES)) for part in self._parts(task))
+        kind = ", ".join(dict.fromkeys(kinds))
+        scores = list(self._scores(task, counts))
+        return EvalAnswers(task=task, scores=scores, questions=rows, record=record, kind=kind)
 
     def _config(self) -> dict[str, Any]:
         """As much of the engine's configuration as records have."""

@@ -255,3 +255,32 @@ def test_other_prompts_are_refused(report, report_folder, tmp_path, evaluate):
     evaluate(output=tmp_path / "ours", num_fewshot=1)
     with pytest.raises(SpecbatchError, match="prompt of question 0 and 7 others differs or is missing in one run"):
         compare(other, tmp_path / "ours")
+
+
+def test_the_files_of_several_tasks_are_one_run(evaluate, tmp_path, monkeypatch):
+    parts = [tmp_path / "one", tmp_path / "two"]
+    evaluate(output=parts[0])
+    evaluate("one_digit_choices", reply=lambda _: "3", output=parts[1], limit=3)
+    alone = [files_of(part) for part in parts]
+    unlink = Path.unlink
+
+    def killed(path: Path, **settings: Any) -> None:
+        if path.parent.parent == parts[1]:
+            raise KeyboardInterrupt
+        unlink(path, **settings)
+
+    monkeypatch.setattr(Path, "unlink", killed)
+    with pytest.raises(KeyboardInterrupt):
+        lm_eval_files.gather_lm_eval_files(tmp_path, parts)
+    monkeypatch.undo()
+    lm_eval_files.gather_lm_eval_files(tmp_path, parts)
+    lm_eval_files.gather_lm_eval_files(tmp_path, parts)  # nothing is left to move
+    results, samples = files_of(tmp_path)
+    assert samples == alone[0][1] | alone[1][1]
+    for name in ("results", "n-samples", "task_hashes", "configs"):
+        assert results[name] == alone[0][0][name] | alone[1][0][name]
+    assert set(results) == set(KEYS)
+    assert "accept_length" not in results["config"]
+    assert sorted(path.name for path in parts[0].iterdir()) == [
+        "questions.jsonl", "record.json", "requests.jsonl", "summary.csv", "summary.md",
+    ]  # fmt: skip
