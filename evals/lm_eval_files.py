@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 MODEL = "specbatch"  # the name of the model in lm-eval's registry
 _NUMBERS = ("accept_length", "accept_rate", "output_throughput", "scored_tokens", "input_throughput")
+_LONGEST = 255  # bytes of a folder's name; for a longer one lm-eval writes nothing
 _SECONDS = "total_evaluation_time_seconds"
 _TABLES = (
     *("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples"),
@@ -84,7 +85,8 @@ def save_lm_eval_files(
         "task_hashes": {task: _task_hash(rows) for task, rows in samples.items()},
         **_tracked(model, options, tokenizer, started),
     }
-    place = folder / sanitize_model_name(model)
+    name = sanitize_model_name(model)
+    place = folder / (name if len(name.encode()) <= _LONGEST else name[-_LONGEST // 4 :])
     date = datetime.now().isoformat().replace(":", "-")
     with writing(place):
         place.mkdir(exist_ok=True)

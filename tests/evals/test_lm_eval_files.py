@@ -170,8 +170,8 @@ def test_values_that_json_cannot_hold_are_written_as_lm_eval_does():
     assert row["target"] == [1, 2]  # the rows of the report are the same objects
 
 
-@pytest.mark.parametrize("model", [".", ".."])
-def test_a_model_in_the_working_folder_has_a_folder_of_its_own(model, evaluate, tmp_path, make_engine, mixed_reply):
+@pytest.mark.parametrize("model", [".", "..", "/models/" + "é/" * 200])
+def test_any_path_of_a_model_has_a_folder_of_its_own(model, evaluate, tmp_path, make_engine, mixed_reply):
     engine = make_engine(mixed_reply)
     record = engine.record
     engine.record = lambda **settings: _named(record(**settings), model)
