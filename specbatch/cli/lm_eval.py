@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument
 
 from specbatch.cli.output import say
+from specbatch.errors import SpecbatchError
 
 if TYPE_CHECKING:
     from specbatch.records.run_record import RunRecord
@@ -39,7 +40,14 @@ def lm_eval(
     sys.argv = ["lm_eval", *arguments]
     try:
         with SpecBatchModel.built() as models:
-            cli_evaluate()
+            try:
+                cli_evaluate()
+            except (KeyError, ValueError) as error:
+                # Before there is a model, lm-eval raises them for its arguments.
+                if models or isinstance(error, SpecbatchError):
+                    raise
+                text = " ".join(str(error.args[0] if error.args else error).split())
+                raise SpecbatchError(f"lm-eval: {text}") from error
             for model in models:
                 for line in model.notes:
                     say(f"note: {line}")

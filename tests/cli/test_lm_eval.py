@@ -181,6 +181,28 @@ def test_mistakes_are_one_line(model_args, says, run):
     assert says in refused(run(model_args, exit_code=2))
 
 
+def test_mistakes_in_arguments_of_lm_eval_are_one_line(run):
+    assert refused(run("model=m", "--tasks", "no_such", exit_code=2)) == "lm-eval: Tasks not found: no_such"
+    says = "lm-eval: Attempted to load model 'specbtch', but no model for this name found!"
+    assert refused(run("model=m", exit_code=2, name="specbtch")).startswith(says)
+
+
+def test_one_import_registers_the_model(model):
+    from lm_eval.api.registry import get_model
+
+    assert get_model("specbatch") is lm_eval_model.SpecBatchModel
+    manager = lm_eval.tasks.TaskManager(include_path=TASKS, include_defaults=False)
+    found = lm_eval.simple_evaluate(
+        "specbatch",
+        f"pretrained={model},device=cpu",
+        ["one_digit_choices"],
+        limit=2,
+        task_manager=manager,
+        batch_size=1,
+    )
+    assert found["n-samples"]["one_digit_choices"]["effective"] == 2
+
+
 def test_batch_sizes(run, model):
     both = run(f"pretrained={model},num_concurrent=3", "--batch_size", "4", exit_code=2)
     works = "differs from num_concurrent=3, which means the same here; leave one of them out"
