@@ -164,7 +164,7 @@ class EvalOptions:
                 raise refuse(name, getattr(self, name), "samples name the questions to ask; leave one of them out")
         for task, numbers in samples.items():
             works = f"of task {task}: use a list of different question numbers, from 0"
-            fits = isinstance(numbers, Sequence) and not isinstance(numbers, str) and numbers
+            fits = isinstance(numbers, list | tuple | range) and len(numbers) > 0
             if not fits or not all(is_whole(one) and one >= 0 for one in numbers) or len({*numbers}) < len(numbers):
                 raise refuse("samples", numbers, works)
 
