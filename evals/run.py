@@ -297,6 +297,12 @@ class _NotLoaded:
     def generate(self, *_: Any, **__: Any) -> None:
         raise _AllFit
 
+    def score(self, pairs: Sequence[Any], **_: Any) -> list[Any]:
+        """Of a group that scores texts, too."""
+        from specbatch.engine.scoring import Likelihood
+
+        return [Likelihood(0.0, False) for _ in pairs]
+
 
 def prepare(options: EvalOptions) -> PreparedEval:
     """Create the output folder, which may hold an interrupted evaluation, and load the task, of which there is one.
