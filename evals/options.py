@@ -113,9 +113,9 @@ class EvalOptions:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        if self.limit is not None and self.limit >= 1:
+        if is_number(self.limit) and self.limit == int(self.limit or 0):  # the command line has no other whole numbers
             object.__setattr__(self, "limit", int(self.limit))
+        check_fields(self)
         each_once("task", self.names)
         if self.samples is not None:
             self._check_samples(self.samples)
@@ -164,7 +164,7 @@ class EvalOptions:
                 raise refuse(name, getattr(self, name), "samples name the questions to ask; leave one of them out")
         for task, numbers in samples.items():
             works = f"of task {task}: use a list of different question numbers, from 0"
-            fits = isinstance(numbers, Sequence) and not isinstance(numbers, str) and numbers
+            fits = isinstance(numbers, list | tuple | range) and len(numbers) > 0
             if not fits or not all(is_whole(one) and one >= 0 for one in numbers) or len({*numbers}) < len(numbers):
                 raise refuse("samples", numbers, works)
 

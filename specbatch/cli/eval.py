@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _GRID = "Comparison"  # a box of --help
 _ABLATION, _ON_CUDA = ("baseline", "v1", "v2"), ("baseline+piecewise", "v2+piecewise")
-_OF_LM_EVAL = "As in lm-eval"
 _PANELS = {name: option.panel for name, option in SAMPLING_OPTIONS.items() if option.panel}
 
 
@@ -42,8 +41,9 @@ def evaluate(
     tasks: Annotated[
         list[str],
         Argument(
-            metavar="TASK...",
-            help="gsm8k, gsm8k_platinum, one_digit_sums, or other tasks and groups of lm-eval, or FILE.yaml.",
+            metavar="TASK",
+            help="gsm8k, gsm8k_platinum, one_digit_sums, or other tasks and groups of lm-eval, or FILE.yaml; several "
+            "share the model.",
         ),
     ],
     engine: EngineOptions,
@@ -117,13 +117,11 @@ def evaluate(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Evaluate a task with lm-eval, and report acceptance and speed next to the score.
+    """Evaluate tasks with lm-eval, and report acceptance and speed next to the score.
 
     specbatch eval gsm8k --limit 100 --spec v2
 
     specbatch eval gsm8k --configs baseline,v1,v2 --concurrency 1,8,32,128 --algorithm eagle3 --draft HEAD
-
-    specbatch eval gsm8k --data my_questions.jsonl
 
     specbatch eval one_digit_sums one_digit_choices --limit 40
 
@@ -136,6 +134,10 @@ def evaluate(
     specbatch eval gsm8k --configs grid.toml --concurrency 1,8,32,128 --out out/grid
 
     specbatch eval gsm8k --temperature 0.6 --top-p 0.95 --seed 3
+
+    specbatch eval gsm8k --data my_questions.jsonl
+
+    specbatch eval my_task --include-path my_tasks
 
     Answers are sampled as the task says (most tasks are greedy), or with --temperature, --top-p, --top-k and --min-p;
     --seed chooses the random numbers.
@@ -163,8 +165,8 @@ def evaluate(
         raise refuse("repeats", repeats, "goes with --configs; leave it out")
     elif steps is not None and len(steps) > 1:
         raise refuse("concurrency", concurrency, "one number, or several with --configs")
-    asked = {"samples": read_samples(samples), "include_path": tuple(include_path or ())}
-    options = EvalOptions(",".join(tasks), seed=fewshot_seed, overwrite=overwrite, **asked, **settings)
+    settings |= {"samples": read_samples(samples), "include_path": tuple(include_path or ())}
+    options = EvalOptions(",".join(tasks), seed=fewshot_seed, overwrite=overwrite, **settings)
     known = output is not None and ((output / PLAN).exists() if is_grid else has_results(output, options.names))
     resumes = "*" if known else None
     if is_grid:

@@ -39,7 +39,7 @@ class FakeTokenizer:
     special_tokens: dict[str, str] = {}  # noqa: RUF012
     chat_begin = "<s>"
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, as_transformers: bool = False) -> list[int]:
         tokens = [self.bos_id] if add_special_tokens else []
         while text:
             special = next((mark for mark in SPECIAL if text.startswith(mark)), None)

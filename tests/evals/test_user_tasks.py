@@ -73,7 +73,7 @@ def test_a_file_of_lm_evals_package_may_name_functions(folder: Path) -> None:
     with pytest.raises(SpecbatchError, match=r"^task='mine': (its data cannot be read|lm-eval cannot load it here)"):
         load(folder)
     write(folder, f"include: {UPSTREAM}/humaneval/humaneval.yaml\nunsafe_code: false\n")
-    with pytest.raises(SpecbatchError, match="^task='mine': executes code written by the model, .* allow it with conf"):
+    with pytest.raises(SpecbatchError, match=r"^task=.mine.: executes code written by the model, .* allow it"):
         load(folder)
 
 
