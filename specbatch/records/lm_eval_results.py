@@ -25,6 +25,7 @@ from specbatch.text_files import read_json
 
 _DATED = re.compile(r".*_(\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(\.\d+)?)\.json")
 _WORKS = "name the folder of a run of lm-eval with --log_samples, of version 0.4.7 or later"
+_UNSCORED = "bypass"  # the metric of --predict_only
 _MOST = 1e15  # of a number; also false for NaN
 _SHOWN = 5  # names in a message
 
@@ -141,7 +142,7 @@ class ResultsFile:
         ways = self._body.higher_is_better.get(task) or {}
         for key, value in found.items():
             metric, comma, filter = key.partition(",")
-            if not comma or metric.endswith("_stderr") or not _is_number(value):
+            if not comma or metric.endswith("_stderr") or metric == _UNSCORED or not _is_number(value):
                 continue
             stderr = found.get(f"{metric}_stderr,{filter}")
             way: Better = "lower" if ways.get(metric) is False else "higher"

@@ -226,6 +226,14 @@ def test_damaged_files_are_refused_in_one_line(name, text, says, tmp_path):
     assert path.name in line
 
 
+def test_answers_without_scores(tmp_path, policy):
+    write_run(tmp_path / "a", {"t": samples_of([999.0] * 3, metric="bypass")})
+    assert file_of(tmp_path / "a").answers("t").scores == []
+    assert "have no metric in common" in refused("compare", tmp_path / "a", tmp_path / "a")
+    with pytest.raises(SpecbatchError, match="was not scored"):
+        run_gate(policy, tmp_path / "a", tmp_path / "a")
+
+
 @pytest.mark.parametrize("value", ["3", None, 10**400, float("nan"), [1], True])
 def test_values_that_are_no_scores_are_left_out(value, tmp_path):
     results = {"t": {"sample_len": value, "acc,none": value, "f1,none": 0.5, "f1_stderr,none": value}}
