@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import types
 from pathlib import Path
@@ -11,8 +12,8 @@ import pytest
 
 @pytest.fixture
 def evals(monkeypatch):
-    """A stub evaluation of one question, which may be interrupted after it; holds the options of `prepare`."""
-    from specbatch.evals import run
+    """A stub evaluation of one question, which may be interrupted after it; holds its options."""
+    from specbatch.evals import several
 
     seen = {"interrupt": False, "complete": False}
 
@@ -23,9 +24,17 @@ def evals(monkeypatch):
         def as_dict(self):
             return {"exact_match": 0.5}
 
+        def score_cells(self):
+            return [{"metric": "exact_match", "score": "0.5"}]
+
+        flat = score_cells
+
+        def details(self):
+            return "fast"
+
     class Ready:
         def __init__(self, options):
-            seen["options"] = options
+            seen["options"] = self.options = options
             self.task = types.SimpleNamespace(generates=True, data_source="some questions", warning="")
 
         def engine_config(self, config):
@@ -34,13 +43,16 @@ def evals(monkeypatch):
         def check_lengths(self, config):
             seen["checked"] = config
 
+        def notes(self):
+            return ["a note"]
+
         def finished(self, config):
             return None
 
         def complete(self, config):
             return Report() if seen["complete"] else None
 
-        def run(self, engine, progress=None, kept=None):
+        def run(self, engine, progress=None, kept=None, log=None):
             seen["engine"] = engine.config
             assert seen["checked"] is not None  # before the model was loaded
             progress(1, 2)
@@ -49,13 +61,16 @@ def evals(monkeypatch):
             (seen["options"].output / "summary.md").write_text(Report().table())
             return Report()
 
-    monkeypatch.setattr(run, "prepare", Ready)
+    monkeypatch.setattr(several, "prepare_several", lambda options: {name: Ready(options) for name in options.names})
+    monkeypatch.setattr(several, "folders_of", lambda every: contextlib.nullcontext())
     return seen
 
 
 def test_options_reach_the_evaluation(run, evals, tmp_path):
     words = "--limit 3 --num-fewshot 2 --data d.jsonl --concurrency 7 --seed 9 --chat-template --no-thinking --spec v1"
-    words += " --temperature 0.6 --top-k 20 --think-end-token </a> --no-fewshot-as-multiturn --no-add-bos-token"
+    words += " --temperature 0.6 --top-k 20 --think-end-token </a> --offset 5 --bootstrap-iters 9 --predict-only"
+    words += f" --write-out --confirm-run-unsafe-code --include-path {tmp_path}"
+    words += " --no-fewshot-as-multiturn --no-add-bos-token"
     words += " --truncate-prompts --system-instruction brief --gen-kwargs until=Q:,top_p=1.0"
     result = run("eval", "gsm8k", *words.split(), "--max-new-tokens", 11, "--output", tmp_path / "o")
     assert result.exit_code == 0, result.output
@@ -67,7 +82,9 @@ def test_options_reach_the_evaluation(run, evals, tmp_path):
         "task": "gsm8k", "limit": 3, "num_fewshot": 2, "data": Path("d.jsonl"), "fewshot_data": None,
         "chat_template": True, "max_new_tokens": 11, "concurrency": 7, "seed": 1234, "output": tmp_path / "o",
         "thinking": False, "overwrite": False, "temperature": 0.6, "top_p": None, "top_k": 20, "min_p": None,
-        "think_end_token": "</a>", "fewshot_as_multiturn": False, "add_bos_token": False, "truncate_prompts": True,
+        "think_end_token": "</a>", "offset": 5, "samples": None, "include_path": (tmp_path,), "bootstrap_iters": 9,
+        "predict_only": True, "write_out": True, "confirm_run_unsafe_code": True,
+        "fewshot_as_multiturn": False, "add_bos_token": False, "truncate_prompts": True,
         "system_instruction": "brief", "gen_kwargs": "until=Q:,top_p=1.0",
     }  # fmt: skip
 
@@ -85,6 +102,7 @@ def test_interruption_reports_finished_answers(run, evals, tmp_path):
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-1] == "interrupted; kept 1 finished answers"
     assert "data: some questions" in result.stderr
+    assert "note: a note" in result.stderr
 
 
 def test_interruption_before_the_first_answer_leaves_no_folder(run, engine, evals, tmp_path, monkeypatch):
@@ -99,3 +117,38 @@ def test_complete_evaluation_is_shown_again(run, engine, evals, tmp_path):
     assert (result.exit_code, engine.built) == (0, []), result.output
     assert "out is complete: an earlier run has finished this evaluation" in result.stderr
     assert "| exact_match | 0.5 |" in result.stdout
+
+
+def test_several_tasks_share_the_model_and_a_table(run, engine, evals, tmp_path):
+    words = ("--samples", '{"gsm8k": [3, 1]}', "--include-path", tmp_path, "--include-path", tmp_path / "other")
+    result = run("eval", "gsm8k", "arc_easy,one_digit_sums", *words, "--out", tmp_path / "out")
+    assert (result.exit_code, len(engine.built)) == (0, 1), result.output
+    assert evals["options"].names == ["gsm8k", "arc_easy", "one_digit_sums"]
+    assert evals["options"].samples == {"gsm8k": [3, 1]}
+    assert evals["options"].include_path == (tmp_path, tmp_path / "other")
+    assert "arc_easy: data: some questions" in result.stderr
+    assert result.stdout.count("exact_match") == 3
+    assert (tmp_path / "out/summary.md").read_text().count("## ") == 3
+    both = run("eval", "gsm8k", "arc_easy", "--json").stdout
+    assert {*json.loads(both)["tasks"]} == {"gsm8k", "arc_easy"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("gsm8k arc_easy --configs v1,v2", "task='gsm8k,arc_easy': --configs compares configurations on one task"),
+        ("gsm8k gsm8k", "task='gsm8k,gsm8k': gsm8k is given twice"),
+        ("gsm8k --samples [1]", "--samples='[1]': use JSON or the path of a JSON file, such as"),
+        ("gsm8k --samples nothing.json", "--samples='nothing.json': cannot be read"),
+        ("gsm8k --limit 1.5", "--limit=1.5: use a whole number of at least 1, or a share between 0 and 1"),
+        (
+            "one_digit_sums --configs v1 --predict-only",
+            "--predict-only: goes with one configuration; leave it out",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_refused(run, engine, words, message):
+    result = run("eval", *words.split())
+    assert (result.exit_code, engine.built) == (2, [])
+    assert result.stderr.startswith(f"error: {message}"), result.stderr
+    (_,) = result.stderr.splitlines()

@@ -61,7 +61,7 @@ def test_row_per_question(report: Any) -> None:
 
 def test_output_files(report: Any, report_folder: Path) -> None:
     names = {path.name for path in report_folder.iterdir()}
-    assert names == {"questions.jsonl", "record.json", "requests.jsonl", "summary.csv", "summary.md"}
+    assert names == {"fake", "questions.jsonl", "record.json", "requests.jsonl", "summary.csv", "summary.md"}
     assert lines(report_folder / "questions.jsonl") == report.questions
     workload = json.loads((report_folder / "record.json").read_text())["workload"]
     assert (workload["command"], workload["task"], workload["num_fewshot"]) == ("eval", "gsm8k", 5)
@@ -85,6 +85,35 @@ def test_random_choices_of_a_task_are_the_same_in_every_run(
     assert drawn[: len(drawn) // 2] == drawn[len(drawn) // 2 :]
 
 
+DRAWING = """
+import random
+from datasets import Dataset, DatasetDict
+def splits(**_):
+    return DatasetDict(test=Dataset.from_list([{"q": str(n), "a": str(n)} for n in range(3)]))
+def text(doc):
+    return f"{doc['q']} {random.random()}"
+"""
+
+
+def test_random_choices_of_a_task_are_those_of_lm_eval(
+    make_engine: Any, tasks_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-eval seeds once, before it loads the tasks, which draw then, too."""
+    import lm_eval.evaluator
+
+    from specbatch.evals.lm import SpecBatchLM
+
+    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # slow, and not compared
+    (tasks_folder / "drawing.py").write_text(DRAWING)
+    keys = "custom_dataset: !function drawing.splits\ndoc_to_text: !function drawing.text\ndoc_to_target: a"
+    (tasks_folder / "drawing.yaml").write_text(f"task: drawing\n{keys}\ntest_split: test\n")
+    theirs, ours = make_engine(lambda prompt: "1"), make_engine(lambda prompt: "1")
+    manager = lm_eval.tasks.TaskManager(include_path=tasks_folder, include_defaults=False)
+    lm_eval.simple_evaluate(SpecBatchLM(theirs, "drawing"), tasks=["drawing"], task_manager=manager)
+    prepare(EvalOptions("drawing")).run(ours)
+    assert ours.calls[0]["prompts"] == theirs.calls[0]["prompts"]
+
+
 def test_limit_takes_the_first_questions(report: Any, evaluate: Any) -> None:
     part = evaluate(limit=3)
     hashes = [row["prompt_hash"] for row in report.questions]
@@ -94,13 +123,16 @@ def test_limit_takes_the_first_questions(report: Any, evaluate: Any) -> None:
 
 
 def test_templates_are_compiled_once(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
 
-    compiled, compile, from_string = [], utils.env.compile, utils.env.from_string
-    monkeypatch.setattr(utils.env, "compile", lambda text, *rest, **how: (compiled.append(text), compile(text))[1])
+    compiled, env, from_string = [], utils.env, SandboxedEnvironment.from_string
+    monkeypatch.setattr(
+        SandboxedEnvironment, "from_string", lambda self, text: (compiled.append(text), from_string(self, text))[1]
+    )
     evaluate(num_fewshot=0)
     assert 0 < len(compiled) <= 3 * len(set(compiled)), "once each to prepare, to run and to report"
-    assert utils.env.from_string == from_string
+    assert utils.env is env
 
 
 def test_one_question_has_no_standard_error(evaluate: Any) -> None:
@@ -300,10 +332,12 @@ def test_sampling_without_an_effect_is_refused() -> None:
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        *(("limit", value) for value in (0, -1, 0.5, True)),
+        *(("limit", value) for value in (0, -1, 2.5, True, float("nan"))),
         ("num_fewshot", -1),
         ("max_new_tokens", 0),
         ("concurrency", 0),
+        ("offset", -1),
+        ("bootstrap_iters", -1),
     ],
 )
 def test_invalid_options_are_refused(setting: str, value: object) -> None:
