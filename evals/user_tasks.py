@@ -259,7 +259,7 @@ def _members(config: Mapping[str, Any], index: Mapping[str, Any], groups: tuple[
     for member in members if isinstance(members, list) else []:
         own = member if isinstance(member, dict) else {"task": member}
         name = str(own.get("group", own.get("task")))
-        if name not in index and "group" in own:
+        if name not in index and "group" in own and own.get("task"):
             yield from _members(own, index, (*groups, name))
         elif name in index or not {"task", "dataset_path"} <= {*own}:
             yield from _reached(name, index, groups)

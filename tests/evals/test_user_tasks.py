@@ -165,6 +165,7 @@ def test_refused_definitions(
             "task: [{group: inner, task: [nothere]}]",
             "task='group': group inner names task nothere, which does not exist",
         ),
+        ("task: [mine, {group: nothere}]", "task='group': group group names task nothere, which does not exist"),
         ("task: [mine, group]", "task='group': group group contains itself"),
         ("task: []", "group.yaml': group group needs a list of tasks"),
         ("task: mine", "group.yaml': group group needs a list of tasks"),
