@@ -81,7 +81,9 @@ def test_parts_have_the_prompts_of_the_whole(asked: Any) -> None:
     assert [{name: row[name] for name in kept} for row in rows] == [
         {name: row[name] for name in kept} for row in whole.questions
     ]
-    assert numbers(asked(offset=38)[0]) == [38, 39]
+    last, _ = asked(offset=38)
+    assert numbers(last) == [38, 39]
+    assert ", from question 38 on. Few-shot examples: 2" in last.table()
 
 
 @pytest.mark.parametrize("limit", [0.025, 0.999, 1.0, 3, 1000])
