@@ -62,18 +62,29 @@ def prepare_several(options: EvalOptions) -> dict[str, PreparedEval]:
         raise refuse("output", str(output), "has the results of one task; name a new folder for several")
     if output is not None and len({*folders}) < len(folders):
         raise refuse("task", options.task, "has two tasks whose folders have the same name; evaluate one by itself")
-    each = [replace(options, task=name, output=own) for name, own in zip(names, folders, strict=True)]
+    each = [
+        # Finished tasks are kept: `overwrite` starts those over that were interrupted.
+        replace(options, task=name, output=own, overwrite=options.overwrite and _is_interrupted(own))
+        for name, own in zip(names, folders, strict=True)
+    ]
     return {ready.task.name: ready for ready in prepare_each(each)}
 
 
 @contextmanager
 def folders_of(every: Iterable[PreparedEval]) -> Iterator[None]:
-    """Create the folders of several tasks, and at the end remove those without results."""
+    """Create the folders of several tasks, and at the end remove those without results. An interruption reports what
+    is kept in their parent."""
     folders = [ready.options.output for ready in every if ready.options.output is not None]
     try:
         for folder in folders:
             open_folder(folder)
         yield
+    except KeyboardInterrupt:
+        kept = [folder for folder in folders if any((folder / name).exists() for name in (PARTIAL, RECORD))]
+        if len(folders) == 1 or not kept:
+            raise
+        reason = f"kept the finished answers of {len(kept)} of {len(folders)} tasks in {folders[0].parent}"
+        raise KeyboardInterrupt(f"{reason}; the same command with this --out continues") from None
     finally:
         for folder in folders if len(folders) > 1 else []:
             with suppress(OSError):  # it has results
@@ -84,6 +95,10 @@ def has_results(folder: Path, names: Sequence[str]) -> bool:
     """Whether `folder` has results of a run of these tasks, which may be interrupted."""
     folders = [folder, *(_folder(folder, name) for name in names)] if len(names) > 1 else [folder]
     return any((own / name).exists() for own in folders for name in (PARTIAL, RECORD))
+
+
+def _is_interrupted(folder: Path | None) -> bool:
+    return folder is not None and (folder / PARTIAL).exists()
 
 
 def _folder(output: Path, name: str) -> Path:

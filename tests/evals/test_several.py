@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,10 @@ def test_each_task_has_a_folder_and_all_have_a_table(engine: Any, tmp_path: Path
 def test_finished_tasks_are_not_run_again(engine: Any, tmp_path: Path) -> None:
     options = EvalOptions(BOTH, limit=3, output=tmp_path / "out")
     engine.stop_after = 2
-    with pytest.raises(KeyboardInterrupt):
+    kept = (
+        f"kept the finished answers of 1 of 2 tasks in {tmp_path / 'out'}; the same command with this --out continues"
+    )
+    with pytest.raises(KeyboardInterrupt, match=re.escape(kept)):
         run_all(engine, options)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["one_digit_sums"]
     engine.stop_after = None
@@ -92,6 +97,16 @@ def test_finished_tasks_are_not_run_again(engine: Any, tmp_path: Path) -> None:
     assert (engine.calls, len(again.reports)) == ([], 2)
     with pytest.raises(SpecbatchError, match=r"^output=.*: exists and is not empty; name a new folder"):
         run_eval(engine, EvalOptions("one_digit_sums", output=tmp_path / "out"))
+
+
+def test_only_interrupted_tasks_start_over(engine: Any, tmp_path: Path) -> None:
+    options = EvalOptions(",".join(BOTH.split(",")[::-1]), limit=3, output=tmp_path / "out")
+    first = run_all(engine, options).reports
+    (tmp_path / "out/one_digit_sums/record.json").unlink()
+    (tmp_path / "out/one_digit_sums/answers.partial.jsonl").touch()
+    again = run_all(engine, replace(options, overwrite=True)).reports
+    assert again["one_digit_choices"] == first["one_digit_choices"]
+    assert again["one_digit_sums"].scores == first["one_digit_sums"].scores
 
 
 def test_prompts_and_scores_of_several_tasks_are_lm_evals(
