@@ -1,0 +1,340 @@
+"""The cases: a task, the options of specbatch and the arguments of lm-eval that mean the same, and a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from against_lm_eval.models import BUNDLED
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An evaluation, as both sides are asked for it.
+
+    tasks    names, of GSM8K's tasks or of `TASKS`
+    ours     fields of EvalOptions
+    theirs   arguments of lm_eval.simple_evaluate
+    hflm     arguments of its backend
+    spec     fields of Speculation
+    differs  aspects (fields of `runs.Found`) in which the two differ, as docs/evaluation.md says
+    why      what differs
+    option   of specbatch that reproduces lm-eval, of which another case shows that it does
+    quick    whether the quick tests run it
+    """
+
+    name: str
+    tasks: tuple[str, ...]
+    ours: Options = field(default_factory=dict)
+    theirs: Options = field(default_factory=dict)
+    model: str = "tiny"
+    hflm: Options = field(default_factory=dict)
+    spec: Options = field(default_factory=dict)
+    differs: tuple[str, ...] = ()
+    why: str = ""
+    option: str = ""
+    quick: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.model}"
+
+
+# Rows --------------------------------------------------------------------------------------------------------------
+
+_COLORS = ("red", "blue", "green", "grey")
+_WORDS = ("café", "naïve", "東京", "☃", "x²", "tea", "a  b", "\ttab", "été", "end")
+
+
+def _row(n: int, word: str) -> dict[str, Any]:
+    return {
+        "question": f"Ann has {n} pears and eats {n % 2 + 1} of them. How many are left? ({word})",
+        "answer": str(n - n % 2 - 1),
+        "color": n % 4,
+        "choices": list(_COLORS),
+        "long": " ".join(f"On day {day} Ann bought {day * n} eggs and {word}." for day in range(1, 2 + 18 * (n % 3))),
+    }
+
+
+TEST = [_row(n, word) for n, word in enumerate(_WORDS, start=5)]
+TRAIN = [_row(n, "train") for n in range(20, 32)]
+ROWS = {"train": TRAIN, "test": TEST}
+
+# Tasks -------------------------------------------------------------------------------------------------------------
+
+_DATA = {
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"train": "FOLDER/train.jsonl", "test": "FOLDER/test.jsonl"}},
+    "training_split": "train",
+    "test_split": "test",
+    "metadata": {"version": 2.5},
+}
+_EXACT = {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
+_GREEDY = {"do_sample": False, "temperature": 0.0}
+_WRITES: dict[str, Any] = {
+    **_DATA,
+    "output_type": "generate_until",
+    "doc_to_text": "Q: {{question}}\nA:",
+    "doc_to_target": "{{answer}}",
+    "num_fewshot": 2,
+    "generation_kwargs": {"until": ["\n\n", "Q:"], "max_gen_toks": 40, **_GREEDY},
+    "metric_list": [_EXACT],
+}
+_CHOOSES: dict[str, Any] = {
+    **_DATA,
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}\nThe color is",
+    "doc_to_choice": list(_COLORS),
+    "doc_to_target": "color",
+    "num_fewshot": 0,
+    "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")],
+}
+
+
+def _regex(pattern: str, **more: Any) -> dict[str, Any]:
+    return {"function": "regex", "regex_pattern": pattern, **more}
+
+
+def _generation(**more: Any) -> dict[str, Any]:
+    return {"generation_kwargs": {"max_gen_toks": 40, **_GREEDY, **more}}
+
+
+_FIRST = {"function": "take_first"}
+_FILTERS = {
+    "filters": [
+        {"name": "first-word", "filter": [_regex(r"(\w+)"), _FIRST]},
+        {"name": "last-word", "filter": [_regex(r"(\w+)", group_select=-1), _FIRST]},
+        {"name": "either", "filter": [_regex(r"(#+)|(\d)", fallback="none"), _FIRST]},
+        {"name": "lower", "filter": [{"function": "lowercase"}, {"function": "remove_whitespace"}, _FIRST]},
+        {"name": "upper", "filter": [{"function": "uppercase"}, _FIRST]},
+        {
+            "name": "mapped",
+            "filter": [
+                _regex(r"([a-z])"),
+                {"function": "map", "mapping_dict": {"e": "5", "a": "7"}, "default_value": "0"},
+                _FIRST,
+            ],
+        },
+    ]
+}
+_REPEATED = {
+    "repeats": 3,
+    "filter_list": [
+        {"name": "first", "filter": [_FIRST]},
+        {"name": "first-two", "filter": [{"function": "take_first_k", "k": 2}, {"function": "majority_vote"}, _FIRST]},
+        {"name": "most", "filter": [_regex(r"(\w)"), {"function": "majority_vote"}, _FIRST]},
+    ],
+}
+_LETTERS = {
+    "doc_to_text": "Q: {{question}}\n(A) red (B) blue (C) green (D) grey\nA:",
+    "doc_to_target": "{{['(A)', '(B)', '(C)', '(D)'][color]}}",
+    "filter_list": [
+        {
+            "name": "letter",
+            "filter": [
+                {
+                    "function": "multi_choice_regex", "group_select": 0, "ignore_case": True, "ignore_punctuation": True,
+                    "regex_pattern": r"(\([A-Z]\))",
+                },
+                _FIRST,
+            ],
+        }
+    ],
+}  # fmt: skip
+
+TASKS: dict[str, dict[str, Any]] = {
+    "writes": _WRITES,
+    "no_limit": _WRITES | {"generation_kwargs": {"until": ["Q:"], **_GREEDY}},
+    "no_arguments": {name: value for name, value in _WRITES.items() if name != "generation_kwargs"},
+    "until_text": _WRITES | _generation(until="e"),
+    "until_none": _WRITES | _generation(until=[]),
+    "until_end": _WRITES | _generation(until=["<|im_end|>", "</s>"]),
+    "until_in_a_token": _WRITES | _generation(until=["a", "ow", "ll"]),
+    "until_several_tokens": _WRITES | _generation(until=["s en", "te", "e \n", "enday"]),
+    "other_name_of_the_limit": _WRITES | {"generation_kwargs": {"max_new_tokens": 24, "until": ["Q:"], "do_sample": False}},
+    "temperature_without_sampling": _WRITES | {"generation_kwargs": {"until": ["Q:"], "max_gen_toks": 24}},
+    "described": _WRITES | {"description": "Answer with a number.\n\n"},
+    "begun": _WRITES | {"gen_prefix": "The answer is"},
+    "begun_with_spaces": _WRITES | {"gen_prefix": " The answer is: "},
+    "delimited": _WRITES | {"fewshot_delimiter": "\n---\n", "target_delimiter": " => "},
+    "first_examples": _WRITES | {"fewshot_config": {"sampler": "first_n"}, "num_fewshot": 4},
+    "fixed_examples": _WRITES
+    | {"fewshot_config": {"sampler": "first_n", "samples": [{"question": "1 and 1?", "answer": "2"}] * 2}},
+    "examples_of_the_scored_rows": {
+        name: value for name, value in (_WRITES | {"fewshot_split": "test"}).items() if name != "training_split"
+    },
+    "no_examples": _WRITES | {"num_fewshot": 0},
+    "unset_examples": {name: value for name, value in _WRITES.items() if name != "num_fewshot"},
+    "filtered": _WRITES | {"filter_list": _FILTERS["filters"]},
+    "repeated": _WRITES | _REPEATED,
+    "letters": _WRITES | _LETTERS,
+    "compared": _WRITES
+    | {
+        "metric_list": [
+            _EXACT | {"ignore_case": True, "ignore_punctuation": True, "regexes_to_ignore": [r"\s"]},
+            {"metric": "bleu", "aggregation": "bleu", "higher_is_better": True},
+            {"metric": "chrf", "aggregation": "chrf", "higher_is_better": True},
+            {"metric": "ter", "aggregation": "ter", "higher_is_better": False},
+        ]
+    },
+    "penalized": _WRITES | _generation(repetition_penalty=1.4, until=["Q:"]),
+    "chooses": _CHOOSES,
+    "chooses_with_examples": _CHOOSES | {"num_fewshot": 3},
+    "chooses_of_the_row": _CHOOSES | {"doc_to_choice": "choices", "target_delimiter": ""},
+    "more_metrics": _CHOOSES
+    | {
+        "metric_list": [
+            {"metric": "acc", "aggregation": "mean", "higher_is_better": True},
+            {"metric": "acc_bytes", "aggregation": "mean", "higher_is_better": True},
+            {"metric": "mcc", "aggregation": "matthews_corrcoef", "higher_is_better": True},
+            {"metric": "brier_score", "aggregation": "brier_score", "higher_is_better": False},
+        ]
+    },
+    "mutual_information": _CHOOSES
+    | {"metric_list": [{"metric": "acc_mutual_info", "aggregation": "mean", "higher_is_better": True}]},
+    "likely": _DATA
+    | {
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": " {{answer}} apples",
+        "num_fewshot": 0,
+        "metric_list": [
+            {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
+            {"metric": "acc", "aggregation": "mean", "higher_is_better": True},
+        ],
+    },
+    "likely_texts": _DATA
+    | {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{long}}",
+        "metric_list": [
+            {"metric": "word_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False},
+            {"metric": "byte_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False},
+            {"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False},
+        ],
+    },
+    "long_context": _CHOOSES | {"doc_to_text": "{{long}} {{question}}\nThe color is"},
+    "long_prompts": _WRITES | {"doc_to_text": "{{long}}\nQ: {{question}}\nA:", "num_fewshot": 0},
+    "sampled": _WRITES | {"generation_kwargs": {"until": ["Q:"], "max_gen_toks": 12, "do_sample": True, "temperature": 0.7}},
+    "sampled_more": _WRITES
+    | {
+        "generation_kwargs": {
+            "until": ["Q:"], "max_gen_toks": 12, "do_sample": True, "temperature": 0.5, "top_p": 0.9, "top_k": 20,
+        }
+    },
+    "half": _CHOOSES | {"doc_to_text": "{{question}} Its color:", "process_docs": None},
+}  # fmt: skip
+del TASKS["half"]
+for _name, _task in TASKS.items():
+    TASKS[_name] = {"task": _name, **_task}
+
+_MEAN = {"metric": "acc", "aggregation": "mean"}
+GROUPS: dict[str, dict[str, Any]] = {
+    "weighed": {
+        "group": "weighed",
+        "task": ["chooses", "chooses_with_examples"],
+        "aggregate_metric_list": [_MEAN | {"weight_by_size": True}],
+    },
+    "even": {
+        "group": "even",
+        "task": ["chooses", "more_metrics"],
+        "aggregate_metric_list": [_MEAN | {"weight_by_size": False}],
+    },
+    "nested": {
+        "group": "nested",
+        "task": ["even", "chooses_of_the_row"],
+        "aggregate_metric_list": [_MEAN | {"weight_by_size": True}],
+    },
+    "mixed": {"group": "mixed", "task": ["writes", "chooses", "likely_texts"]},
+}
+
+# Cases -------------------------------------------------------------------------------------------------------------
+
+_THREE = {"ours": {"limit": 3}, "theirs": {"limit": 3}}
+_NGRAM = {"algorithm": "ngram"}
+
+
+def _case(name: str, task: str, ours: Options | None = None, theirs: Options | None = None, **more: Any) -> Case:
+    """A case of at most three questions."""
+    return Case(name, (task,), {"limit": 3, **(ours or {})}, {"limit": 3, **(theirs or {})}, **more)
+
+
+_CHAT = {"chat_template": True}
+_THEIR_CHAT = {"apply_chat_template": True}
+_SYSTEM = "You are a careful clerk."
+
+CASES = [
+    # GSM8K
+    _case("gsm8k, 5 examples", "gsm8k"),
+    _case("gsm8k, no examples", "gsm8k", {"num_fewshot": 0}, {"num_fewshot": 0}),
+    _case("gsm8k, 3 examples, another seed", "gsm8k", {"num_fewshot": 3, "seed": 7}, {"num_fewshot": 3, "fewshot_random_seed": 7}),
+    _case("gsm8k_platinum, 5 examples", "gsm8k_platinum"),
+    _case("gsm8k_platinum, no examples", "gsm8k_platinum", {"num_fewshot": 0}, {"num_fewshot": 0}),
+    _case("gsm8k_cot", "gsm8k_cot"),
+    _case("gsm8k_cot_zeroshot", "gsm8k_cot_zeroshot"),
+    _case("gsm8k_platinum_cot", "gsm8k_platinum_cot"),
+    _case("gsm8k, v1 with n-gram drafts", "gsm8k", spec={**_NGRAM, "schedule": "v1"}),
+    _case("gsm8k, v2 with n-gram drafts", "gsm8k", spec={**_NGRAM, "schedule": "v2"}),
+    _case("gsm8k, v2 with another model's drafts", "gsm8k", spec={"algorithm": "standalone", "draft": "self:skip=1-1"}),
+    _case("gsm8k, chat", "gsm8k", _CHAT, _THEIR_CHAT),
+    _case("gsm8k_cot_zeroshot, chat", "gsm8k_cot_zeroshot", _CHAT, _THEIR_CHAT),
+    # limits and stop strings
+    _case("limit of the task", "writes"),
+    _case("no limit: 256", "no_limit"),
+    _case("no generation arguments", "no_arguments"),
+    _case("limit as max_new_tokens", "other_name_of_the_limit"),
+    _case("limit of the user", "writes", {"max_new_tokens": 17}, {"gen_kwargs": {"max_gen_toks": 17}}),
+    _case("until: one text", "until_text"),
+    _case("until: nothing", "until_none"),
+    _case("until: names of special tokens", "until_end"),
+    _case("until: within a token", "until_in_a_token"),
+    _case("until: several tokens", "until_several_tokens"),
+    _case("until: within a token, v2 with drafts", "until_in_a_token", spec={**_NGRAM, "schedule": "v2"}, quick=True),
+    _case("neither do_sample nor temperature", "temperature_without_sampling"),
+    # prompts
+    _case("a description", "described"),
+    _case("the answer is begun (gen_prefix)", "begun"),
+    _case("delimiters", "delimited"),
+    _case("the first examples", "first_examples"),
+    _case("fixed examples", "fixed_examples"),
+    _case("examples of the scored rows", "examples_of_the_scored_rows"),
+    _case("no number of examples in the task", "unset_examples"),
+    _case("no number of examples in the task, 2 asked for", "unset_examples", {"num_fewshot": 2}, {"num_fewshot": 2}),
+    # chat
+    _case("chat", "writes", _CHAT, _THEIR_CHAT),
+    _case("chat, a description", "described", _CHAT, _THEIR_CHAT, quick=True),
+    _case("chat, no BOS", "writes", _CHAT, _THEIR_CHAT, model="tiny without BOS"),
+    _case("no BOS", "writes", model="tiny without BOS"),
+    _case("chat, multiple choice", "chooses_with_examples", _CHAT, _THEIR_CHAT),
+    # text
+    _case("byte-fallback tokens", "writes", model="tiny, byte fallback"),
+    _case("byte-fallback tokens, until within a token", "until_in_a_token", model="tiny, byte fallback"),
+    # filters and metrics
+    _case("filters", "filtered", quick=True),
+    _case("repeats, take_first_k, majority_vote", "repeated"),
+    _case("multi_choice_regex", "letters"),
+    _case("exact_match with rules, bleu, chrf, ter", "compared"),
+    # likelihoods
+    _case("multiple choice", "chooses"),
+    _case("multiple choice, 3 examples", "chooses_with_examples", quick=True),
+    _case("multiple choice, choices of the row", "chooses_of_the_row"),
+    _case("multiple choice, f1, mcc, brier_score", "more_metrics"),
+    _case("acc_mutual_info", "mutual_information"),
+    _case("loglikelihood", "likely"),
+    _case("loglikelihood_rolling", "likely_texts"),
+    _case("loglikelihood_rolling, several windows", "likely_texts", model="tiny, 512 tokens long"),
+    _case("multiple choice, texts that are too long", "long_context", model="tiny, 512 tokens long"),
+    _case("loglikelihood, no BOS", "likely", model="tiny without BOS"),
+    _case("loglikelihood, byte-fallback tokens", "likely", model="tiny, byte fallback"),
+    # several tasks
+    _case("group, weighed by size", "weighed"),
+    _case("group, each task alike", "even"),
+    _case("group in a group", "nested"),
+    # the bundled model
+    _case("gsm8k, 5 examples", "gsm8k", {"max_new_tokens": 48}, {"gen_kwargs": {"max_gen_toks": 48}}, model=BUNDLED),
+    _case("chat", "writes", _CHAT, _THEIR_CHAT, model=BUNDLED),
+    _case("multiple choice", "chooses", model=BUNDLED),
+]  # fmt: skip

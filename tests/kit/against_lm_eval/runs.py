@@ -1,0 +1,272 @@
+"""The two sides of a case: lm-eval with its own backend, and specbatch; and their comparison, question by question."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import lm_eval
+import lm_eval.evaluator
+import lm_eval.tasks
+import yaml
+from lm_eval.models.huggingface import HFLM
+
+from specbatch import Engine, EngineConfig, Speculation
+from specbatch.evals.options import EvalOptions
+from specbatch.evals.report import EvalReport
+from specbatch.evals.run import prepare
+from specbatch.jobs.questions import bundled_questions
+
+UPSTREAM = Path(lm_eval.__file__).parent / "tasks"
+GSM8K = {
+    "openai/gsm8k": {"train": "gsm8k_train", "test": "gsm8k"},
+    "madrylab/gsm8k-platinum": {"test": "gsm8k_platinum"},
+}
+
+
+@dataclass
+class Found:
+    """What one side did. The requests are in lm-eval's order: by task, question and repeat, or text.
+
+    prompts   token ids of each request; of a text that is scored, also how many of its last tokens count
+    limits    new tokens, stop strings
+    answers   text of each answer; or log-likelihood of each text, and whether it is the greedy one
+    filtered  by task, question and filter: what the filters made of the answers
+    metrics   the same: values of the question's metrics
+    scores    by task or group, metric and filter: value and standard error
+    counts    by task: examples before each question, questions
+    """
+
+    prompts: list[Any] = field(default_factory=list)
+    limits: list[Any] = field(default_factory=list)
+    answers: list[Any] = field(default_factory=list)
+    filtered: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    scores: dict[str, Any] = field(default_factory=dict)
+    counts: dict[str, Any] = field(default_factory=dict)
+
+
+class Recorded(HFLM):  # type: ignore[misc]
+    """lm-eval's backend, which also keeps what it passes to the model."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.found = Found()
+        self._made: dict[str, list[tuple[list[int], Any]]] = {}
+        self._texts: list[str] = []
+
+    def tok_batch_encode(self, strings: list[str], **kwargs: Any) -> Any:
+        self._texts = list(strings)
+        return super().tok_batch_encode(strings, **kwargs)
+
+    def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
+        limits = {"tokens": max_length - context.shape[1], "stop": sorted(set(stop))}
+        for text, row, mask in zip(self._texts, context.tolist(), kwargs["attention_mask"].tolist(), strict=True):
+            ids = [token for token, counts in zip(row, mask, strict=True) if counts]
+            self._made.setdefault(text, []).append((ids, limits))
+        return super()._model_generate(context, max_length, stop, **kwargs)
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        answers: list[str] = super().generate_until(requests, disable_tqdm=True)
+        for request, answer in zip(requests, answers, strict=True):
+            ids, limits = self._made[request.args[0]].pop(0)
+            self.found.prompts.append(ids)
+            self.found.limits.append(limits)
+            self.found.answers.append(answer)
+        return answers
+
+    def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> Any:
+        scored = super()._loglikelihood_tokens(requests, **kwargs | {"disable_tqdm": True})
+        for (_, context, continuation), answer in zip(requests, scored, strict=True):
+            self.found.prompts.append(((context + continuation)[-(self.max_length + 1) :], len(continuation)))
+            self.found.answers.append(answer)
+        return scored
+
+
+class Spied:
+    """An engine that keeps what it is asked."""
+
+    def __init__(self, engine: Engine, end: str) -> None:
+        self._engine, self._end = engine, end
+        self.found = Found()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, prompts: Sequence[Any], params: Sequence[Any], **kwargs: Any) -> Any:
+        for prompt, one in zip(prompts, params, strict=True):
+            self.found.prompts.append(list(prompt))
+            self.found.limits.append({"tokens": one.max_new_tokens, "stop": sorted({*one.stop, self._end})})
+        return self._engine.generate(prompts, params, **kwargs)
+
+    def score(self, pairs: Sequence[Any], **kwargs: Any) -> Any:
+        found = self._engine.score(pairs, **kwargs)
+        self.found.prompts += [([*context, *text], len(text)) for context, text in pairs]
+        self.found.answers += [tuple(one)[:2] for one in found]
+        return found
+
+
+@contextmanager
+def _rows_of_gsm8k() -> Iterator[None]:
+    """Without a network `datasets` finds the rows of GSM8K and Platinum."""
+    load = datasets.load_dataset
+
+    def found(path: str, *args: Any, **kwargs: Any) -> Any:
+        if path not in GSM8K:
+            return load(path, *args, **kwargs)
+        rows = {split: bundled_questions(name).rows for split, name in GSM8K[path].items()}
+        return datasets.DatasetDict({split: datasets.Dataset.from_list(part) for split, part in rows.items()})
+
+    datasets.load_dataset = found
+    try:
+        yield
+    finally:
+        datasets.load_dataset = load
+
+
+def theirs(
+    folder: Path, tasks: Path, names: Sequence[str], options: Mapping[str, Any], model: Mapping[str, Any]
+) -> Found:
+    """What lm-eval does: `options` of simple_evaluate, arguments of its backend `model`. tasks: folder of YAML files."""
+    lm_eval.evaluator.add_env_info = lambda *_: None  # takes a second, and is not compared
+    with warnings.catch_warnings(), _rows_of_gsm8k():
+        warnings.simplefilter("ignore")
+        lm = Recorded(str(folder), **{"device": "cpu", "dtype": "float32", "batch_size": 1} | dict(model))
+        shown = [str(tasks), *(str(UPSTREAM / name) for name in ("gsm8k", "gsm8k_platinum"))]
+        manager = lm_eval.tasks.TaskManager(include_path=shown, include_defaults=False)
+        results = lm_eval.simple_evaluate(
+            lm, tasks=list(names), task_manager=manager, **{"bootstrap_iters": 1000} | dict(options)
+        )
+    found = lm.found
+    for name, samples in results["samples"].items():
+        for sample in sorted(samples, key=lambda one: one["doc_id"]):
+            key = f"{name} {sample['doc_id']} {sample['filter']}"
+            if found.limits:  # else the answers are numbers, which no filter changes
+                found.filtered[key] = sample["filtered_resps"]
+            found.metrics[key] = {metric: sample[metric] for metric in sample["metrics"]}
+        shots = results["n-shot"].get(name, 0)
+        found.counts[name] = {"examples": shots, "questions": results["n-samples"][name]["effective"]}
+    for name, scores in {**results.get("groups", {}), **results["results"]}.items():
+        for metric, value in scores.items():
+            if "," in metric and "_stderr," not in metric:
+                stderr = scores.get(metric.replace(",", "_stderr,"))
+                found.scores[f"{name} {metric}"] = (value, stderr if isinstance(stderr, float) else None)
+    return found
+
+
+@contextmanager
+def _shown(tasks: Path) -> Iterator[None]:
+    """`tasks` in place of lm-eval's 14,000."""
+    from specbatch.evals import task
+
+    manager, names = lm_eval.tasks.TaskManager, task._names_in
+
+    def either(include_path: Any = None, include_defaults: bool = True) -> Any:
+        return manager(include_path=tasks if include_defaults else include_path, include_defaults=False)
+
+    lm_eval.tasks.TaskManager = either
+    task._names_in = lambda _, name: names(tasks, name)
+    try:
+        yield
+    finally:
+        lm_eval.tasks.TaskManager, task._names_in = manager, names
+
+
+def ours(engine: Engine, tasks: Path, names: Sequence[str], options: Mapping[str, Any]) -> Found:
+    """What specbatch does with these options."""
+    wanted = EvalOptions(",".join(names), **options)
+    end = engine.tokenizer.decode([engine.tokenizer.eos_id], skip_special_tokens=False)
+    spied = Spied(engine, end)
+    with _shown(tasks):
+        report = prepare(wanted).run(spied)  # type: ignore[arg-type]
+    return _in_report(report, spied.found)
+
+
+def _in_report(report: EvalReport, found: Found) -> Found:
+    counted: dict[str, int] = {}
+    first: dict[str, int] = {}
+    for row in report.questions:
+        name = row.get("task", report.task)
+        number = row["doc_id"] - first.setdefault(name, row["doc_id"] if "task" in row else 0)
+        if report.generates:
+            found.answers.append(row["text"])
+        if row.get("repeat", 0):
+            continue
+        counted[name] = counted.get(name, 0) + 1
+        for filter, metrics in row["scores"].items():
+            if report.generates:
+                found.filtered[f"{name} {number} {filter}"] = [row["filtered"][filter]]
+            found.metrics[f"{name} {number} {filter}"] = metrics
+    for score in report.scores:
+        name = score.task or report.task
+        found.scores[f"{name} {score.metric},{score.filter}"] = (score.value, score.stderr)
+    found.counts = {name: {"examples": report.num_fewshot, "questions": count} for name, count in counted.items()}
+    return found
+
+
+def write_tasks(folder: Path, tasks: Mapping[str, Mapping[str, Any]], rows: Mapping[str, Sequence[Any]]) -> Path:
+    """A folder of task files, and of the rows that they name as `ROWS`.jsonl."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, task in tasks.items():
+        text = yaml.safe_dump(dict(task), sort_keys=False, allow_unicode=True)
+        (folder / f"{name}.yaml").write_text(text.replace("FOLDER", str(folder)))
+    return folder
+
+
+def engine_of(folder: Path, speculation: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
+    config = EngineConfig(
+        model=str(folder),
+        device="cpu",
+        dtype="float32",
+        max_running=4,
+        speculation=Speculation(**speculation or {}),
+        **settings,
+    )
+    return Engine(config)
+
+
+def differences(one: Found, other: Found) -> dict[str, str]:
+    """By aspect: the first difference between both sides."""
+    found = {}
+    for aspect in Found.__dataclass_fields__:
+        if line := _difference(getattr(one, aspect), getattr(other, aspect)):
+            found[aspect] = line
+    return found
+
+
+def _difference(one: Any, other: Any, place: str = "") -> str:
+    if isinstance(one, dict) and isinstance(other, dict):
+        if one.keys() != other.keys():
+            return f"{place}: {sorted(one.keys() ^ other.keys())} on one side only"
+        return next((line for key in one if (line := _difference(one[key], other[key], f"{place} {key}"))), "")
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        for index, (left, right) in enumerate(zip(one, other, strict=False)):
+            if line := _difference(left, right, f"{place}[{index}]"):
+                return line
+        return "" if len(one) == len(other) else f"{place}: {len(one)} and {len(other)} items"
+    if isinstance(one, float) and isinstance(other, float | int):
+        same = math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-5) or (math.isnan(one) and math.isnan(other))
+        return "" if same else f"{place}: {one} and {other}"
+    return "" if one == other else f"{place}: {str(one)[:90]!r} and {str(other)[:90]!r}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without lm-eval's logs."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
