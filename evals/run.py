@@ -32,7 +32,8 @@ from specbatch.evals.finished import PARTIAL, Answer, Row, Scored, finished_rows
 from specbatch.evals.likelihoods import likelihood_fields
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
-from specbatch.evals.task import ROLLING, EvalTask, fallbacks, load_task, quiet, seed_globals
+from specbatch.evals.task import ROLLING, EvalTask, load_task, quiet, seed_globals
+from specbatch.evals.unparsed import unparsed_share
 from specbatch.jobs.partial_output import PartialRows
 from specbatch.records.answers import Score
 from specbatch.records.metrics import Better
@@ -344,10 +345,7 @@ def _scores_of(
         if not comma or metric.endswith("_stderr"):
             continue
         rows = [(one, row) for one in tasks for row in results["samples"][one] if row["filter"] == filter]
-        misses = {one: fallbacks(task.tasks[one]).get(filter) for one in tasks}
-        missed = None
-        if rows and None not in misses.values():
-            missed = sum(_filtered(row) == misses[one] for one, row in rows) / len(rows)
+        missed = unparsed_share([task.tasks[one] for one in tasks], filter)
         stderr = found.get(f"{metric}_stderr,{filter}")
         known = float(stderr) if isinstance(stderr, int | float) else None  # "N/A" for one question
         way: Better = "lower" if better.get(metric) is False else "higher"

@@ -3,21 +3,15 @@
 GSM8K, GSM8K-Platinum (as the installed lm-eval defines them) and the tasks in `tasks/` load in milliseconds. For any
 other task lm-eval scans all of its task files, which takes half a minute; a name that none of them has is refused in
 seconds.
-
-The GSM8K tasks never wait for the hub. Their rows come from `data` if given, else from the local cache of the hub, else
-from the question sets bundled with the package.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from copy import deepcopy
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, partial
@@ -27,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.errors import refuse
-from specbatch.jobs.questions import Questions, bundled_questions, read_questions, refuse_shared
+from specbatch.evals.rows import GivenRows
+from specbatch.evals.unparsed import observe_filters
 
 EMBEDDED = "one_digit_sums"
 CHOICES = "one_digit_choices"
-FROM_FILE = ("gsm8k", "gsm8k_platinum")  # lm-eval's folders; their tasks need a question and an answer, no more
-_BUNDLED = {"openai/gsm8k": "gsm8k", "madrylab/gsm8k-platinum": "gsm8k_platinum"}  # data set on the hub: bundled rows
+_QUICK = ("gsm8k", "gsm8k_platinum")  # lm-eval's folders of the tasks that are found without scanning the others
 REASONING = "reasoning_gym:"
 GENERATING = "generate_until"
 ROLLING = "loglikelihood_rolling"
@@ -49,7 +43,7 @@ class EvalTask:
     tasks    lm-eval's tasks by name: one, or those of the group and its subgroups
     groups   lm-eval's groups by name, the loaded one first; empty for a task and for a tag, which has no score
     *_source where questions and few-shot examples came from
-    warning  why the few-shot examples are not lm-eval's training rows; "" if they are, or if there are none
+    warning  about few-shot examples that are scored rows; "" without one
     """
 
     name: str
@@ -90,16 +84,6 @@ class EvalTask:
         return dict(zip(self.tasks, accumulate(sizes, initial=0), strict=False))
 
 
-def fallbacks(task: Any) -> dict[str, str | None]:
-    """The value of each answer filter of lm-eval's task when it finds nothing; None for one that always finds
-    something."""
-    found: dict[str, str | None] = {}
-    for entry in task.config.filter_list or [{"name": "none", "filter": []}]:
-        patterns = [step for step in entry["filter"] if step["function"] in ("regex", "multi_choice_regex")]
-        found[entry["name"]] = patterns[-1].get("fallback", "[invalid]") if patterns else None
-    return found
-
-
 def load_task(
     name: str,
     *,
@@ -111,50 +95,27 @@ def load_task(
 ) -> EvalTask:
     """Find task `name`, load its rows and set the number of few-shot examples.
 
-    data, fewshot_data   JSONL files instead of the task's own rows
+    data, fewshot_data   rows instead of the task's own, as `GivenRows.read` takes them
     seed                 draws the examples; lm-eval's default is 1234
     kinds                the output types that the caller supports
     """
-    if fewshot_data is not None and data is None:
-        raise refuse("fewshot_data", str(fewshot_data), "needs data as well, the questions to score")
-    scored = read_questions("data", data) if data is not None else None
-    shots = read_questions("fewshot_data", fewshot_data) if fewshot_data is not None else None
-    if scored is not None and shots is not None:
-        refuse_shared(scored, shots)
+    given = GivenRows.read(data, fewshot_data)
     with quiet():
         seed_globals()
         manager, spec = _find(name, kinds)
-        config = _file_config(manager, name)
-        with _offline() if config is not None else nullcontext():
-            if config is not None and scored is None and not _is_cached(config):
-                scored = bundled_questions(_BUNDLED[config["dataset_path"]])
-            if config is not None and scored is not None and shots is None and not _has_own_shots(config):
-                shots = _training_rows(scored)
-            if scored is not None:
-                spec = _with_rows(name, config, scored, shots)
+        with given.answering_for_the_hub():
             tasks, groups = _load(name, manager, spec, kinds)
+        examples = [given.set_examples(own, task, num_fewshot) for own, task in tasks.items()]
         for task in tasks.values():
             task.set_fewshot_seed(seed=seed)
-    counts = {_set_fewshot(own, task, num_fewshot) for own, task in tasks.items()}
-    if len(counts) > 1:
+            observe_filters(task)
+    if len(counts := {one.count for one in examples}) > 1:
         works = "its tasks have different numbers of few-shot examples; give num_fewshot, or name one task"
         raise refuse("task", name, works)
     (count,) = counts
-    source = str(scored) if scored is not None else _each(map(_origin, tasks.values()))
-    shown = [_fewshot_source(task, source, shots) if count else "none" for task in tasks.values()]
-    for task, own in zip(tasks.values(), shown, strict=True):
-        _refuse_too_many(task, count, own)
-    warning = ""
-    if count and shots is None and any(map(_examples_are_scored, tasks.values())):
-        warning = "few-shot examples come from the scored rows: there are no training rows"
-    return EvalTask(name, tasks, groups, count, source, _each(shown), warning)
-
-
-def _training_rows(scored: Questions) -> Questions | None:
-    """Rows of GSM8K's training split, as lm-eval takes them; None where `scored` has some of them."""
-    rows = bundled_questions("gsm8k_train")
-    known = {row["question"].strip() for row in scored.rows}
-    return None if any(row["question"].strip() in known for row in rows.rows) else rows
+    data_source, fewshot_source = _each(map(given.source, tasks.values())), _each(one.source for one in examples)
+    warning = _each(one.warning for one in examples if one.warning)
+    return EvalTask(name, tasks, groups, count, data_source, fewshot_source, warning)
 
 
 def _each(texts: Iterable[str]) -> str:
@@ -208,7 +169,7 @@ def _find(name: str, kinds: Collection[str]) -> tuple[Any, Any]:
     from lm_eval.tasks import TaskManager
 
     upstream = _definitions()
-    folders = [Path(__file__).parent / "tasks", *(upstream / folder for folder in FROM_FILE)]
+    folders = [Path(__file__).parent / "tasks", *(upstream / folder for folder in _QUICK)]
     manager = TaskManager(include_path=folders, include_defaults=False)
     if name.startswith(REASONING):
         from specbatch.evals.reasoning import config
@@ -252,73 +213,6 @@ def _names_in(folder: Path, name: str) -> tuple[bool, list[str]]:
     return found, sorted(item.decode() for item in names)
 
 
-def _file_config(manager: Any, name: str) -> dict[str, Any] | None:
-    """lm-eval's definition of a task whose rows can come from a file; None for any other task."""
-    entry = manager.task_index.get(name)
-    if entry is None or entry.yaml_path is None or entry.yaml_path.parent.name not in FROM_FILE:
-        return None
-    return deepcopy(dict(entry.cfg))
-
-
-def _has_own_shots(config: dict[str, Any]) -> bool:
-    return "samples" in (config.get("fewshot_config") or {})
-
-
-def _is_cached(config: dict[str, Any]) -> bool:
-    """Whether the local cache of the hub holds the task's data set. To be called within `_offline`."""
-    import datasets
-
-    try:
-        datasets.load_dataset(config["dataset_path"], config["dataset_name"])
-    except (OSError, ValueError):  # ValueError: another configuration of the data set is cached
-        return False
-    return True
-
-
-@contextmanager
-def _offline() -> Iterator[None]:
-    """Let the hub's libraries use their local cache only; the environment variable is read when they are imported."""
-    import datasets
-    import huggingface_hub
-
-    modules: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
-    before = [module.HF_HUB_OFFLINE for module in modules]
-    try:
-        for module in modules:
-            module.HF_HUB_OFFLINE = True
-        yield
-    finally:
-        for module, value in zip(modules, before, strict=True):
-            module.HF_HUB_OFFLINE = value
-
-
-def _with_rows(name: str, config: dict[str, Any] | None, scored: Questions, shots: Questions | None) -> dict[str, Any]:
-    """The task as lm-eval defines it, with other rows instead of its data set.
-
-    Without `shots` the examples come from the scored rows, as lm-eval's gsm8k_platinum does: lm-eval leaves out the
-    scored row when both splits have the same name.
-    """
-    if config is None:
-        raise refuse("data", str(scored.path), f"task {name} has its own questions; leave it out, or use gsm8k")
-    own_shots = _has_own_shots(config)
-    if shots is not None and own_shots:
-        raise refuse("fewshot_data", str(shots.path), f"task {name} has fixed examples; leave it out")
-    rows = {"test": scored.rows}
-    if shots is not None:
-        rows["train"] = shots.rows
-
-    def splits(**_: Any) -> Any:
-        from datasets import Dataset, DatasetDict
-
-        return DatasetDict({split: Dataset.from_list(part) for split, part in rows.items()})
-
-    for key in ("dataset_path", "dataset_name", "dataset_kwargs", "training_split", "fewshot_split"):
-        config.pop(key, None)
-    if not own_shots:
-        config["fewshot_split"] = "test" if shots is None else "train"
-    return config | {"test_split": "test", "custom_dataset": splits}
-
-
 def _load(name: str, manager: Any, spec: Any, kinds: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """lm-eval's tasks and groups by name."""
     try:
@@ -350,58 +244,3 @@ def _load(name: str, manager: Any, spec: Any, kinds: Collection[str]) -> tuple[d
 def _refuse_kind(name: str, kind: str | None, kinds: Collection[str]) -> None:
     if kind is not None and kind not in kinds:
         raise refuse("task", name, f"is of type {kind}; use a task of type {' or '.join(kinds)}, such as gsm8k")
-
-
-def _set_fewshot(name: str, task: Any, wanted: int | None) -> int:
-    own = task.get_config("num_fewshot") or 0
-    if wanted is None or wanted == own:
-        wanted = own
-    elif task.get_config("num_fewshot") == 0:
-        raise refuse("num_fewshot", wanted, f"task {name} is defined without few-shot examples; leave it out, or use 0")
-    task.set_config(key="num_fewshot", value=wanted)
-    return int(wanted)
-
-
-def _examples_are_scored(task: Any) -> bool:
-    """Whether few-shot examples come from the split that is scored."""
-    scored = task.config.test_split or task.config.validation_split
-    if task.fewshot_cfg.split is not None:
-        return bool(task.fewshot_cfg.split == scored)
-    if task.fewshot_cfg.samples is not None or task.config.training_split is not None:
-        return False
-    return task.config.validation_split in (None, scored)
-
-
-def _leaves_scored_out(task: Any) -> bool:
-    """Whether examples come from the scored rows, of which lm-eval leaves out the question's own."""
-    split = task.fewshot_cfg.split
-    return split is not None and split == task.config.test_split
-
-
-def _origin(task: Any) -> str:
-    parts = (task.config.dataset_path, task.config.dataset_name, task.config.test_split or task.config.validation_split)
-    return " ".join(str(part) for part in parts if part) if task.config.dataset_path else "made by the task"
-
-
-def _fewshot_source(task: Any, data_source: str, shots: Questions | None) -> str:
-    if shots is not None:
-        return str(shots)
-    if _leaves_scored_out(task):
-        return f"the other rows of {data_source}"
-    if task.fewshot_cfg.split is not None:
-        return f"the task's {task.fewshot_cfg.split} rows"
-    if task.fewshot_cfg.samples is not None:
-        return "the task's own fixed examples"
-    for split in ("training_split", "validation_split"):
-        if task.get_config(split) is not None:
-            return f"the task's {task.get_config(split)} rows"
-    return "the scored rows, as lm-eval defines this task: a question may be among its own examples"
-
-
-def _refuse_too_many(task: Any, count: int, source: str) -> None:
-    pool = list(task.sampler.df) if count else []
-    available = len(pool)
-    if pool and _leaves_scored_out(task):  # duplicates of the question's row are left out with it
-        available -= max(Counter(json.dumps(row, sort_keys=True, default=str) for row in pool).values())
-    if count > available:
-        raise refuse("num_fewshot", count, f"{source}: {available} are available; use at most {available}")

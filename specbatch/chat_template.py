@@ -18,8 +18,8 @@ from contextlib import suppress
 from typing import Any
 
 from specbatch import template_worker
-from specbatch.errors import refuse
-from specbatch.template_worker import FAILED, MEMORY_EXCEEDED, REFUSED
+from specbatch.errors import SpecbatchError, refuse
+from specbatch.template_worker import FAILED, MEMORY_EXCEEDED, REFUSED, TEMPLATE_ERROR
 
 LONGEST = 1 << 20  # characters of a template
 CPU_SECONDS = 3.0  # for a rendering
@@ -30,6 +30,10 @@ CHANCES = 8  # renderings that may exceed a limit, of a template that has render
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 _Process = subprocess.Popen[bytes]
+
+
+class TemplateRefusal(SpecbatchError):
+    """A template does not take some messages: it raised an error itself, or has one of Jinja's errors with them."""
 
 
 class ChatTemplate:
@@ -53,7 +57,8 @@ class ChatTemplate:
     def render(self, **variables: Any) -> str:
         """The text for these variables, which are lists, dicts with string keys, strings, numbers, booleans or None.
 
-        Raises SpecbatchError if the template is not valid, raises an error or exceeds a limit.
+        Raises SpecbatchError if the template is not valid or exceeds a limit, and TemplateRefusal if it raises an
+        error for these variables.
         """
         try:
             request = _packed(variables)
@@ -66,11 +71,14 @@ class ChatTemplate:
             if self._failure is not None:
                 raise refuse("chat_template", self.name, self._failure)
             kind, text = self._ahead.get(request) or self._ask(marshal.dumps([request]))
-        if kind == REFUSED:
-            raise refuse("chat_template", self.name, f"it does not accept these messages ({text})")
-        if kind == FAILED:
+        if kind in (REFUSED, TEMPLATE_ERROR, FAILED):
             works = f"it has an error, which may show with some messages only ({text}); correct it, or use another"
-            raise refuse("chat_template", self.name, works)
+            if kind == REFUSED:
+                works = f"it does not accept these messages ({text})"
+            error = refuse("chat_template", self.name, works)
+            if kind == FAILED:
+                raise error
+            raise TemplateRefusal(str(error), setting=error.setting, value=error.value, works=error.works)
         self._rendered = True
         return text
 
@@ -121,7 +129,7 @@ class ChatTemplate:
         self._owner = os.getpid()
         weakref.finalize(self, _stop, self._process, self._owner)
         kind, text = self._ask(self.source.encode(errors="surrogatepass"))
-        if kind == FAILED:
+        if kind in (FAILED, TEMPLATE_ERROR):
             self._failure = f"it cannot be read ({text}); correct it, or use another"
 
     def _ask(self, request: bytes) -> tuple[int, str]:

@@ -19,7 +19,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any, BinaryIO, NoReturn
 
-TEXT, REFUSED, FAILED, MEMORY_EXCEEDED = b"trfm"
+TEXT, REFUSED, TEMPLATE_ERROR, FAILED, MEMORY_EXCEEDED = b"trefm"
 _LONGEST_REASON = 300  # characters
 
 
@@ -91,6 +91,8 @@ def rendered(template: Any, variables: bytes, longest: int) -> bytes:
 
 def attempt(call: Callable[[], Any], seconds: float) -> tuple[int, Any]:
     """The kind of the reply, and the result or the reason, of a call with a limit of CPU time."""
+    from jinja2 import TemplateError
+
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         return TEXT, call()
@@ -99,7 +101,8 @@ def attempt(call: Callable[[], Any], seconds: float) -> tuple[int, Any]:
     except RefusedError as error:
         return REFUSED, reason(error).encode(errors="backslashreplace")
     except Exception as error:  # a template can raise any of them
-        return FAILED, f"{place(error)}{reason(error)}".encode(errors="backslashreplace")
+        kind = TEMPLATE_ERROR if isinstance(error, TemplateError) else FAILED
+        return kind, f"{place(error)}{reason(error)}".encode(errors="backslashreplace")
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 

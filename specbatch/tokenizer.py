@@ -20,6 +20,7 @@ from specbatch.tokenizer_files import read_folder
 
 BYTE_EOS = 256
 _USUAL_CHARACTERS = 8  # of a token, at most
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # of transformers: marks where the final message ends
 _PADDING = re.compile(r"|\[PAD\d*\]|<pad>|<\|pad\|>")  # names of padding ids
 
 
@@ -123,12 +124,16 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         enable_thinking: bool | None = None,
     ) -> str:
         """The prompt for a conversation, to be encoded without adding special tokens.
 
+        `continue_final_message`: the text ends within the last message, after its content, instead of with the
+        generation prompt. As in transformers 5.23, what the template does to the content (trimming) is kept.
         `enable_thinking` is the template's variable; None leaves its default. Raises SpecbatchError if the model has no
-        template, or the template rejects the messages, has no such variable or does not render their tool calls.
+        template, or the template rejects the messages, has no such variable, does not render their tool calls or does
+        not render the last message as it is.
         """
         if self._chat_template is None:
             raise refuse("chat_template", None, f"{self.name} has none; use chat_template=False, or plain prompts")
@@ -138,7 +143,25 @@ class Tokenizer:
         if any(message.get("tool_calls") for message in messages) and "tool_calls" not in self._chat_template.source:
             works = f"the chat template of {self.name} does not render tool calls; write them as content"
             raise refuse_json("messages", messages, works)
+        if continue_final_message:
+            return self._continued(self._chat_template, messages, enable_thinking)
         return self._chat_template.render(**self._variables(messages, add_generation_prompt, enable_thinking))
+
+    def _continued(
+        self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], enable_thinking: bool | None
+    ) -> str:
+        """The conversation up to the end of the content of its last message."""
+        content = messages[-1].get("content") if messages else None
+        if not isinstance(content, str) or "content" not in template.source:
+            works = "a final message to continue needs a text as content, and a template that renders content"
+            raise refuse_json("messages", messages, works)
+        marked = [*messages[:-1], {**messages[-1], "content": content + _TAG}]
+        text = template.render(**self._variables(marked, False, enable_thinking))
+        before, tag, after = text.rpartition(_TAG.strip())
+        if not tag or content.strip() not in text:
+            works = f"the chat template of {self.name} changes the final message, so that it cannot be continued"
+            raise refuse_json("messages", messages, works)
+        return before if after[:1] == " " else before.rstrip()  # trimmed: so would be the end of the content
 
     def render_ahead(self, conversations: Iterable[Sequence[Mapping[str, Any]]]) -> None:
         """Render several conversations at once, so that the next calls of `apply_chat_template` with one of them and

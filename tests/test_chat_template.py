@@ -15,7 +15,7 @@ from crossed import slow_but
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from specbatch import chat_template
-from specbatch.chat_template import ChatTemplate
+from specbatch.chat_template import ChatTemplate, TemplateRefusal
 from specbatch.errors import SpecbatchError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -298,3 +298,21 @@ def test_tojson_takes_the_options_of_transformers(options: str) -> None:
 def test_namespaces_and_dicts_are_those_of_transformers(template: str) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "4"}]
     assert ChatTemplate(template, "mine").render(messages=messages) == rendered_by_transformers(template, messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "is_refusal"),
+    [
+        ("{{ raise_exception('no system') }}", True),
+        ("{{ messages[0].name.first }}", True),  # Undefined
+        ("{{ messages.append(1) }}", True),  # forbidden by the sandbox
+        ("{{ messages[0].content + 5 }}", False),
+        ("{{ 1 / 0 }}", False),
+        ("{% if %}", False),
+    ],
+)
+def test_errors_that_jinja_raises_are_refusals_of_the_messages(template: str, is_refusal: bool) -> None:
+    """As lm-eval's model for transformers counts them: other errors end its run."""
+    with pytest.raises(SpecbatchError) as caught:
+        ChatTemplate(template, "mine").render(messages=MESSAGES)
+    assert isinstance(caught.value, TemplateRefusal) == is_refusal

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.prompts import Prompt
@@ -338,6 +339,41 @@ def test_templates_with_enable_thinking(tmp_path: Path, backend: Backend) -> Non
     assert plain.apply_chat_template(messages) == "x"
     with pytest.raises(SpecbatchError, match=r"thinking=False: the chat template of .* has no enable_thinking"):
         plain.apply_chat_template(messages, enable_thinking=False)
+
+
+LOOP = "{% for m in messages %}<{{ m.role }}>BODY{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+CONTINUED = {
+    "plain": LOOP.replace("BODY", "{{ m.content }}"),
+    "trims": LOOP.replace("BODY", "{{ m.content | trim }}"),
+    "trims and adds a space": LOOP.replace("BODY", "{{ m.content | trim }} </s>\n"),
+    "ends messages": LOOP.replace("BODY", "{{ m.content }}</s>\n"),
+    "trims and ends messages": LOOP.replace("BODY", "{{ m.content | trim }}</s>\n"),
+    "strips reasoning": LOOP.replace("BODY", "{{ m.content.split('</think>')[-1].lstrip('\\n') }}</s>"),
+    "repeats the last message": LOOP.replace("BODY", "{{ m.content }}</s>") + "({{ messages[-1].content }})",
+    "upper case": LOOP.replace("BODY", "{{ m.content | upper }}"),
+    "first messages only": "{{ messages[0].content }}",
+    "no content": "{% for m in messages %}{{ m.role }}{% endfor %}",
+    "cuts": LOOP.replace("BODY", "{{ m.content[:9] }}"),
+}
+PREFIXES = ["The answer is", "The answer is ", "  a", "q", "\n```python\n", "<think>no</think>\n\nyes ", "", " "]
+
+
+@pytest.mark.parametrize("template", CONTINUED.values(), ids=CONTINUED)
+def test_a_final_message_is_continued_as_by_transformers(template: str, tmp_path: Path, backend: Backend) -> None:
+    tokenizer = Tokenizer.from_folder(write(tmp_path, backend, chat_template=template))
+    for prefix in PREFIXES:
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": prefix}]
+        try:
+            wanted = render_jinja_template([messages], chat_template=template, continue_final_message=True)[0][0]
+        except ValueError:
+            with pytest.raises(SpecbatchError, match=r"^messages=\[.*(cannot be continued|renders content)$"):
+                tokenizer.apply_chat_template(messages, continue_final_message=True)
+        else:
+            assert tokenizer.apply_chat_template(messages, continue_final_message=True) == wanted
+            assert tokenizer.apply_chat_template(messages) != wanted
+        assert messages[1]["content"] == prefix
+    with pytest.raises(SpecbatchError, match="a final message to continue needs a text as content"):
+        tokenizer.apply_chat_template([{"role": "assistant"}], continue_final_message=True)
 
 
 @pytest.mark.parametrize("text", ["a" * 30_000_000, "ab c" * 7_500_000], ids=["word", "words"])

@@ -1,12 +1,12 @@
-"""Questions with reference answers: JSONL files, and the GSM8K test sets bundled with the package.
+"""Questions with reference answers: JSONL files, and the GSM8K sets bundled with the package.
 
 Each line of a file is one JSON object with `question` and `answer`.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
+import lzma
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,9 +19,9 @@ from specbatch.text_files import TEMPORARY, UnreadableError, parse_json
 FIELDS = ("question", "answer")
 _FORM = 'JSONL with one {"question": ..., "answer": ...} per line'
 _BUNDLED = {
-    "gsm8k": ("bundled gsm8k test", "gsm8k_test.jsonl.gz"),
-    "gsm8k_platinum": ("bundled gsm8k_platinum test", "gsm8k_platinum_test.jsonl.gz"),
-    "gsm8k_train": ("bundled gsm8k train", "gsm8k_train200.jsonl.gz"),
+    "gsm8k": ("bundled gsm8k test", "gsm8k_test.jsonl.xz"),
+    "gsm8k_platinum": ("bundled gsm8k_platinum test", "gsm8k_platinum_test.jsonl.xz"),
+    "gsm8k_train": ("bundled gsm8k train", "gsm8k_train.jsonl.xz"),
 }
 BUNDLED = tuple(_BUNDLED)
 
@@ -49,13 +49,13 @@ def bundled_questions(name: str) -> Questions:
 
     gsm8k            the test set, 1,319 questions
     gsm8k_platinum   the revised test set, 1,209 questions
-    gsm8k_train      the first 200 training rows, for few-shot examples
+    gsm8k_train      the training set, 7,473 questions, for few-shot examples
 
     `data/README.md` has the origin, license and sha256 of each.
     """
     title, file = _BUNDLED[name]
     path = Path(__file__).parent / "data" / file
-    content = gzip.decompress(path.read_bytes())
+    content = lzma.decompress(path.read_bytes())
     return Questions(path, title, _parse("data", path, content), hashlib.sha256(content).hexdigest())
 
 

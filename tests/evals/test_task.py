@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import huggingface_hub
 import lm_eval.tasks
 import pytest
 
 import specbatch
 from specbatch.errors import SpecbatchError
+from specbatch.evals import rows
 from specbatch.evals.prompts import task_prompts
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, prepare, run_eval
@@ -83,21 +83,8 @@ def prompts_of(engine: Any) -> list[str]:
     return [engine.tokenizer.decode(prompt) for prompt in engine.calls[-1]["prompts"]]
 
 
-def test_files_give_the_prompts_of_the_hub(engine: Any, hub: Any, scored_file: Path, shots_file: Path) -> None:
-    from_hub = run_eval(engine, EvalOptions("gsm8k"))
-    prompts = prompts_of(engine)
-    from_files = run_eval(engine, EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file))
-    assert prompts_of(engine) == prompts
-    assert from_files.prompts_sha256 == from_hub.prompts_sha256
-    assert from_hub.data_source == "openai/gsm8k main test"
-    assert from_hub.fewshot_source == "the task's train rows"
-    assert from_files.fewshot_source.startswith("shots.jsonl (12 questions")
-    assert all(prompt.count("Question: ") == 6 for prompt in prompts)
-    assert [row["prompt_hash"] for row in from_files.questions] == [row["prompt_hash"] for row in from_hub.questions]
-
-
 def test_prompts_and_scores_are_lm_evals_own(
-    make_engine: Any, hub: Any, mixed_reply: Any, monkeypatch: pytest.MonkeyPatch
+    make_engine: Any, hub: Any, mixed_reply: Any, scored_file: Path, shots_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import lm_eval.evaluator
 
@@ -108,34 +95,66 @@ def test_prompts_and_scores_are_lm_evals_own(
     manager = lm_eval.tasks.TaskManager(
         include_path=[upstream / "gsm8k", upstream / "gsm8k_platinum"], include_defaults=False
     )
-    for name in ("gsm8k", "gsm8k_platinum"):
+    shots = {"gsm8k": shots_file, "gsm8k_platinum": None}
+    for name in shots:
         theirs = make_engine(mixed_reply)
         results = lm_eval.simple_evaluate(
             SpecBatchLM(theirs, name), tasks=[name], task_manager=manager, limit=5, bootstrap_iters=10
         )
         ours = make_engine(mixed_reply)
-        report = run_eval(ours, EvalOptions(name, limit=5))
+        report = run_eval(ours, EvalOptions(name, limit=5, data=scored_file, fewshot_data=shots[name]))
         assert prompts_of(ours) == prompts_of(theirs)
         for score in report.scores:
             assert score.value == results["results"][name][f"exact_match,{score.filter}"]
             assert score.stderr == results["results"][name][f"exact_match_stderr,{score.filter}"]
 
 
-def test_examples_are_training_rows_by_default(engine: Any, evaluate: Any) -> None:
-    report = evaluate("gsm8k_platinum", engine=engine, limit=2)
+def test_examples_of_gsm8k_are_training_rows(engine: Any, evaluate: Any) -> None:
+    report = evaluate("gsm8k", engine=engine, limit=2)
     assert report.fewshot_source == str(bundled_questions("gsm8k_train"))
     assert (report.warning, "Warning" in report.table()) == ("", False)
+
+
+OF_PLATINUM = "few-shot examples come from the scored rows: as lm-eval defines the task (--fewshot-data gsm8k_train "
+
+
+def test_examples_of_platinum_are_other_scored_rows(engine: Any, evaluate: Any) -> None:
+    report = evaluate("gsm8k_platinum", engine=engine, data=None, limit=3)
+    assert report.fewshot_source == f"the other rows of {report.data_source}"
+    assert report.warning == OF_PLATINUM + "takes training rows)"
+    scored = {row["question"] for row in bundled_questions("gsm8k_platinum").rows}
+    for prompt in prompts_of(engine):
+        shown = [part.split("\nAnswer:")[0] for part in prompt.split("Question: ")[1:]]
+        assert (len(shown), len(set(shown)), scored.issuperset(shown)) == (6, 6, True)
+
+
+def test_bundled_training_rows_can_be_named_as_examples(engine: Any, evaluate: Any) -> None:
+    report = evaluate("gsm8k_platinum", engine=engine, data=None, limit=3, fewshot_data=Path("gsm8k_train"))
+    assert (report.fewshot_source, report.warning) == (str(bundled_questions("gsm8k_train")), "")
+    training = {row["question"] for row in bundled_questions("gsm8k_train").rows}
+    for prompt in prompts_of(engine):
+        *shown, asked = (part.split("\nAnswer:")[0] for part in prompt.split("Question: ")[1:])
+        assert (len(shown), training.issuperset(shown), asked in training) == (5, True, False)
+
+
+def test_duplicates_of_the_question_are_never_its_examples(engine: Any, evaluate: Any, write_rows: Any) -> None:
+    """lm-eval draws again where the examples that it drew are the question's row too often."""
+    own, *others = bundled_questions("gsm8k_platinum").rows[:8]
+    evaluate("gsm8k_platinum", engine=engine, data=write_rows("rows.jsonl", [own] * 20 + others), limit=20)
+    for prompt in prompts_of(engine):
+        assert (prompt.count("Question: "), prompt.count(own["question"])) == (6, 1)
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "gsm8k_platinum"])
 def test_scored_training_rows_give_examples_but_never_the_own_row(
     engine: Any, evaluate: Any, write_rows: Any, name: str
 ) -> None:
-    rows = bundled_questions("gsm8k_train").rows[:8]
-    report = evaluate(name, engine=engine, data=write_rows("rows.jsonl", rows))
+    scored = bundled_questions("gsm8k_train").rows[:8]
+    report = evaluate(name, engine=engine, data=write_rows("rows.jsonl", scored))
     assert report.fewshot_source == f"the other rows of {report.data_source}"
-    assert "Warning: few-shot examples come from the scored rows: there are no training rows." in report.table()
-    for prompt, row in zip(prompts_of(engine), rows, strict=True):
+    why = "some of these are training rows." if name == "gsm8k" else "as lm-eval defines the task (--fewshot-data "
+    assert f"Warning: few-shot examples come from the scored rows: {why}" in report.table()
+    for prompt, row in zip(prompts_of(engine), scored, strict=True):
         assert prompt.count("Question: ") == 6
         assert prompt.count(row["question"]) == 1
         assert prompt.endswith(f"Question: {row['question']}\nAnswer:")
@@ -164,7 +183,7 @@ def test_number_of_examples_is_limited_by_the_rows(
     once = write_rows("once.jsonl", make_rows(100, 7) + training[:1])
     twice = write_rows("twice.jsonl", training[:6] + training[:1])
     for files, most in (
-        ({"data": scored_file}, 200),
+        ({"data": scored_file}, 7473),
         ({"data": once}, 7),
         ({"data": scored_file, "fewshot_data": shots_file}, 12),
         ({"data": twice}, 5),
@@ -186,9 +205,12 @@ def test_task_with_fixed_examples(scored_file: Path) -> None:
         ("gsm8k_cot", {"data": "scored", "num_fewshot": 9}, "use at most 8"),
         ("gsm8k_cot_zeroshot", {"data": "scored", "num_fewshot": 5},
          "num_fewshot=5: task gsm8k_cot_zeroshot is defined without few-shot examples"),
-        ("gsm8k", {"fewshot_data": "shots"}, "needs data as well"),
+        ("gsm8k", {"fewshot_data": "shots", "num_fewshot": 0}, "gsm8k is asked without examples"),
+        ("gsm8k_cot_zeroshot", {"fewshot_data": "shots"}, "gsm8k_cot_zeroshot is asked without examples"),
+        ("gsm8k_platinum", {"fewshot_data": Path("gsm8k")}, "fewshot_data=.*: 1209 of its questions are scored in"),
         ("gsm8k", {"data": "scored", "fewshot_data": "scored"}, r"8 of its questions are scored in scored\.jsonl too"),
-        ("one_digit_sums", {"data": "scored"}, "task one_digit_sums has its own questions"),
+        ("one_digit_sums", {"data": "scored"}, "data=.*: the task one_digit_sums has its own questions; leave it out"),
+        ("one_digit_sums", {"fewshot_data": "shots"}, "fewshot_data=.*: the task one_digit_sums has its own questions"),
     ],
 )  # fmt: skip
 def test_impossible_combinations_are_refused(
@@ -200,44 +222,65 @@ def test_impossible_combinations_are_refused(
 
 
 @pytest.fixture
-def empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub's cache is empty, and any attempt to reach the hub fails the test."""
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any attempt to reach the hub or its cache fails the test."""
 
     def load_dataset(*_: Any, **__: Any) -> None:
-        assert datasets.config.HF_HUB_OFFLINE
-        assert huggingface_hub.constants.HF_HUB_OFFLINE
-        raise ConnectionError("Couldn't reach it")
+        raise AssertionError("the hub is asked")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "shots"),
+    ("name", "shots"),
     [
-        ("gsm8k", "1,319", "bundled gsm8k train (200 questions, sha256 03a8e89683ff)"),
-        ("gsm8k_platinum", "1,209", "bundled gsm8k train (200 questions, sha256 03a8e89683ff)"),
-        ("gsm8k_cot", "1,319", "the task's own fixed examples"),
-        ("gsm8k_cot_zeroshot", "1,319", "none"),
+        ("gsm8k", "bundled gsm8k train (7,473 questions, sha256 17f347dc5147)"),
+        ("gsm8k_cot", "the task's own fixed examples"),
+        ("gsm8k_cot_llama", "the task's own fixed examples"),
+        ("gsm8k_cot_self_consistency", "the task's own fixed examples"),
+        ("gsm8k_cot_zeroshot", "none"),
+        ("gsm8k_platinum", "the other rows of bundled gsm8k_platinum test (1,209 questions, sha256 556e2c408a2e)"),
+        ("gsm8k_platinum_cot", "the task's own fixed examples"),
+        ("gsm8k_platinum_cot_llama", "the task's own fixed examples"),
+        ("gsm8k_platinum_cot_self_consistency", "the task's own fixed examples"),
+        ("gsm8k_platinum_cot_zeroshot", "none"),
     ],
 )
-def test_bundled_rows_where_the_cache_has_none(empty_cache: None, name: str, rows: str, shots: str) -> None:
+def test_rows_are_the_bundled_ones_whatever_the_hub_has(no_hub: None, name: str, shots: str) -> None:
     task = load(name)
-    source = "bundled gsm8k_platinum test" if name == "gsm8k_platinum" else "bundled gsm8k test"
-    assert task.data_source.startswith(f"{source} ({rows} questions, sha256 ")
-    assert task.fewshot_source == shots
-    assert len(task.task.eval_docs) == int(rows.replace(",", ""))
-    assert not datasets.config.HF_HUB_OFFLINE
+    bundled = bundled_questions("gsm8k_platinum" if "platinum" in name else "gsm8k")
+    assert (task.data_source, task.fewshot_source) == (str(bundled), shots)
+    assert task.task.eval_docs.to_list() == bundled.rows
 
 
-def test_bundled_examples_are_training_rows(empty_cache: None, engine: Any) -> None:
-    report = run_eval(engine, EvalOptions("gsm8k_platinum", limit=3))
-    training = {row["question"] for row in bundled_questions("gsm8k_train").rows}
-    for prompt in prompts_of(engine):
-        *shots, asked = (part.split("\nAnswer:")[0] for part in prompt.split("Question: ")[1:])
-        assert len(shots) == 5
-        assert training.issuperset(shots)
-        assert asked not in training
-    assert report.settings()["data_source"] == str(bundled_questions("gsm8k_platinum"))
+def test_other_tasks_and_groups_get_the_bundled_rows_too(no_hub: None, tasks_folder: Path) -> None:
+    folder = Path(lm_eval.tasks.__file__).parent / "gsm8k"
+    for name in ("one", "other"):
+        text = f"include: {folder}/gsm8k.yaml\ntask: {name}_of_mine\n"
+        (tasks_folder / f"{name}.yaml").write_text(text)
+    (tasks_folder / "mine.yaml").write_text("group: mine\ntask: [one_of_mine, other_of_mine]\n")
+    group = load("mine")
+    assert (group.data_source, len(group.tasks)) == (str(bundled_questions("gsm8k")), 2)
+    assert group.fewshot_source == str(bundled_questions("gsm8k_train"))
+
+
+def test_files_are_refused_before_another_data_set_is_read(no_hub: None, tasks_folder: Path, shots_file: Path) -> None:
+    text = OTHER.format(name="foreign", kind="generate_until")
+    (tasks_folder / "foreign.yaml").write_text(
+        text.replace("custom_dataset: !function rows.splits", "dataset_path: x/y")
+    )
+    for setting in ("data", "fewshot_data"):
+        with pytest.raises(SpecbatchError, match=f"^{setting}=.*: the task reads the data set x/y; leave it out"):
+            load("foreign", **{setting: shots_file})
+
+
+def test_rows_are_unpacked_only_for_tasks_that_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpacked = []
+    monkeypatch.setattr(rows, "bundled_questions", lambda name: unpacked.append(name) or bundled_questions(name))
+    load("one_digit_sums")
+    assert unpacked == []
+    load("gsm8k_cot")
+    assert {*unpacked} == {"gsm8k"}
 
 
 def test_other_generating_tasks_run(other_tasks: None, make_engine: Any) -> None:

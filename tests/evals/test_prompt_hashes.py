@@ -1,0 +1,55 @@
+"""The prompts of GSM8K tasks are those of lm-eval, question by question (`make_prompt_hashes.py` runs it)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specbatch.evals.options import EvalOptions
+from specbatch.evals.prompts import task_prompts
+from specbatch.evals.run import run_eval
+from specbatch.evals.task import load_task, quiet
+
+STORED = json.loads((Path(__file__).parent / "data" / "prompt_hashes.json").read_text())
+ALL = {case["tasks"][0]: case for case in STORED["cases"] if "limit" not in case}
+FIRST = [case for case in STORED["cases"] if "limit" in case]
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(("name", "count"), [("gsm8k", 1319), ("gsm8k_platinum", 1209)])
+def test_every_prompt(name: str, count: int) -> None:
+    prompts, _ = task_prompts(name, None, as_messages=False)
+    texts = [str(prompt.value) for prompt in prompts]
+    found = [digest(text)[:8] for text in texts]
+    each = ALL[name]["each"]
+    assert [place for place in range(count) if found[place] != each[8 * place :][:8]] == []
+    assert (len(texts), digest(json.dumps(texts))) == (count, ALL[name]["sha256"])
+
+
+@pytest.mark.parametrize("case", FIRST, ids=lambda case: "-".join(map(str, case.values()))[:60])
+def test_first_prompts(case: dict[str, Any]) -> None:
+    seed = case.get("fewshot_random_seed", 1234)
+    loaded = load_task(*case["tasks"], num_fewshot=case.get("num_fewshot"), data=None, fewshot_data=None, seed=seed)
+    is_chat = case.get("apply_chat_template", False)
+    with quiet():
+        loaded.task.build_all_requests(
+            limit=case["limit"],
+            apply_chat_template=is_chat,
+            fewshot_as_multiturn=is_chat,
+            chat_template=lambda messages, add_generation_prompt: json.dumps(messages),
+        )
+    texts = [request.args[0] for request in loaded.task.instances]
+    assert (len(texts), digest(json.dumps(texts))) == (case["prompts"], case["sha256"])
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "gsm8k_platinum"])
+def test_prompts_of_an_evaluation(make_engine: Any, name: str) -> None:
+    report = run_eval(make_engine(lambda prompt: "1"), EvalOptions(name, limit=3))
+    assert "".join(row["prompt_hash"][:8] for row in report.questions) == ALL[name]["each"][:24]
