@@ -87,8 +87,9 @@ def _kept(filter: Any, missed: list[bool], before: Any, after: Any) -> list[bool
         return missed[: filter.k]
     if isinstance(filter, MajorityVoteFilter):
         return [all(is_missed for is_missed, value in zip(missed, before, strict=True) if value == after[0])]
-    count = len(after) if isinstance(after, list) else 1
-    return missed if count == len(missed) else None
+    # All that is made of a single answer is of this answer, such as what `map` makes of each of its characters.
+    same = len(missed) == 1 or (isinstance(after, list) and len(after) == len(missed))
+    return missed if same else None
 
 
 def observe_filters(task: Any) -> None:

@@ -34,6 +34,18 @@ def token_bytes(backend: Any, *, special: bool = False) -> list[bytes | None] | 
     return found
 
 
+def byte_tokens(backend: Any) -> dict[int, int]:
+    """The byte of each token, by id, that the decoder of a `tokenizers.Tokenizer` shows as one under byte fallback:
+    <0x0A> and the like. It decodes a run of them as a whole."""
+    named = ((f"<0x{byte:02X}>", byte) for byte in range(256))
+    found = ((backend.token_to_id(name), name, byte) for name, byte in named)
+    return {
+        index: byte
+        for index, name, byte in found
+        if index is not None and backend.decode([index], skip_special_tokens=False) != name
+    }
+
+
 def _flattened(decoder: dict[str, Any]) -> list[dict[str, Any]]:
     parts = decoder.get("decoders")
     return [item for part in parts for item in _flattened(part)] if parts is not None else [decoder] if decoder else []

@@ -15,7 +15,7 @@ from typing import Any
 
 from specbatch.chat_template import ChatTemplate, with_reasoning
 from specbatch.errors import refuse, refuse_json
-from specbatch.token_bytes import token_bytes
+from specbatch.token_bytes import byte_tokens, token_bytes
 from specbatch.tokenizer_files import read_folder
 
 BYTE_EOS = 256
@@ -200,6 +200,11 @@ class Tokenizer:
         """`token_bytes` with special tokens, whose text is their name; None if tokens do not join to a text."""
         return token_bytes(self._backend, special=True)
 
+    @cached_property
+    def byte_tokens(self) -> dict[int, int]:
+        """The byte of each token of byte fallback, whose text the tokens beside it change."""
+        return byte_tokens(self._backend)
+
 
 class ByteTokenizer(Tokenizer):
     """One id per byte, and 256 for end of text, for models with random weights. Larger ids are shown as `<id>`."""
@@ -235,6 +240,10 @@ class ByteTokenizer(Tokenizer):
     @cached_property
     def shown_bytes(self) -> list[bytes | None] | None:
         return [bytes([index]) if index < BYTE_EOS else self._name(index).encode() for index in range(self.vocab_size)]
+
+    @cached_property
+    def byte_tokens(self) -> dict[int, int]:
+        return {}
 
     @staticmethod
     def _name(index: int) -> str:

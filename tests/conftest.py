@@ -96,6 +96,7 @@ class ToyTokenizer:
     eos_ids = frozenset({EOS})
     bos_id = BOS
     has_chat_template = False
+    byte_tokens: dict[int, int] = {}  # noqa: RUF012
 
     def __init__(self, size: int = len(_PIECES)) -> None:
         self.vocab_size = size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from specbatch.token_bytes import token_bytes
+from specbatch.token_bytes import byte_tokens, token_bytes
 
 
 def backend(vocabulary: list[str], decoder: object) -> Tokenizer:
@@ -31,6 +31,18 @@ def test_sentencepiece() -> None:
     assert token_bytes(found) == [b" a", "é".encode(), b"\xc3", b"\n", b"  ", None, "<tool> é".encode()]
     found.decoder = decoders.Metaspace()
     assert (token_bytes(found) or [])[:3] == [b" a", "é".encode(), b"<0xC3>"]
+
+
+def test_byte_tokens_of_byte_fallback() -> None:
+    decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    words = ["▁a", "<0xC3>", "<0x0A>", "<0x20>", "\n"]
+    found = backend(words, decoder)
+    found.add_special_tokens([AddedToken("<0x41>", special=True)])
+    assert byte_tokens(found) == {1: 0xC3, 2: 0x0A, 3: 0x20, found.token_to_id("<0x41>"): 0x41}
+    found.decoder = decoders.Sequence([decoder, decoders.Strip(" ", 1, 0)])
+    assert byte_tokens(found)[3] == 0x20
+    for other in (decoders.Metaspace(), decoders.ByteLevel(), decoders.WordPiece()):
+        assert byte_tokens(backend(words, other)) == {}
 
 
 def test_wordpiece_has_none() -> None:

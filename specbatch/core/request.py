@@ -136,6 +136,7 @@ class Request:
         *,
         end_tokens: frozenset[int],
         decode: Decode,
+        byte_tokens: Mapping[int, int] | None = None,
         submitted: float,
         embeddings: Mapping[int, torch.Tensor] | None = None,
         sample: int = 0,
@@ -144,8 +145,8 @@ class Request:
         banned: tuple[tuple[int, ...], ...] = (),
         automaton: TokenAutomaton | None = None,
     ) -> None:
-        """embeddings: see `EmbeddedPrompt`; streams_text: whether `new_text` will be called; banned: the tokens of each
-        spelling of `params.bad_words`; automaton: of `params.grammar`."""
+        """byte_tokens: see `Tokenizer.byte_tokens`; embeddings: see `EmbeddedPrompt`; streams_text: whether `new_text`
+        will be called; banned: the tokens of each spelling of `params.bad_words`; automaton: of `params.grammar`."""
         self.index = index
         self.sample = sample
         self.request_id = request_id
@@ -162,7 +163,8 @@ class Request:
         self.prompt_logprobs: list[float | None] | None = [None] * len(prompt) if wants else None
         self._decode = decode
         self.end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
-        self._text = OutputText(decode, params.stop, params.reasoning) if params.stop or streams_text else None
+        has_text = params.stop or streams_text
+        self._text = OutputText(decode, params.stop, params.reasoning, byte_tokens) if has_text else None
 
         # Written by the scheduler only.
         self.slot: int | None = None
@@ -233,7 +235,7 @@ class Request:
                 self.finish_reason = "stop"
                 break
         if self.finish_reason is None and self.generated >= self.params.max_new_tokens:
-            self.finish_reason = "stop" if self._text is not None and self._text.end() else "length"
+            self.finish_reason = "length"
         if logprobs is not None:
             self.logprobs.extend(logprobs.chosen[:kept])
             if count := self.params.top_logprobs:
@@ -322,6 +324,6 @@ class Request:
         ended = self.finish_reason == "stop" and bool(output) and output[-1] in self.end_tokens
         if self._text is None:
             return self._decode(output[:-1] if ended and self.params.skip_special_tokens else output)
-        if ended and not self.params.skip_special_tokens and not self._text.end():
+        if ended and not self.params.skip_special_tokens:
             self._text.push(output[-1], may_stop=False)
         return self._text.whole()

@@ -79,6 +79,7 @@ class OpenRequests:
             item.params,
             end_tokens=self._prompts.end_tokens,
             decode=partial(self._tokenizer.decode, skip_special_tokens=item.params.skip_special_tokens),
+            byte_tokens=self._tokenizer.byte_tokens,
             submitted=arrived,
             embeddings=item.prompt.embeddings,
             sample=item.sample,

@@ -36,26 +36,26 @@ class TokenPieces:
 
     def split(self, tokens: Sequence[int], text: str) -> list[Piece]:
         """text: of the answer, which ends before a stop string and an end token."""
-        growing, pieces = IncrementalText(self._decode), list[Piece]()
-        shown = list[int]()  # places of tokens that are in the text
-        for place, token in enumerate(tokens):
-            before, new, data = len(growing.text), growing.push(token), self.bytes_of(token)
+        in_run = self._tokenizer.byte_tokens
+        growing, pieces = IncrementalText(self._decode, in_run), list[Piece]()
+        whole = self._decode(list(tokens))
+        shown, end = False, 0
+        for token in tokens:
+            growing.push(token)
+            alone = token in in_run and whole[end : end + 1] == "\ufffd"  # each byte of an invalid run has one
+            before, end, data = end, max(growing.shared(whole), end + alone), self.bytes_of(token)
+            new = whole[before:end]
             twice = [token, token]  # as the first space of a text may be left out
             if self._decode(twice):
                 if self._bytes is None:
                     data = new.encode()
                 elif not shown and "\ufffd" not in (first := self._decode([token])):
                     data = first.encode()
-                shown.append(place)
+                shown = True
             elif self._tokenizer.decode(twice, skip_special_tokens=False):
                 new = data.decode(errors="replace")
-            pieces.append(Piece(new, data, before))
-        if shown and (held := growing.flush()):  # the answer ends in the middle of a character
-            last = shown[-1]
-            pieces[last] = pieces[last]._replace(text=pieces[last].text + held)
-            grown = len(growing.text) + len(held)
-            pieces[last + 1 :] = [piece._replace(offset=grown) for piece in pieces[last + 1 :]]
-        return [piece._replace(offset=min(piece.offset, len(text))) for piece in pieces]
+            pieces.append(Piece(new, data, min(before, len(text))))
+        return pieces
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes of a token in the middle of a text; of a special one, its name."""

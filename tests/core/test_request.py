@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache, partial
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 from specbatch.core.acceptance import Acceptance
-from specbatch.core.output_text import IncrementalText
+from specbatch.core.output_text import Decode, IncrementalText, OutputText
 from specbatch.core.request import Completion, Logprobs, Request, RequestMetrics, SamplingParams
+from specbatch.tokenizer import Tokenizer
 
 EOS, OTHER_END = 0, 1
 PIECES = [b"", b"", b"a", b"b", b"ab", b"ba ", b"\xc3", b"\xa9", b"b\xf0\x9f", b"\x98\x80", "ß".encode(), b"\n\n"]
@@ -42,29 +45,20 @@ def run(tokens: list[int], split: list[int] | None = None, **params: Any) -> Com
     return request.completion(now)
 
 
-def expected(tokens: list[int], params: SamplingParams) -> tuple[list[int], str, str]:
-    """Tokens, finish reason and text, computed in the plainest way."""
+def expected(tokens: list[int], params: SamplingParams, decode: Decode = decode) -> tuple[list[int], str, str]:
+    """Tokens, finish reason and text, computed in the plainest way: each time from the text of all tokens."""
     ends = {*params.stop_token_ids} | (set() if params.ignore_eos else {EOS})
     for count in range(1, len(tokens) + 1):
         kept = tokens[:count]
         if kept[-1] in ends:
-            whole, shown = decode(kept[:-1]), decode(kept)
-            text = ended(kept[:-1], "stop", params)[1]
-            return kept, "stop", text if len(text) < len(whole) or params.skip_special_tokens else shown
-        text = decode(kept).rstrip("\ufffd")
+            return kept, "stop", decode(kept[:-1] if params.skip_special_tokens else kept)
+        text = decode(kept)
         cuts = [text.find(stop) for stop in params.stop if stop in text]
         if cuts:
             return kept, "stop", text[: min(cuts)]
         if count == params.max_new_tokens:
-            return (kept, *ended(kept, "length", params))
-    return (tokens, *ended(tokens, "abort", params))
-
-
-def ended(tokens: list[int], reason: str, params: SamplingParams) -> tuple[str, str]:
-    """Finish reason and text of an output that no stop ended before its last character."""
-    text = decode(tokens)
-    cuts = [text.find(stop) for stop in params.stop if stop in text]
-    return ("stop" if cuts and reason == "length" else reason), text[: min(cuts, default=None)]
+            return kept, "length", text
+    return tokens, "abort", decode(tokens)
 
 
 # -- stop conditions -----------------------------------------------------------------------------------------------
@@ -100,7 +94,7 @@ PARAMS = st.fixed_dictionaries(
 @example([2, 3, 4, 0], [4], {"stop": ("b",), "stop_token_ids": (3,), "skip_special_tokens": False})
 @example([5, 4], [2], {"stop": ("a a", " ")})  # the earliest of several
 @example([2] * 50 + [3, 3] + [2] * 9, [7], {"stop": ("bb",)})
-@example([2, 6], [2], {"max_new_tokens": 2, "stop": ("a\ufffd",)})  # only the end of the output completes it
+@example([2, 6, 7], [3], {"stop": ("a\ufffd",)})  # before the character is complete
 @example([2, 6, 0], [3], {"stop": ("\ufffd",), "skip_special_tokens": False})
 @given(st.lists(st.integers(0, 11), min_size=1, max_size=16), st.lists(st.integers(1, 6), max_size=8), PARAMS)
 def test_request_ends_at_the_first_stop_or_at_the_limit(
@@ -118,25 +112,18 @@ def test_logprobs_are_off_by_default() -> None:
     assert run([2, 3]).logprobs is None
 
 
-@pytest.mark.parametrize("ends", [[], [EOS]])
-@pytest.mark.parametrize("skips", [True, False])
-def test_stop_string_in_text_that_was_held_back(ends: list[int], skips: bool) -> None:
-    tokens, texts = [2, 3, 6, *ends], []
-    params = SamplingParams(max_new_tokens=len(tokens), stop=("b\ufffd",), skip_special_tokens=skips)
-    how: dict[str, Any] = {"end_tokens": frozenset({EOS}), "decode": decode, "submitted": 10.0, "streams_text": True}
-    request = Request(3, [5], params, **how)
-    for token in tokens:
-        request.append([token], 11.0)
-        done = request.completion(12.0) if request.finished else None
-        texts.append(request.new_text(done))
-    assert done is not None
-    assert (done.text, done.finish_reason, done.token_ids) == ("a", "stop", tokens)
-    assert "".join(texts) == "a"
-
-
-def test_held_back_text_within_the_least_tokens_has_no_stop_string() -> None:
-    found = run([2, 6], max_new_tokens=2, min_tokens=2, stop=("\ufffd",))
-    assert (found.text, found.finish_reason) == ("a\ufffd", "length")
+@pytest.mark.parametrize(
+    ("tokens", "least", "text", "reason"),
+    [
+        ([2, 6], 2, "a\ufffd", "length"),  # within the least tokens
+        ([2, 6, 3], 2, "a\ufffdb", "length"),
+        ([2, 6, 7], 2, "a", "stop"),  # the last token completes it
+        ([2, 6, 7, 6], 3, "aé", "stop"),
+    ],
+)
+def test_least_tokens_have_no_stop_string(tokens: list[int], least: int, text: str, reason: str) -> None:
+    found = run(tokens, max_new_tokens=len(tokens), min_tokens=least, stop=("é", "\ufffd"))
+    assert (found.text, found.finish_reason, found.token_ids) == (text, reason, tokens)
 
 
 @pytest.mark.parametrize(
@@ -182,23 +169,128 @@ def test_rows_state_the_seed() -> None:
 
 # -- text -----------------------------------------------------------------------------------------------------------
 
+_LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+_FALLBACK = ["▁", "▁a", "b", "é", "\ufffd", *(f"<0x{byte:02X}>" for byte in [*b"\n a", *"é。😀".encode(), 0xFF])]
+_AFTER = [decoders.ByteFallback(), decoders.Fuse()]
+_BACKENDS: dict[str, tuple[list[str], Any]] = {
+    "llama 2": (_FALLBACK, [decoders.Replace("▁", " "), *_AFTER, decoders.Strip(" ", 1, 0)]),
+    "gemma": (_FALLBACK, [decoders.Replace("▁", " "), *_AFTER]),
+    "metaspace": (_FALLBACK, [decoders.Metaspace(), *_AFTER]),
+    "byte-level": ([_LETTERS[at] for at in range(0, 256, 12)] + [*"Ã©ðŁĺĢ", "Ġa", "ĺĢb"], [decoders.ByteLevel()]),
+    "WordPiece": (["a", "##b", "'", "s", ".", "##é"], [decoders.WordPiece()]),
+    "BPE with ends of words": (["a</w>", "b", "é</w>", "c"], [decoders.BPEDecoder()]),
+}
+
+
+@cache
+def tokenizer(name: str) -> Tokenizer:
+    """Small; ids 0 and 1 are special tokens, 2 and 3 added ones."""
+    words, steps = _BACKENDS[name]
+    words = ["</s>", "<|end|>", "<tool>", "▁tool▁", *dict.fromkeys(words)]
+    backend = Backend(models.BPE({word: place for place, word in enumerate(words)}, []))
+    backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens([AddedToken(word, special=True) for word in words[:2]])
+    backend.add_tokens([AddedToken(word) for word in words[2:4]])
+    return Tokenizer(backend, name=name)
+
+
+def token_lists(name: str) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, tokenizer(name).vocab_size), max_size=14)  # the last one is no token
+
+
+def bytes_of(*texts: str) -> list[int]:
+    """Byte tokens of "llama 2"; text in <> is a token as it is."""
+    names = (name for text in texts for name in ([text] if len(text) > 3 else map("<0x{:02X}>".format, text.encode())))
+    return [tokenizer("llama 2").vocabulary().index(name) for name in names]
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("name", _BACKENDS)
+@settings(max_examples=60)
+@given(st.data())
+def test_text_of_growing_tokens_is_that_of_all(name: str, skips: bool, data: st.DataObject) -> None:
+    tokens = data.draw(token_lists(name))
+    decode = partial(tokenizer(name).decode, skip_special_tokens=skips)
+    text, settled = IncrementalText(decode, tokenizer(name).byte_tokens), [""]
+    for count, token in enumerate(tokens, 1):
+        text.push(token)
+        settled.append(text.settled)
+        assert text.text == decode(tokens[:count])
+    assert all(text.text.startswith(earlier) for earlier in settled)
+    assert settled == sorted(settled, key=len)
+
+
+STOPS = [
+    "é",
+    "。",
+    "😀",
+    "a",
+    "aé",
+    "éa",
+    "\n",
+    " ",
+    "b",
+    "ba",
+    "\ufffd",
+    "\ufffda",
+    "\ufffd\ufffd",
+    "</s>",
+    "<|end|>b",
+]
+
+
+@pytest.mark.parametrize("name", ["llama 2", "byte-level"])
+@settings(max_examples=150)
+@given(st.data())
+def test_answers_and_streams_end_where_the_whole_text_has_a_stop_string(name: str, data: st.DataObject) -> None:
+    """For any split into steps: in a speculative step of several tokens, those after the stop are not kept."""
+    tokens, lengths = data.draw(token_lists(name)), data.draw(st.lists(st.integers(1, 5), min_size=14))
+    params = data.draw(
+        st.builds(
+            SamplingParams,
+            max_new_tokens=st.integers(1, 14),
+            stop=st.lists(st.sampled_from(STOPS), max_size=3),
+            skip_special_tokens=st.booleans(),
+        )
+    )
+    decode = partial(tokenizer(name).decode, skip_special_tokens=params.skip_special_tokens)
+    wanted = expected(tokens, params, decode)
+    for streams in (True, False):
+        rest, texts = list(tokens), []
+        request = Request(
+            0, [0], params, end_tokens=frozenset({EOS}), decode=decode, submitted=0.0, streams_text=streams,
+            byte_tokens=tokenizer(name).byte_tokens,
+        )  # fmt: skip
+        for length in lengths:
+            if rest and not request.finished:
+                request.append(rest[:length], 1.0)
+                rest = rest[length:]
+                texts += [request.new_text()] if streams and not request.finished else []
+        request.finish_reason = request.finish_reason or "abort"
+        done = request.completion(1.0)
+        assert (done.token_ids, done.finish_reason, done.text) == wanted
+        assert not streams or "".join([*texts, request.new_text(done)]) == done.text
+
+
+def settled_after_each(tokens: list[int], name: str = "llama 2") -> list[str]:
+    text, found = IncrementalText(tokenizer(name).decode, tokenizer(name).byte_tokens), [0]
+    for token in tokens:
+        text.push(token)
+        found.append(len(text.settled))
+    return [text.text[start:end] for start, end in itertools.pairwise(found)]
+
 
 def test_half_characters_are_held_back() -> None:
-    text = IncrementalText(decode)
-    assert [text.push(token) for token in [2, 6, 7, 8, 9, 3]] == ["a", "", "é", "b", "😀", "b"]
-    assert text.text == "aéb😀b"
+    text, settled = IncrementalText(decode), []
+    for token in [2, 6, 7, 8, 9, 3]:
+        text.push(token)
+        settled.append(text.settled)
+    assert settled == ["a", "a", "aé", "aéb", "aéb😀", "aéb😀b"]
 
 
-def test_invalid_bytes_are_returned_with_the_next_text() -> None:
-    text = IncrementalText(decode)
-    assert [text.push(token) for token in [7, 6, 2, 7]] == ["", "", "\ufffd\ufffda", ""]
-
-
-@given(st.lists(st.integers(0, 11), max_size=20))
-def test_pushed_text_is_the_text(tokens: list[int]) -> None:
-    text = IncrementalText(decode)
-    pushed = "".join(text.push(token) for token in tokens)
-    assert pushed == text.text == decode(tokens).rstrip("\ufffd")
+def test_runs_of_byte_tokens_are_held_back() -> None:
+    assert settled_after_each(bytes_of("é", "a", "<tool>")) == ["", "", "", "éa<tool>"]
+    assert settled_after_each(bytes_of("é", "</s>", "é", "<tool>")) == ["", "", "", "", "", "éé<tool>"]  # left out
 
 
 def test_decoding_sees_the_previous_token() -> None:
@@ -206,35 +298,24 @@ def test_decoding_sees_the_previous_token() -> None:
         return "".join(f" w{token}" for token in tokens).removeprefix(" ")
 
     text = IncrementalText(words)
-    assert [text.push(token) for token in (1, 2, 3)] == ["w1", " w2", " w3"]
+    for token in (1, 2, 3):
+        text.push(token)
+    assert text.text == "w1 w2 w3"
 
 
-def test_characters_in_byte_tokens() -> None:
-    def fallback(tokens: list[int]) -> str:  # as in sentencepiece: a group of byte tokens is whole or not at all
-        data = bytes(tokens)
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "\ufffd" * len(data)
+def test_a_run_of_byte_tokens_is_decoded_only_where_a_stop_string_may_end() -> None:
+    calls = 0
 
-    text = IncrementalText(fallback)
-    assert [text.push(token) for token in "éß".encode()] == ["", "é", "", "ß"]
+    def watch(tokens: list[int]) -> str:
+        nonlocal calls
+        calls += 1
+        return tokenizer("llama 2").decode(tokens)
 
-
-def test_text_of_a_stream_stays_where_the_decoder_takes_it_back() -> None:
-    backend = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
-    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    tokens, texts = [0xC3, 0xA9, 0xC3], []
-    assert backend.decode(tokens) == "\ufffd" * 3
-    how: dict[str, Any] = {"end_tokens": frozenset(), "decode": backend.decode, "submitted": 0.0, "streams_text": True}
-    request = Request(0, [0], SamplingParams(max_new_tokens=3), **how)
-    for token in tokens:
-        request.append([token], 1.0)
-        done = request.completion(1.0) if request.finished else None
-        texts.append(request.new_text(done))
-    assert done is not None
-    assert "".join(texts) == done.text
-    assert texts[1] == "é"
+    output = OutputText(watch, ["\n", "Question:"], byte_tokens=tokenizer("llama 2").byte_tokens)
+    assert not any(output.push(token) for token in bytes_of("é。") * 20)
+    assert calls == 0
+    assert output.push(*bytes_of("\n"))
+    assert output.whole() == "é。" * 20
 
 
 @pytest.mark.parametrize(("rest", "reason"), [([EOS], "stop"), ([], "stop"), ([9, 2], "stop")])

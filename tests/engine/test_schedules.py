@@ -80,8 +80,9 @@ def mixed(toy: Any) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def stop_string(toy: Any, tokens: tuple[int, ...], at: int) -> str:
-    """Text across two tokens of the output, or a letter where these are parts of characters."""
-    return toy.tokenizer.decode(list(tokens[at : at + 2])).strip("\ufffd") or "a"
+    """Text across two tokens of the output, which may be parts of characters."""
+    text: str = toy.tokenizer.decode(list(tokens[at : at + 2]))
+    return text or "a"
 
 
 def expected(toy: Any, prompt: list[int], params: SamplingParams) -> tuple[list[int], str, str]:
@@ -92,7 +93,7 @@ def expected(toy: Any, prompt: list[int], params: SamplingParams) -> tuple[list[
         kept.append(token)
         if token in ends:
             return kept, "stop", toy.tokenizer.decode(kept[:-1])
-        text = toy.tokenizer.decode(kept).rstrip("\ufffd")
+        text = toy.tokenizer.decode(kept)
         cuts = [text.find(stop) for stop in params.stop if stop in text]
         if cuts:
             return kept, "stop", text[: min(cuts)]

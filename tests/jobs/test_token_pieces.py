@@ -48,9 +48,8 @@ def test_pieces_join_to_the_text(name: str, skips: bool, tokens: list[int]) -> N
     pieces = TokenPieces(found, skips=skips).split(tokens, text)
     shown = [piece for piece, token in zip(pieces, tokens, strict=True) if token not in special]
     assert all(0 <= piece.offset <= len(text) for piece in pieces)
-    if name == "byte-level" or "\ufffd" not in text:  # byte tokens before an invalid one lose their characters, too
-        assert "".join(piece.text for piece in shown) == text
-        assert all(text.startswith(piece.text, piece.offset) for piece in shown)
+    assert "".join(piece.text for piece in shown) == text
+    assert all(text.startswith(piece.text, piece.offset) for piece in shown)
     if "\ufffd" not in text:
         assert b"".join(piece.data for piece in shown) == text.encode()
 
@@ -71,6 +70,17 @@ def test_spaces_of_sentencepiece() -> None:
     assert [piece.offset for piece in pieces] == [0, 0, 3, 7, 12]
     assert TokenPieces(found, skips=True).bytes_of(tokens[1]) == b" cat"
     assert TokenPieces(found, skips=True).bytes_of(ids_of(found, "<a▁b>")[0]) == b"<a b>"
+
+
+def test_one_invalid_byte_in_a_run_of_byte_tokens() -> None:
+    """As the decoder shows the whole answer: a replacement character for each of them."""
+    found = tokenizer("llama 2")
+    valid, invalid = (
+        [piece.text for piece in TokenPieces(found, skips=True).split(tokens, found.decode(tokens))]
+        for tokens in (ids_of(found, "<0x41>", "<0xC3>", "<0xA9>", *rest, "cat") for rest in ([], ["<0xC3>"]))
+    )
+    assert valid == ["A", "", "é", "cat"]
+    assert invalid == ["\ufffd", "\ufffd", "\ufffd", "\ufffd", "cat"]
 
 
 def test_answer_that_ends_in_a_character_and_an_end_token() -> None:

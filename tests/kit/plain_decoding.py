@@ -23,19 +23,18 @@ def seed_of_sample(seed: int, sample: int) -> int:
 def check_end(item: Completion, params: SamplingParams, end_tokens: frozenset[int], decode: Decode) -> None:
     """The answer ends at its first stop token, stop string or at the limit, and its text goes that far."""
     ends = {*params.stop_token_ids} | (set() if params.ignore_eos else end_tokens)
-    tokens, before = item.token_ids, ""
+    tokens, early = item.token_ids, decode(item.token_ids[: params.min_tokens])
     for count in range(1, len(tokens) + 1):
         reason, kept = None, tokens[:count]
         shown = decode(kept)
-        text = shown.rstrip("\ufffd")
-        stops = [text.find(stop, max(0, len(before) - len(stop) + 1)) for stop in params.stop]
-        cuts = [place for place in stops if place >= 0 and len(text) > len(before)]
-        before = text
+        same = next((at for at, (one, other) in enumerate(zip(early, shown, strict=False)) if one != other), len(early))
+        stops = [shown.find(stop, max(0, same - len(stop) + 1)) for stop in params.stop]
+        cuts = [place for place in stops if place >= 0]
         if kept[-1] in ends:
             assert count > params.min_tokens, "an end token within min_tokens"
             reason, shown = "stop", decode(kept[:-1] if params.skip_special_tokens else kept)
         elif cuts and count > params.min_tokens:
-            reason, shown = "stop", text[: min(cuts)]
+            reason, shown = "stop", shown[: min(cuts)]
         elif count == params.max_new_tokens:
             reason = "length"
         if item.is_complete:

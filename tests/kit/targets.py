@@ -170,6 +170,7 @@ class Letters:
 
     name, bos_id, has_chat_template, vocab_size = "letters", None, False, SIZES["vocab_size"]
     eos_ids = frozenset({2})
+    byte_tokens: dict[int, int] = {}  # noqa: RUF012
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(letter) - 64 for letter in text]
