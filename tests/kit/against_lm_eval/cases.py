@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from against_lm_eval.models import BUNDLED
+from against_lm_eval.models import BUNDLED, NO_SYSTEM, OUTER_BOS, PENALTY, REASONS, SHORT, TRIMS
 
 Options = Mapping[str, Any]
+ASPECTS = ("prompts", "limits", "answers", "filtered", "metrics", "scores", "counts")
+ASKED = ("prompts", "limits", "counts")
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class Case:
     theirs   arguments of lm_eval.simple_evaluate
     hflm     arguments of its backend
     spec     fields of Speculation
-    differs  aspects (fields of `runs.Found`) in which the two differ, as docs/evaluation.md says
+    aspects  of `runs.Found` that are compared; of sampled answers none that depends on random numbers
+    differs  aspects in which the two differ, as docs/evaluation.md says
     why      what differs
     option   of specbatch that reproduces lm-eval, of which another case shows that it does
     quick    whether the quick tests run it
@@ -33,6 +36,7 @@ class Case:
     model: str = "tiny"
     hflm: Options = field(default_factory=dict)
     spec: Options = field(default_factory=dict)
+    aspects: tuple[str, ...] = ASPECTS
     differs: tuple[str, ...] = ()
     why: str = ""
     option: str = ""
@@ -156,6 +160,8 @@ TASKS: dict[str, dict[str, Any]] = {
     "other_name_of_the_limit": _WRITES | {"generation_kwargs": {"max_new_tokens": 24, "until": ["Q:"], "do_sample": False}},
     "temperature_without_sampling": _WRITES | {"generation_kwargs": {"until": ["Q:"], "max_gen_toks": 24}},
     "described": _WRITES | {"description": "Answer with a number.\n\n"},
+    "described_choices": _CHOOSES | {"description": "Name a color.\n\n"},
+    "begins_with_bos": _WRITES | {"doc_to_text": "<s>Q: {{question}}\nA:", "num_fewshot": 0},
     "begun": _WRITES | {"gen_prefix": "The answer is"},
     "begun_with_spaces": _WRITES | {"gen_prefix": " The answer is: "},
     "delimited": _WRITES | {"fewshot_delimiter": "\n---\n", "target_delimiter": " => "},
@@ -225,9 +231,7 @@ TASKS: dict[str, dict[str, Any]] = {
             "until": ["Q:"], "max_gen_toks": 12, "do_sample": True, "temperature": 0.5, "top_p": 0.9, "top_k": 20,
         }
     },
-    "half": _CHOOSES | {"doc_to_text": "{{question}} Its color:", "process_docs": None},
 }  # fmt: skip
-del TASKS["half"]
 for _name, _task in TASKS.items():
     TASKS[_name] = {"task": _name, **_task}
 
@@ -240,12 +244,12 @@ GROUPS: dict[str, dict[str, Any]] = {
     },
     "even": {
         "group": "even",
-        "task": ["chooses", "more_metrics"],
+        "task": ["chooses", "chooses_of_the_row"],
         "aggregate_metric_list": [_MEAN | {"weight_by_size": False}],
     },
     "nested": {
         "group": "nested",
-        "task": ["even", "chooses_of_the_row"],
+        "task": ["even", "more_metrics"],
         "aggregate_metric_list": [_MEAN | {"weight_by_size": True}],
     },
     "mixed": {"group": "mixed", "task": ["writes", "chooses", "likely_texts"]},
@@ -264,7 +268,9 @@ def _case(name: str, task: str, ours: Options | None = None, theirs: Options | N
 
 _CHAT = {"chat_template": True}
 _THEIR_CHAT = {"apply_chat_template": True}
-_SYSTEM = "You are a careful clerk."
+_SYSTEM = {"system_instruction": "You are a careful clerk."}
+_ONE, _MANY = {"fewshot_as_multiturn": False}, {"fewshot_as_multiturn": True}
+_BOS, _NO_BOS = {"add_bos_token": True}, {"add_bos_token": False}
 
 CASES = [
     # GSM8K
@@ -306,6 +312,29 @@ CASES = [
     # chat
     _case("chat", "writes", _CHAT, _THEIR_CHAT),
     _case("chat, a description", "described", _CHAT, _THEIR_CHAT, quick=True),
+    _case("chat, a system instruction", "writes", _CHAT | _SYSTEM, _THEIR_CHAT | _SYSTEM),
+    _case("chat, a system instruction and a description", "described", _CHAT | _SYSTEM, _THEIR_CHAT | _SYSTEM),
+    _case("a system instruction without chat", "described", _SYSTEM, _SYSTEM),
+    _case("chat, examples in one message", "writes", _CHAT | _ONE, _THEIR_CHAT | _ONE),
+    _case("chat, examples in one message, a description", "described", _CHAT | _ONE, _THEIR_CHAT | _ONE),
+    _case("chat, examples in several messages, asked for", "writes", _CHAT | _MANY, _THEIR_CHAT | _MANY),
+    _case("chat, the answer is begun", "begun", _CHAT, _THEIR_CHAT),
+    _case("chat, the answer is begun, examples in one message", "begun", _CHAT | _ONE, _THEIR_CHAT | _ONE),
+    _case("chat, the answer is begun, ends in a space", "begun_with_spaces", _CHAT, _THEIR_CHAT),
+    _case("chat, the answer is begun", "begun", _CHAT, _THEIR_CHAT, model=TRIMS),
+    _case("chat, the answer is begun, ends in a space", "begun_with_spaces", _CHAT, _THEIR_CHAT, model=TRIMS),
+    _case("chat, a system instruction", "writes", _CHAT | _SYSTEM, _THEIR_CHAT | _SYSTEM, model=NO_SYSTEM),
+    _case("chat, a description", "described", _CHAT, _THEIR_CHAT, model=NO_SYSTEM),
+    _case("chat, a description, multiple choice", "described_choices", _CHAT, _THEIR_CHAT, model=NO_SYSTEM),
+    _case("chat", "writes", _CHAT, _THEIR_CHAT, model=OUTER_BOS),
+    _case("chat, multiple choice", "chooses_with_examples", _CHAT, _THEIR_CHAT, model=OUTER_BOS),
+    _case("chat, add_bos_token off", "writes", _CHAT | _NO_BOS, _THEIR_CHAT, model=OUTER_BOS, hflm=_NO_BOS),
+    _case("chat, add_bos_token on", "writes", _CHAT | _BOS, _THEIR_CHAT, model=OUTER_BOS, hflm=_BOS),
+    _case("chat, add_bos_token on", "writes", _CHAT | _BOS, _THEIR_CHAT, hflm=_BOS),
+    _case("add_bos_token off", "writes", _NO_BOS, hflm=_NO_BOS),
+    _case("add_bos_token off, multiple choice", "chooses", _NO_BOS, hflm=_NO_BOS),
+    _case("add_bos_token off, loglikelihood_rolling", "likely_texts", _NO_BOS, hflm=_NO_BOS),
+    _case("the prompt begins with BOS", "begins_with_bos"),
     _case("chat, no BOS", "writes", _CHAT, _THEIR_CHAT, model="tiny without BOS"),
     _case("no BOS", "writes", model="tiny without BOS"),
     _case("chat, multiple choice", "chooses_with_examples", _CHAT, _THEIR_CHAT),
@@ -325,14 +354,72 @@ CASES = [
     _case("acc_mutual_info", "mutual_information"),
     _case("loglikelihood", "likely"),
     _case("loglikelihood_rolling", "likely_texts"),
-    _case("loglikelihood_rolling, several windows", "likely_texts", model="tiny, 512 tokens long"),
-    _case("multiple choice, texts that are too long", "long_context", model="tiny, 512 tokens long"),
+    _case("loglikelihood_rolling, several windows", "likely_texts", model=SHORT),
+    _case("multiple choice, texts that are too long", "long_context", model=SHORT),
     _case("loglikelihood, no BOS", "likely", model="tiny without BOS"),
     _case("loglikelihood, byte-fallback tokens", "likely", model="tiny, byte fallback"),
     # several tasks
     _case("group, weighed by size", "weighed"),
     _case("group, each task alike", "even"),
     _case("group in a group", "nested"),
+    _case("group of tasks with other numbers of examples, 1 asked for", "weighed", {"num_fewshot": 1}, {"num_fewshot": 1}),
+    _case("group of several types", "mixed"),
+    Case("three tasks", ("writes", "gsm8k", "delimited"), {"limit": 2}, {"limit": 2}),
+    Case("tasks of two types", ("writes", "chooses"), {"limit": 2}, {"limit": 2}),
+    # questions
+    Case("all questions", ("writes",), quick=True),
+    Case("30% of the questions", ("writes",), {"limit": 0.3}, {"limit": 0.3}),
+    Case("25% of the questions", ("chooses",), {"limit": 0.25}, {"limit": 0.25}),
+    Case("questions 1, 4 and 7", ("writes",), {"samples": {"writes": [1, 4, 7]}}, {"samples": {"writes": [1, 4, 7]}}),
+    Case(
+        "questions of two tasks", ("writes", "described"), {"samples": {"writes": [2], "described": [0, 3]}},
+        {"samples": {"writes": [2], "described": [0, 3]}},
+    ),
+    Case(
+        "questions 7, 1 and 4, in this order", ("no_examples",), {"samples": {"no_examples": [7, 1, 4]}},
+        {"samples": {"no_examples": [7, 1, 4]}}, differs=("filtered",),
+        why="lm-eval 0.4.13 numbers the questions in the order of the list, but asks them in that of the data",
+        option="--samples in ascending order",
+    ),
+    # other options
+    _case("predict_only", "filtered", {"predict_only": True}, {"predict_only": True}),
+    _case("predict_only, multiple choice", "chooses", {"predict_only": True}, {"predict_only": True}),
+    _case("gen_kwargs", "writes", {"gen_kwargs": {"until": ["e"], "max_gen_toks": 9}}, {"gen_kwargs": {"until": ["e"], "max_gen_toks": 9}}),
+    _case("examples asked for, of a task with 0", "no_examples", {"num_fewshot": 0}, {"num_fewshot": 3}),
+    _case("bootstrap_iters 0", "likely", {"bootstrap_iters": 0}, {"bootstrap_iters": 0}),
+    _case("write_out", "writes", {"write_out": True}, {"write_out": True}),
+    _case("repetition_penalty in the task", "penalized"),
+    _case("repetition_penalty in the task, v2 with n-gram drafts", "penalized", spec={**_NGRAM, "schedule": "v2"}),
+    _case("sampled with temperature, top_p and top_k", "sampled_more", aspects=ASKED),
+    # what we do not follow
+    _case(
+        "sampled with temperature", "sampled", aspects=ASKED, differs=("limits",), option="--top-k 50",
+        why="HFLM samples with top_k 50, transformers' default, which the task does not set",
+    ),
+    _case("sampled with temperature, top_k 50", "sampled", {"top_k": 50}, aspects=ASKED),
+    _case(
+        "generation_config.json with repetition_penalty", "writes", model=PENALTY, differs=("limits", "answers", "filtered"),
+        why="HFLM applies it, also to greedy answers", option="--gen-kwargs repetition_penalty=1.3",
+    ),
+    _case(
+        "generation_config.json with repetition_penalty, which is asked for", "writes", model=PENALTY,
+        ours={"gen_kwargs": {"repetition_penalty": 1.3}},
+    ),
+    _case(
+        "prompts that are too long", "long_prompts", model=SHORT, differs=("refused",),
+        why="HFLM drops the beginning of the prompt", option="--truncate-prompts",
+    ),
+    _case("prompts that are too long, truncated", "long_prompts", {"truncate_prompts": True}, model=SHORT),
+    _case("prompts that are too long, truncated, chat", "long_prompts", {"truncate_prompts": True, **_CHAT}, _THEIR_CHAT, model=SHORT),
+    _case(
+        "perplexity, default bootstrap", "likely", theirs={"bootstrap_iters": 100_000}, differs=("scores",),
+        why="lm-eval resamples 100,000 times, specbatch 1,000 times", option="--bootstrap-iters 100000",
+    ),
+    _case("perplexity, 100,000 resamples", "likely", {"bootstrap_iters": 100_000}, {"bootstrap_iters": 100_000}),
+    _case(
+        "reasoning that the limit cuts off", "writes", _CHAT, _THEIR_CHAT, model=REASONS, hflm={"think_end_token": "</think>"},
+        differs=("answers", "filtered"), why="lm-eval scores it as the answer; here the answer is empty",
+    ),
     # the bundled model
     _case("gsm8k, 5 examples", "gsm8k", {"max_new_tokens": 48}, {"gen_kwargs": {"max_gen_toks": 48}}, model=BUNDLED),
     _case("chat", "writes", _CHAT, _THEIR_CHAT, model=BUNDLED),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ from specbatch.jobs.questions import bundled_questions
 from specbatch.weights import open_checkpoint
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+THINK = ["<think>", "</think>"]
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CHATML = TURNS + PROMPT
 WITH_BOS = "{{ bos_token }}" + CHATML
-NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + WITH_BOS
+WITHOUT_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + WITH_BOS
+THINKING = WITH_BOS.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif")
 TRIMMED = WITH_BOS.replace("m.content", "m.content | trim")
 
 
-def _byte_level() -> Tokenizer:
+def _byte_level(more: Sequence[str] = ()) -> Tokenizer:
     """Byte-level BPE, trained on questions of GSM8K."""
     found = Tokenizer(models.BPE())
     found.pre_tokenizer = pre_tokenizers.Sequence(
@@ -35,6 +38,7 @@ def _byte_level() -> Tokenizer:
         vocab_size=900, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
     )
     found.train_from_iterator((row["question"] for row in bundled_questions("gsm8k").rows), trainer)
+    found.add_special_tokens(list(more))
     return found
 
 
@@ -115,15 +119,18 @@ def write_tiny(
     return folder
 
 
+NO_SYSTEM, TRIMS, OUTER_BOS = "tiny, no system messages", "tiny, its template trims", "tiny, BOS is not in its template"
+PENALTY, SHORT, REASONS = "tiny, repetition_penalty 1.3 in its files", "tiny, 512 tokens long", "tiny, reasons"
 TINY: dict[str, dict[str, Any]] = {
     "tiny": {},
     "tiny without BOS": {"bos": False, "template": CHATML},
-    "tiny, BOS is not in its template": {"template": CHATML},
-    "tiny, no system messages": {"template": NO_SYSTEM},
-    "tiny, its template trims": {"template": TRIMMED},
+    OUTER_BOS: {"template": CHATML},
+    NO_SYSTEM: {"template": WITHOUT_SYSTEM},
+    TRIMS: {"template": TRIMMED},
     "tiny, byte fallback": {"backend": _byte_fallback},
-    "tiny, repetition_penalty 1.3 in its files": {"generation": {"repetition_penalty": 1.3}},
-    "tiny, 512 tokens long": {"longest": 512},
+    PENALTY: {"generation": {"repetition_penalty": 1.3}},
+    SHORT: {"longest": 512},
+    REASONS: {"template": THINKING, "backend": partial(_byte_level, THINK)},
 }
 BUNDLED = "smollm2-135m"
 

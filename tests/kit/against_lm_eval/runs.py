@@ -16,13 +16,15 @@ import datasets
 import lm_eval
 import lm_eval.evaluator
 import lm_eval.tasks
+import numpy
 import yaml
 from lm_eval.models.huggingface import HFLM
 
 from specbatch import Engine, EngineConfig, Speculation
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
-from specbatch.evals.run import prepare
+from specbatch.evals.several import prepare_several
 from specbatch.jobs.questions import bundled_questions
 
 UPSTREAM = Path(lm_eval.__file__).parent / "tasks"
@@ -32,12 +34,22 @@ GSM8K = {
 }
 
 
+PROCESSORS = {
+    "TemperatureLogitsWarper": "temperature",
+    "TopKLogitsWarper": "top_k",
+    "TopPLogitsWarper": "top_p",
+    "MinPLogitsWarper": "min_p",
+    "RepetitionPenaltyLogitsProcessor": "repetition_penalty",
+}  # of transformers: what each does
+ATTRIBUTES = {"repetition_penalty": "penalty"}
+
+
 @dataclass
 class Found:
     """What one side did. The requests are in lm-eval's order: by task, question and repeat, or text.
 
     prompts   token ids of each request; of a text that is scored, also how many of its last tokens count
-    limits    new tokens, stop strings
+    limits    new tokens, stop strings, and how tokens are sampled or penalized
     answers   text of each answer; or log-likelihood of each text, and whether it is the greedy one
     filtered  by task, question and filter: what the filters made of the answers
     metrics   the same: values of the question's metrics
@@ -72,7 +84,20 @@ class Recorded(HFLM):  # type: ignore[misc]
         for text, row, mask in zip(self._texts, context.tolist(), kwargs["attention_mask"].tolist(), strict=True):
             ids = [token for token, counts in zip(row, mask, strict=True) if counts]
             self._made.setdefault(text, []).append((ids, limits))
-        return super()._model_generate(context, max_length, stop, **kwargs)
+        processors = self.model._get_logits_processor
+
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            found = processors(*args, **kwargs)
+            for one in found:
+                if (name := PROCESSORS.get(type(one).__name__)) is not None:
+                    limits[name] = float(getattr(one, ATTRIBUTES.get(name, name)))
+            return found
+
+        self.model._get_logits_processor = kept
+        try:
+            return super()._model_generate(context, max_length, stop, **kwargs)
+        finally:
+            del self.model._get_logits_processor
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         answers: list[str] = super().generate_until(requests, disable_tqdm=True)
@@ -91,6 +116,13 @@ class Recorded(HFLM):  # type: ignore[misc]
         return scored
 
 
+def _acts(name: str, params: SamplingParams) -> bool:
+    """Whether a parameter changes the distribution of the tokens."""
+    neutral = getattr(SamplingParams(), name) if name != "temperature" else 1.0
+    sampled = params.temperature > 0
+    return getattr(params, name) != neutral and (sampled or name == "repetition_penalty")
+
+
 class Spied:
     """An engine that keeps what it is asked."""
 
@@ -104,7 +136,9 @@ class Spied:
     def generate(self, prompts: Sequence[Any], params: Sequence[Any], **kwargs: Any) -> Any:
         for prompt, one in zip(prompts, params, strict=True):
             self.found.prompts.append(list(prompt))
-            self.found.limits.append({"tokens": one.max_new_tokens, "stop": sorted({*one.stop, self._end})})
+            limits = {"tokens": one.max_new_tokens, "stop": sorted({*one.stop, self._end})}
+            limits |= {name: float(getattr(one, name)) for name in PROCESSORS.values() if _acts(name, one)}
+            self.found.limits.append(limits)
         return self._engine.generate(prompts, params, **kwargs)
 
     def score(self, pairs: Sequence[Any], **kwargs: Any) -> Any:
@@ -149,67 +183,47 @@ def theirs(
     for name, samples in results["samples"].items():
         for sample in sorted(samples, key=lambda one: one["doc_id"]):
             key = f"{name} {sample['doc_id']} {sample['filter']}"
-            if found.limits:  # else the answers are numbers, which no filter changes
+            if isinstance(sample["resps"][0][0], str):  # else a number, which no filter changes
                 found.filtered[key] = sample["filtered_resps"]
-            found.metrics[key] = {metric: sample[metric] for metric in sample["metrics"]}
-        shots = results["n-shot"].get(name, 0)
-        found.counts[name] = {"examples": shots, "questions": results["n-samples"][name]["effective"]}
+            found.metrics[key] = {metric: sample[metric] for metric in sample["metrics"] if metric != "bypass"}
+        asked = {sample["doc_id"] for sample in samples}
+        found.counts[name] = {"examples": results["n-shot"].get(name, 0), "questions": len(asked)}
     for name, scores in {**results.get("groups", {}), **results["results"]}.items():
         for metric, value in scores.items():
-            if "," in metric and "_stderr," not in metric:
+            if "," in metric and "_stderr," not in metric and not metric.startswith("bypass"):
                 stderr = scores.get(metric.replace(",", "_stderr,"))
                 found.scores[f"{name} {metric}"] = (value, stderr if isinstance(stderr, float) else None)
     return found
 
 
-@contextmanager
-def _shown(tasks: Path) -> Iterator[None]:
-    """`tasks` in place of lm-eval's 14,000."""
-    from specbatch.evals import task
-
-    manager, names = lm_eval.tasks.TaskManager, task._names_in
-
-    def either(include_path: Any = None, include_defaults: bool = True) -> Any:
-        return manager(include_path=tasks if include_defaults else include_path, include_defaults=False)
-
-    lm_eval.tasks.TaskManager = either
-    task._names_in = lambda _, name: names(tasks, name)
-    try:
-        yield
-    finally:
-        lm_eval.tasks.TaskManager, task._names_in = manager, names
-
-
 def ours(engine: Engine, tasks: Path, names: Sequence[str], options: Mapping[str, Any]) -> Found:
     """What specbatch does with these options."""
-    wanted = EvalOptions(",".join(names), **options)
     end = engine.tokenizer.decode([engine.tokenizer.eos_id], skip_special_tokens=False)
     spied = Spied(engine, end)
-    with _shown(tasks):
-        report = prepare(wanted).run(spied)  # type: ignore[arg-type]
-    return _in_report(report, spied.found)
+    wanted = EvalOptions(",".join(names), include_path=(tasks,), **options)
+    for ready in prepare_several(wanted).values():
+        start = len(spied.found.answers)
+        report = ready.run(spied)  # type: ignore[arg-type]
+        _in_report(report, ready.task.first_ids(), start, spied.found)
+    return spied.found
 
 
-def _in_report(report: EvalReport, found: Found) -> Found:
-    counted: dict[str, int] = {}
-    first: dict[str, int] = {}
+def _in_report(report: EvalReport, first: Mapping[str, int], start: int, found: Found) -> None:
+    """first: by task, the number of its first question in the report; start: answers before those of the report."""
+    found.answers[start:start] = [row["text"] for row in report.questions if "text" in row]  # generated before scored
     for row in report.questions:
-        name = row.get("task", report.task)
-        number = row["doc_id"] - first.setdefault(name, row["doc_id"] if "task" in row else 0)
-        if report.generates:
-            found.answers.append(row["text"])
         if row.get("repeat", 0):
             continue
-        counted[name] = counted.get(name, 0) + 1
+        name = row.get("task", report.task)
+        shots = report.num_fewshot if isinstance(report.num_fewshot, int) else report.num_fewshot[name]
+        found.counts.setdefault(name, {"examples": shots, "questions": 0})["questions"] += 1
         for filter, metrics in row["scores"].items():
-            if report.generates:
-                found.filtered[f"{name} {number} {filter}"] = [row["filtered"][filter]]
-            found.metrics[f"{name} {number} {filter}"] = metrics
+            key = f"{name} {row['doc_id'] - first[name]} {filter}"
+            found.metrics[key] = metrics
+            if "text" in row:
+                found.filtered[key] = [row["filtered"][filter]]
     for score in report.scores:
-        name = score.task or report.task
-        found.scores[f"{name} {score.metric},{score.filter}"] = (score.value, score.stderr)
-    found.counts = {name: {"examples": report.num_fewshot, "questions": count} for name, count in counted.items()}
-    return found
+        found.scores[f"{score.task or report.task} {score.metric},{score.filter}"] = (score.value, score.stderr)
 
 
 def write_tasks(folder: Path, tasks: Mapping[str, Mapping[str, Any]], rows: Mapping[str, Sequence[Any]]) -> Path:
@@ -235,16 +249,18 @@ def engine_of(folder: Path, speculation: Mapping[str, Any] | None = None, **sett
     return Engine(config)
 
 
-def differences(one: Found, other: Found) -> dict[str, str]:
+def differences(one: Found, other: Found, aspects: Sequence[str]) -> dict[str, str]:
     """By aspect: the first difference between both sides."""
     found = {}
-    for aspect in Found.__dataclass_fields__:
+    for aspect in aspects:
         if line := _difference(getattr(one, aspect), getattr(other, aspect)):
             found[aspect] = line
     return found
 
 
 def _difference(one: Any, other: Any, place: str = "") -> str:
+    if isinstance(one, numpy.ndarray):
+        one, other = one.tolist(), list(other)
     if isinstance(one, dict) and isinstance(other, dict):
         if one.keys() != other.keys():
             return f"{place}: {sorted(one.keys() ^ other.keys())} on one side only"

@@ -18,7 +18,7 @@ import datasets
 import transformers
 
 from against_lm_eval import cases, models, runs
-from specbatch import Engine
+from specbatch import Engine, SpecbatchError
 from specbatch.records.markdown import markdown_table
 
 
@@ -59,9 +59,12 @@ class Bench:
         with runs.quiet():
             wanted = runs.theirs(folder, self.tasks, case.tasks, case.theirs, case.hflm)
         middle = time.perf_counter()
-        found = runs.ours(self.engine(case), self.tasks, case.tasks, case.ours)
-        seconds = middle - start, time.perf_counter() - middle
-        return Result(case, len(wanted.prompts), runs.differences(wanted, found), seconds)
+        try:
+            found = runs.ours(self.engine(case), self.tasks, case.tasks, case.ours)
+            different = runs.differences(wanted, found, case.aspects)
+        except SpecbatchError as error:
+            different = {"refused": str(error)}
+        return Result(case, len(wanted.prompts), different, (middle - start, time.perf_counter() - middle))
 
 
 HEADER = """# Cases against lm-eval
