@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from specbatch.core.request import Completion, SamplingParams
@@ -48,11 +48,6 @@ def sampling_in(wanted: Mapping[str, Any], chosen: Mapping[str, float]) -> dict[
     found.update(chosen)
     refuse_unsampled({**chosen, "temperature": found["temperature"]})
     return found
-
-
-def _stops(wanted: dict[str, Any]) -> tuple[str, ...]:
-    """The stop strings in lm-eval's generation arguments."""
-    return tuple(text for text in normalize_gen_kwargs(wanted, default_max_gen_toks=MAX_NEW_TOKENS)["until"] if text)
 
 
 class SpecBatchLM(TemplateLM):  # type: ignore[misc]
@@ -102,7 +97,6 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         self._finished = finished or {}
         self._on_answer = on_answer
         self._first_ids = first_ids or {}
-        self._token_ids: dict[str, int] | None = None
         self._requests: list[Instance] = []  # whose tokens reach `_loglikelihood_tokens`
         self.answers: list[Answer] = []
         self.scored: list[Scored] = []
@@ -285,13 +279,27 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     def _reasoning(self) -> Reasoning:
         return Reasoning(self._engine.tokenizer, self._think_end_token)
 
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        """Tokens that a decoded text leaves out, such as <|im_end|>, by name."""
+        tokenizer = self._engine.tokenizer
+        names = enumerate(tokenizer.vocabulary())
+        return {name: token for token, name in names if name and not tokenizer.decode([token, token])}
+
     def _text(self, completion: Completion, prompt: str, wanted: dict[str, Any]) -> str:
-        """What is scored of an answer."""
-        opened = self._reasoning.is_opened_by(prompt)
-        text = self._reasoning.answer_of(completion.text, completion.token_ids, opened=opened)
-        for stop in _stops(wanted):
-            text = text.split(stop)[0]
-        return text
+        """What is scored of an answer. As in lm-eval 0.4.13, its stop strings cut the text of all tokens one after
+        another: where two of them overlap in the text of one token, the first of the task's counts."""
+        tokenizer, tokens = self._engine.tokenizer, completion.token_ids
+        whole = tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in tokenizer.eos_ids else tokens)
+        text = self._reasoning.answer_of(whole, tokens, opened=self._reasoning.is_opened_by(prompt))
+        return str(postprocess_generated_text(text, self._stops(wanted), None))
+
+    def _stops(self, wanted: dict[str, Any]) -> list[str]:
+        """The stop strings in lm-eval's generation arguments and, as lm-eval adds it, the name of the end token."""
+        until = normalize_gen_kwargs(wanted, default_max_gen_toks=MAX_NEW_TOKENS)["until"]
+        end = self._engine.tokenizer.eos_id
+        name = "" if end is None else self._engine.tokenizer.decode([end], skip_special_tokens=False)
+        return [text for text in dict.fromkeys([*until, name]) if text]
 
     def _params(self, prompt: str, wanted: dict[str, Any], index: int) -> SamplingParams:
         """The parameters of a request. Its seed depends on its index and not on which requests an earlier run had
@@ -301,7 +309,9 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         if unknown:
             works = f"the engine supports {', '.join(sorted(_KNOWN))}; use another task"
             raise refuse("task", self._task, f"sets {', '.join(unknown)}, but {works}")
-        stops, reasoning = _stops(wanted), self._reasoning
+        stops, reasoning = self._stops(wanted), self._reasoning
+        # A text that shows special tokens can have a stop string of which one is a part.
+        shows = any(name in stop and name != stop for stop in stops for name in self._special)
         reasons = (
             self._think_end_token is not None
             or reasoning.is_opened_by(prompt)
@@ -310,20 +320,12 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         return SamplingParams(
             **sampling_in(wanted, self._chosen),
             max_new_tokens=self._max_new_tokens or kwargs["max_gen_toks"],
-            stop=() if reasons else stops,
-            stop_token_ids=self._stop_tokens(stops),
+            stop=() if reasons else tuple(stops),
+            stop_token_ids=tuple(self._special[stop] for stop in stops if stop in self._special),
             reasoning=reasoning.opens,
-            skip_special_tokens=not reasoning.hidden,
+            skip_special_tokens=not (reasoning.hidden or shows),
             seed=row_seed(self._engine.config.seed, index),
         )
-
-    def _stop_tokens(self, stops: tuple[str, ...]) -> tuple[int, ...]:
-        """Ids of the stop strings that are special tokens: <|im_end|> and the like never appear in the decoded text."""
-        tokenizer = self._engine.tokenizer
-        if self._token_ids is None:
-            self._token_ids = {text: token for token, text in enumerate(tokenizer.vocabulary())}
-        found = (self._token_ids[text] for text in stops if text in self._token_ids)
-        return tuple(token for token in found if not tokenizer.decode([token]))
 
     def _refuse_too_long(self, requests: list[Instance], prompts: list[int], budgets: list[int]) -> None:
         """prompts, budgets: tokens of each request and its answer."""

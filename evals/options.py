@@ -27,7 +27,7 @@ class EvalOptions:
 
     task          gsm8k, gsm8k_platinum, one_digit_sums, another lm-eval task or group, or reasoning_gym:NAME
     data          only GSM8K tasks take other questions
-    fewshot_data  None: GSM8K's training rows; if `data` has some of these, its other rows
+    fewshot_data  None: the rows that lm-eval's task names; where `data` has some of these, its other rows
     thinking      reasoning is never scored
     temperature, top_p, top_k, min_p   how answers are sampled; None: as the task's generation arguments say
     concurrency   most requests that are submitted and unfinished at a time; None: all
@@ -43,7 +43,7 @@ class EvalOptions:
     )
     data: Path | None = setting(None, "JSONL of question and answer to score. Default: the task's data set.")
     fewshot_data: Path | None = setting(
-        None, "JSONL of question and answer for the few-shot examples. Default: the training rows."
+        None, "JSONL of question and answer for the examples, or the bundled gsm8k_train. Default: as the task says."
     )
     chat_template: bool = setting(False, "Ask with the model's chat template.")
     thinking: bool | None = setting(None, "enable_thinking of the chat template. Default: the template's own.")

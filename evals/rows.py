@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,15 @@ _ON_HUB = {
 class _Splits(dict[str, Any]):
     """A data set of the hub, by split: rows are unpacked when lm-eval reads a split."""
 
-    def __init__(self, rows: Mapping[str, Callable[[], Questions]]) -> None:
+    def __init__(self, rows: dict[str, Callable[[], Questions]]) -> None:
         super().__init__()
         self.rows = rows
 
     def __missing__(self, split: str) -> Any:
         from datasets import Dataset
 
+        if split not in self.rows:
+            raise refuse("split", split, f"this data set has {', '.join(self.rows)}")
         return self.setdefault(split, Dataset.from_list(self.rows[split]().rows))
 
 
@@ -67,8 +69,9 @@ class GivenRows:
         if fewshot_data is None:
             return cls(scored, None)
         name = str(fewshot_data)
-        shots = bundled_questions(name) if name in BUNDLED else read_questions("fewshot_data", fewshot_data)
-        return cls(scored, shots)
+        if name in BUNDLED:
+            return cls(scored, replace(bundled_questions(name), path=fewshot_data))
+        return cls(scored, read_questions("fewshot_data", fewshot_data))
 
     @contextmanager
     def answering_for_the_hub(self) -> Iterator[None]:
@@ -102,8 +105,7 @@ class GivenRows:
 
     def source(self, task: Any) -> str:
         """Where the questions of lm-eval's task come from."""
-        config = task.config
-        split = config.test_split or config.validation_split
+        config, split = task.config, _scored_split(task)
         if isinstance(task.dataset, _Splits):
             return str(task.dataset.rows[split]())
         parts = (config.dataset_path, config.dataset_name, split)
@@ -111,51 +113,55 @@ class GivenRows:
 
     def set_examples(self, name: str, task: Any, num_fewshot: int | None) -> Examples:
         """Set the number of examples of lm-eval's task, None being its own, and the rows that they are drawn from."""
+        split, why = _scored_split(task), "as lm-eval defines the task"
         if not isinstance(task.dataset, _Splits):
             self._refuse_given(f"{name} has its own questions")
+        else:
+            why += f" (--fewshot-data {TRAINING} takes training rows)"
+            if self.scored is not None and split != "test":
+                raise refuse(
+                    "data", str(self.scored.path), f"the task scores the split {split}, not test; leave it out"
+                )
         count = _set_count(name, task, num_fewshot)
         if self.shots is not None:
-            self._draw_from_given(name, task, count)
-        scores_training = count > 0 and self._scores_training_rows(task)
-        if scores_training:
-            assert self.scored is not None
-            _draw_from(task, self.scored, task.config.test_split)
+            self._check_shots(name, task, count)
+            _draw_from(task, "examples", self.shots)
+        elif count and self.scored is not None and task.fewshot_cfg.split == "train" and _has_training(self.scored):
+            _draw_from(task, split, self.scored)
+            why = "because some of these are training rows"
         if not count:
             return Examples(0, "none", "")
-        source = str(self.shots) if self.shots is not None else _source(task, self.source(task))
+        source = _source(task, self.source(task))
         _refuse_too_many(task, count, source)
-        if self.shots is not None or not _are_scored(task):
-            return Examples(count, source, "")
-        why = "some of these are training rows" if scores_training else "as lm-eval defines the task"
-        works = f" (--fewshot-data {TRAINING} takes training rows)" if self._could_train(task, scores_training) else ""
-        return Examples(count, source, f"few-shot examples come from the scored rows: {why}{works}")
+        warning = f"few-shot examples come from the scored rows, {why}" if _are_scored(task) else ""
+        return Examples(count, source, warning)
 
-    def _could_train(self, task: Any, scores_training: bool) -> bool:
-        return isinstance(task.dataset, _Splits) and not scores_training
-
-    def _draw_from_given(self, name: str, task: Any, count: int) -> None:
+    def _check_shots(self, name: str, task: Any, count: int) -> None:
         assert self.shots is not None
         path = str(self.shots.path)
-        if task.config.fewshot_config.samples is not None:
+        if task.fewshot_cfg.samples is not None:
             raise refuse("fewshot_data", path, f"task {name} has fixed examples; leave it out")
         if not count:
             raise refuse("fewshot_data", path, f"task {name} is asked without examples (num_fewshot=0); leave it out")
-        refuse_shared(task.dataset.rows[task.config.test_split](), self.shots)
-        _draw_from(task, self.shots, None)
-
-    def _scores_training_rows(self, task: Any) -> bool:
-        """Whether the user's rows have some of the training rows that the examples would come from."""
-        if self.scored is None or self.shots is not None or task.fewshot_cfg.split != "train":
-            return False
-        training = {row["question"].strip() for row in bundled_questions(TRAINING).rows}
-        return any(row["question"].strip() in training for row in self.scored.rows)
+        refuse_shared(task.dataset.rows[_scored_split(task)](), self.shots)
 
 
-def _draw_from(task: Any, rows: Questions, split: str | None) -> None:
-    """Let lm-eval draw the examples of a task from `rows`. Where these are the split that is scored, it leaves out the
-    row of the question."""
+def _has_training(scored: Questions) -> bool:
+    """Whether some of the rows are training rows, which would then be shown with their answers."""
+    training = {row["question"].strip() for row in bundled_questions(TRAINING).rows}
+    return any(row["question"].strip() in training for row in scored.rows)
+
+
+def _scored_split(task: Any) -> str:
+    return str(task.config.test_split or task.config.validation_split)
+
+
+def _draw_from(task: Any, split: str, rows: Questions) -> None:
+    """Let lm-eval draw the examples of a task with bundled rows from others, as `split`. Where this is the split that
+    is scored, it leaves out the row of the question."""
+    task.dataset.rows[split] = lambda: rows
     task.fewshot_cfg.split = split
-    task.sampler.replace_df(rows.rows)
+    task.sampler.replace_df(list(task.fewshot_docs()))
 
 
 def _set_count(name: str, task: Any, wanted: int | None) -> int:
@@ -170,7 +176,7 @@ def _set_count(name: str, task: Any, wanted: int | None) -> int:
 
 def _are_scored(task: Any) -> bool:
     """Whether few-shot examples come from the split that is scored."""
-    scored = task.config.test_split or task.config.validation_split
+    scored = _scored_split(task)
     if task.fewshot_cfg.split is not None:
         return bool(task.fewshot_cfg.split == scored)
     if task.fewshot_cfg.samples is not None or task.config.training_split is not None:

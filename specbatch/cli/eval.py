@@ -38,7 +38,7 @@ def evaluate(
     task: Annotated[str, Argument(help="gsm8k, gsm8k_platinum, one_digit_sums, or another task or group of lm-eval.")],
     engine: EngineOptions,
     settings: dict[str, Any],
-    fewshot_seed: Annotated[int, Option(help="Seed for drawing the examples; 1234 is lm-eval's default.")] = 1234,
+    fewshot_seed: Annotated[int, Option(help="Seed for drawing the examples; with 1234 they are lm-eval's.")] = 1234,
     configs: Annotated[
         str | None,
         Option(

@@ -87,7 +87,9 @@ class OutputText:
         invalid = any("\ufffd" in text for text in stop)
         self._last_bytes = set(range(256)) if invalid else {text.encode(errors="surrogatepass")[-1] for text in stop}
         self._reasoning = reasoning
+        self._may_open = bool(reasoning)  # the first characters may be the beginning of a mark
         self._early: str | None = None  # text of the first tokens, in which no stop string is looked for
+        self._searched = 0  # settled characters that have been searched
         self._cut: int | None = None  # characters before the stop string
         self._streamed = 0  # characters that `take` has returned
 
@@ -95,10 +97,9 @@ class OutputText:
         """Add a token. Returns whether a stop string ends in its text; without `may_stop` none is looked for."""
         if may_stop and self._early is None:
             self._early = self._incremental.text
-        searched = len(self._incremental.settled)
         self._incremental.push(token)
         if may_stop and self._stop and self._may_complete(token):
-            self._cut = self._first_stop(searched)
+            self._cut = self._first_stop()
         return self._cut is not None
 
     def _may_complete(self, token: int) -> bool:
@@ -109,16 +110,22 @@ class OutputText:
         """The text of an output that has ended."""
         return self._incremental.text[: self._cut]
 
-    def _first_stop(self, searched: int) -> int | None:
-        """The place of the first stop string that ends after the first `searched` characters."""
+    def _first_stop(self) -> int | None:
+        """The place of the first stop string that counts."""
         text = self._incremental.text
-        after = max(searched, self._incremental.shared(self._early or ""))
+        if self._may_open:
+            start = text.lstrip()
+            self._may_open = any(mark.startswith(start) and mark != start for mark in self._reasoning)
+            if self._may_open:
+                return None  # if no reasoning follows, all of the text is searched then
+        after = max(self._searched, self._incremental.shared(self._early or ""))
         places = (text.find(stop, max(0, after - len(stop) + 1)) for stop in self._stop)
+        self._searched = len(self._incremental.settled)
         return min((place for place in places if place >= 0 and not self._reasons(text, place)), default=None)
 
     def _reasons(self, text: str, place: int) -> bool:
-        """Whether the text has begun to reason before `place`, or may do so with what follows its first characters."""
-        begins = any(mark.startswith(text.lstrip()[: len(mark)]) for mark in self._reasoning)
+        """Whether the text has begun to reason before `place`, or with its first characters."""
+        begins = any(text.lstrip().startswith(mark) for mark in self._reasoning)
         return begins or any(0 <= text.find(mark) <= place for mark in self._reasoning)
 
     def take(self, whole: str | None = None) -> str:
@@ -131,7 +138,9 @@ class OutputText:
         return new
 
     def _held_back(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Length of the longest end of `text` that begins a stop string; all of it where it may become reasoning."""
+        if self._may_open and self._stop:
+            return len(text)
         return max(
             (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0
         )

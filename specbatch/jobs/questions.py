@@ -98,6 +98,5 @@ def refuse_shared(data: Questions, fewshot_data: Questions) -> None:
         raise refuse(
             "fewshot_data",
             str(fewshot_data.path),
-            f"{shared} of its questions are scored in {data.path.name} too; name other rows, or leave it out "
-            "(then the examples of a question are taken from the other rows of the scored file)",
+            f"{shared} of its questions are scored as well, in {data.title}; name other rows, or leave it out",
         )

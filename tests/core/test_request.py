@@ -135,20 +135,23 @@ def test_least_tokens_have_no_stop_string(tokens: list[int], least: int, text: s
         ("a<b> c", None),
         ("a <b>", "a"),
         ("<bc> d", "<bc>"),  # begins like reasoning
+        (" \n a b", ""),  # may have become reasoning
     ],
 )
 def test_stop_strings_do_not_end_reasoning(text: str, shown: str | None) -> None:
     letters = "".join(sorted(set(text)))
     params = SamplingParams(stop=(" ",), reasoning=("<b>", "[b]"))
-    request = Request(
-        0, [0], params, end_tokens=frozenset(), decode=lambda ids: "".join(letters[at] for at in ids), submitted=0.0
-    )
+    how: dict[str, Any] = {"end_tokens": frozenset(), "submitted": 0.0, "streams_text": True}
+    request, texts = Request(0, [0], params, decode=lambda ids: "".join(letters[at] for at in ids), **how), []
     for letter in text:
         if not request.finished:
             request.append([letters.index(letter)], 1.0)
+            texts += [] if request.finished else [request.new_text()]
     assert request.finish_reason == (None if shown is None or shown == text else "stop")
     request.finish_reason = request.finish_reason or "abort"
-    assert request.completion(1.0).text == (text if shown is None else shown)
+    done = request.completion(1.0)
+    assert done.text == (text if shown is None else shown)
+    assert "".join([*texts, request.new_text(done)]) == done.text
 
 
 def test_repr_is_short() -> None:

@@ -82,7 +82,7 @@ def test_stop_strings_that_are_tokens_are_stop_tokens_too(make_engine: Any) -> N
     params = params_of(make_engine, {"until": ["Question:", "</s>", "<|im_end|>"]})
     assert params.stop == ("Question:", "</s>", "<|im_end|>")
     assert params.stop_token_ids == (258,)
-    assert params_of(make_engine, {"until": "END"}).stop == ("END",)
+    assert params_of(make_engine, {"until": "END"}).stop == ("END", "<|im_end|>")  # and the end token
 
 
 def test_unknown_generation_arguments_are_refused(make_engine: Any) -> None:
@@ -193,7 +193,7 @@ def test_end_of_reasoning_that_the_user_names(make_engine: Any) -> None:
 
 
 def test_words_of_the_vocabulary_are_no_stop_tokens(make_engine: Any) -> None:
-    assert params_of(make_engine, {"until": ["byte7"]}).stop_token_ids == ()
+    assert params_of(make_engine, {"until": ["byte7"]}).stop_token_ids == (258,)
 
 
 @pytest.mark.parametrize(("thinking", "switch"), [(None, {}), (False, {"enable_thinking": False})])

@@ -13,6 +13,7 @@ from specbatch.evals.options import EvalOptions
 from specbatch.evals.prompts import task_prompts
 from specbatch.evals.run import run_eval
 from specbatch.evals.task import load_task, quiet
+from specbatch.jobs.questions import bundled_questions
 
 STORED = json.loads((Path(__file__).parent / "data" / "prompt_hashes.json").read_text())
 ALL = {case["tasks"][0]: case for case in STORED["cases"] if "limit" not in case}
@@ -47,6 +48,17 @@ def test_first_prompts(case: dict[str, Any]) -> None:
         )
     texts = [request.args[0] for request in loaded.task.instances]
     assert (len(texts), digest(json.dumps(texts))) == (case["prompts"], case["sha256"])
+
+
+@pytest.mark.parametrize(("name", "sha256"), [("gsm8k", "0ae22da600588609"), ("gsm8k_platinum", "7ea466acb6eb9546")])
+def test_prompts_of_published_tables(tmp_path: Path, name: str, sha256: str) -> None:
+    """Those that say "from bundled gsm8k train (200 questions"."""
+    shots = tmp_path / "shots.jsonl"
+    shots.write_text("".join(json.dumps(row) + "\n" for row in bundled_questions("gsm8k_train").rows[:200]))
+    task = load_task(name, num_fewshot=None, data=None, fewshot_data=shots, seed=1234).task
+    with quiet():
+        task.build_all_requests()
+    assert digest(json.dumps([request.args[0] for request in task.instances]))[:16] == sha256
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "gsm8k_platinum"])

@@ -115,7 +115,7 @@ def test_examples_of_gsm8k_are_training_rows(engine: Any, evaluate: Any) -> None
     assert (report.warning, "Warning" in report.table()) == ("", False)
 
 
-OF_PLATINUM = "few-shot examples come from the scored rows: as lm-eval defines the task (--fewshot-data gsm8k_train "
+OF_PLATINUM = "few-shot examples come from the scored rows, as lm-eval defines the task (--fewshot-data gsm8k_train "
 
 
 def test_examples_of_platinum_are_other_scored_rows(engine: Any, evaluate: Any) -> None:
@@ -152,8 +152,12 @@ def test_scored_training_rows_give_examples_but_never_the_own_row(
     scored = bundled_questions("gsm8k_train").rows[:8]
     report = evaluate(name, engine=engine, data=write_rows("rows.jsonl", scored))
     assert report.fewshot_source == f"the other rows of {report.data_source}"
-    why = "some of these are training rows." if name == "gsm8k" else "as lm-eval defines the task (--fewshot-data "
-    assert f"Warning: few-shot examples come from the scored rows: {why}" in report.table()
+    why = (
+        "because some of these are training rows."
+        if name == "gsm8k"
+        else "as lm-eval defines the task (--fewshot-data "
+    )
+    assert f"Warning: few-shot examples come from the scored rows, {why}" in report.table()
     for prompt, row in zip(prompts_of(engine), scored, strict=True):
         assert prompt.count("Question: ") == 6
         assert prompt.count(row["question"]) == 1
@@ -207,8 +211,9 @@ def test_task_with_fixed_examples(scored_file: Path) -> None:
          "num_fewshot=5: task gsm8k_cot_zeroshot is defined without few-shot examples"),
         ("gsm8k", {"fewshot_data": "shots", "num_fewshot": 0}, "gsm8k is asked without examples"),
         ("gsm8k_cot_zeroshot", {"fewshot_data": "shots"}, "gsm8k_cot_zeroshot is asked without examples"),
-        ("gsm8k_platinum", {"fewshot_data": Path("gsm8k")}, "fewshot_data=.*: 1209 of its questions are scored in"),
-        ("gsm8k", {"data": "scored", "fewshot_data": "scored"}, r"8 of its questions are scored in scored\.jsonl too"),
+        ("gsm8k_platinum", {"fewshot_data": Path("gsm8k")},
+         "fewshot_data='gsm8k': 1209 of its questions are scored as well, in bundled gsm8k_platinum test; name"),
+        ("gsm8k", {"data": "scored", "fewshot_data": "scored"}, "8 of its questions are scored as well, in scored"),
         ("one_digit_sums", {"data": "scored"}, "data=.*: the task one_digit_sums has its own questions; leave it out"),
         ("one_digit_sums", {"fewshot_data": "shots"}, "fewshot_data=.*: the task one_digit_sums has its own questions"),
     ],
@@ -262,6 +267,32 @@ def test_other_tasks_and_groups_get_the_bundled_rows_too(no_hub: None, tasks_fol
     group = load("mine")
     assert (group.data_source, len(group.tasks)) == (str(bundled_questions("gsm8k")), 2)
     assert group.fewshot_source == str(bundled_questions("gsm8k_train"))
+
+
+def test_tasks_of_a_user_read_the_bundled_splits(no_hub: None, tasks_folder: Path, shots_file: Path) -> None:
+    text = (
+        OTHER.format(name="mine", kind="generate_until").replace("{{q}}", "{{question}}").replace("{{a}}", "{{answer}}")
+    )
+    path = tasks_folder / "mine.yaml"
+
+    def write(split: str) -> None:
+        on_hub = "dataset_path: openai/gsm8k\ndataset_name: main\nprocess_docs: !function rows.last"
+        path.write_text(
+            text.replace("custom_dataset: !function rows.splits", on_hub).replace("test_split: test", split)
+        )
+
+    (tasks_folder / "rows.py").write_text("def last(docs):\n    return docs.select(range(len(docs) - 10, len(docs)))\n")
+    write("validation_split: test\nfewshot_split: train\nnum_fewshot: 2")
+    mine = load("mine", fewshot_data=shots_file)
+    assert mine.task.eval_docs.to_list() == bundled_questions("gsm8k").rows[-10:]
+    assert [row["answer"][-3:] for row in mine.task.sampler.df] == [str(number) for number in range(502, 512)]
+    assert load("mine", data=shots_file).data_source.startswith("shots.jsonl (12 questions")
+    write("test_split: train")
+    with pytest.raises(SpecbatchError, match=r"data=.*: the task scores the split train, not test; leave it out"):
+        load("mine", data=shots_file)
+    write("test_split: dev")
+    with pytest.raises(SpecbatchError, match="split='dev': this data set has train, test"):
+        load("mine")
 
 
 def test_files_are_refused_before_another_data_set_is_read(no_hub: None, tasks_folder: Path, shots_file: Path) -> None:
