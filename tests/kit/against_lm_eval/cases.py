@@ -6,7 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from against_lm_eval.models import BUNDLED, NO_SYSTEM, OUTER_BOS, PENALTY, REASONS, SHORT, TRIMS
+from against_lm_eval.models import (
+    BRIEF,
+    BUNDLED,
+    CLEANED,
+    CONCLUDES,
+    NO_SYSTEM,
+    OUTER_BOS,
+    PENALTY,
+    REASONS,
+    SAMPLES,
+    SHORT,
+    TRIMS,
+)
 
 Options = Mapping[str, Any]
 ASPECTS = ("prompts", "limits", "answers", "filtered", "metrics", "scores", "counts")
@@ -162,6 +174,29 @@ TASKS: dict[str, dict[str, Any]] = {
     "described": _WRITES | {"description": "Answer with a number.\n\n"},
     "described_choices": _CHOOSES | {"description": "Name a color.\n\n"},
     "begins_with_bos": _WRITES | {"doc_to_text": "<s>Q: {{question}}\nA:", "num_fewshot": 0},
+    "described_by_row": _WRITES | {"description": "This is about {{question[:3]}}.\n"},
+    "begun_by_row": _WRITES | {"gen_prefix": "{{question[:9]}}"},
+    "begun_choices": _CHOOSES | {"gen_prefix": "It is the color", "num_fewshot": 2},
+    "no_context": _DATA
+    | {
+        "output_type": "loglikelihood", "doc_to_text": "", "doc_to_target": "{{question}}", "num_fewshot": 0,
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    },
+    "several_contexts": _CHOOSES
+    | {
+        "doc_to_text": "color", "doc_to_choice": "{{[question ~ ' Red', question ~ ' Blue', 'Green', 'Grey']}}",
+        "doc_to_target": "is the color of the box.",
+    },
+    "choices_as_text": _CHOOSES | {"doc_to_choice": "{{choices}}", "doc_to_text": "{{question}} Color: "},
+    "several_targets": _CHOOSES | {"doc_to_target": "{{[color, (color + 1) % 4]}}", "metric_list": _CHOOSES["metric_list"][:1]},
+    "target_of_choices": _WRITES | {"doc_to_choice": list(_COLORS), "doc_to_target": "color"},
+    "until_characters": _WRITES | _generation(until=["\ufffd", "é", "東"]),
+    "until_letters_and_spaces": _WRITES | _generation(until=[" s", "e ", "in", "o"]),
+    "own_shots": _WRITES
+    | {"fewshot_config": {"doc_to_text": "Example: {{question}}", "doc_to_target": "({{answer}})", "sampler": "first_n"}},
+    "included": {"include": "writes.yaml", "num_fewshot": 1, "doc_to_text": "Problem: {{question}}\nSolution:"},
+    "repeated_samples": _WRITES
+    | {"repeats": 2, "generation_kwargs": {"until": ["Q:"], "max_gen_toks": 8, "do_sample": True, "temperature": 1.0}},
     "begun": _WRITES | {"gen_prefix": "The answer is"},
     "begun_with_spaces": _WRITES | {"gen_prefix": " The answer is: "},
     "delimited": _WRITES | {"fewshot_delimiter": "\n---\n", "target_delimiter": " => "},
@@ -252,6 +287,8 @@ GROUPS: dict[str, dict[str, Any]] = {
         "task": ["even", "more_metrics"],
         "aggregate_metric_list": [_MEAN | {"weight_by_size": True}],
     },
+    "tagged_1": _WRITES | {"task": "tagged_1", "tag": "tagged", "num_fewshot": 0},
+    "tagged_2": _CHOOSES | {"task": "tagged_2", "tag": "tagged"},
     "mixed": {"group": "mixed", "task": ["writes", "chooses", "likely_texts"]},
 }
 
@@ -338,7 +375,27 @@ CASES = [
     _case("chat, no BOS", "writes", _CHAT, _THEIR_CHAT, model="tiny without BOS"),
     _case("no BOS", "writes", model="tiny without BOS"),
     _case("chat, multiple choice", "chooses_with_examples", _CHAT, _THEIR_CHAT),
+    _case("a description of the row", "described_by_row"),
+    _case("the answer is begun by the row", "begun_by_row"),
+    _case("the answer is begun, ends in a space", "begun_with_spaces"),
+    _case("the answer is begun, multiple choice", "begun_choices"),
+    _case("chat, a description of the row", "described_by_row", _CHAT, _THEIR_CHAT),
+    _case("chat, the answer is begun by the row", "begun_by_row", _CHAT, _THEIR_CHAT),
+    _case("chat, the answer is begun, multiple choice", "begun_choices", _CHAT, _THEIR_CHAT),
+    _case("chat, fixed examples", "fixed_examples", _CHAT, _THEIR_CHAT),
+    _case("chat, no context", "no_context", _CHAT, _THEIR_CHAT),
+    _case("chat, several contexts", "several_contexts", _CHAT, _THEIR_CHAT),
+    _case("chat, loglikelihood, a system instruction", "likely", _CHAT | _SYSTEM, _THEIR_CHAT | _SYSTEM),
+    _case("examples with other templates", "own_shots"),
+    _case("a file that includes another", "included"),
+    _case("gsm8k_cot_llama, chat", "gsm8k_cot_llama", _CHAT, _THEIR_CHAT),
+    _case("gsm8k_cot_self_consistency", "gsm8k_cot_self_consistency", {"limit": 1}, {"limit": 1}, aspects=ASKED),
     # text
+    _case("spaces before punctuation are cleaned up", "writes", model=CLEANED),
+    _case("until: characters of several bytes", "until_characters"),
+    _case("until: characters of several bytes", "until_characters", model="tiny, byte fallback"),
+    _case("until: letters and spaces", "until_letters_and_spaces", model="tiny, byte fallback"),
+    _case("until: letters and spaces, v2 with n-gram drafts", "until_letters_and_spaces", model="tiny, byte fallback", spec={**_NGRAM, "schedule": "v2"}),
     _case("byte-fallback tokens", "writes", model="tiny, byte fallback"),
     _case("byte-fallback tokens, until within a token", "until_in_a_token", model="tiny, byte fallback"),
     # filters and metrics
@@ -358,7 +415,14 @@ CASES = [
     _case("multiple choice, texts that are too long", "long_context", model=SHORT),
     _case("loglikelihood, no BOS", "likely", model="tiny without BOS"),
     _case("loglikelihood, byte-fallback tokens", "likely", model="tiny, byte fallback"),
+    _case("no context", "no_context"),
+    _case("no context, no BOS", "no_context", model="tiny without BOS"),
+    _case("several contexts", "several_contexts"),
+    _case("choices as text, context ends in a space", "choices_as_text"),
+    _case("several targets", "several_targets"),
+    _case("the target is one of choices", "target_of_choices"),
     # several tasks
+    _case("tag of tasks", "tagged"),
     _case("group, weighed by size", "weighed"),
     _case("group, each task alike", "even"),
     _case("group in a group", "nested"),
@@ -384,7 +448,7 @@ CASES = [
     # other options
     _case("predict_only", "filtered", {"predict_only": True}, {"predict_only": True}),
     _case("predict_only, multiple choice", "chooses", {"predict_only": True}, {"predict_only": True}),
-    _case("gen_kwargs", "writes", {"gen_kwargs": {"until": ["e"], "max_gen_toks": 9}}, {"gen_kwargs": {"until": ["e"], "max_gen_toks": 9}}),
+    _case("gen_kwargs", "writes", {"gen_kwargs": '{"until": ["e"], "max_gen_toks": 9}'}, {"gen_kwargs": {"until": ["e"], "max_gen_toks": 9}}),
     _case("examples asked for, of a task with 0", "no_examples", {"num_fewshot": 0}, {"num_fewshot": 3}),
     _case("bootstrap_iters 0", "likely", {"bootstrap_iters": 0}, {"bootstrap_iters": 0}),
     _case("write_out", "writes", {"write_out": True}, {"write_out": True}),
@@ -403,7 +467,25 @@ CASES = [
     ),
     _case(
         "generation_config.json with repetition_penalty, which is asked for", "writes", model=PENALTY,
-        ours={"gen_kwargs": {"repetition_penalty": 1.3}},
+        ours={"gen_kwargs": "repetition_penalty=1.3"},
+    ),
+    _case("repeats of sampled answers", "repeated_samples", {"top_k": 50}, aspects=ASKED),
+    _case(
+        "generation_config.json with sampling values, sampled", "sampled", model=SAMPLES, aspects=ASKED, differs=("limits",),
+        why="HFLM applies its top_k and top_p, which the task does not set", option="--top-k 20 --top-p 0.8",
+    ),
+    _case(
+        "generation_config.json with sampling values, which are asked for", "sampled", {"top_k": 20, "top_p": 0.8},
+        model=SAMPLES, aspects=ASKED,
+    ),
+    _case("generation_config.json with sampling values, greedy", "writes", model=SAMPLES),
+    _case(
+        "generation_config.json with max_new_tokens", "writes", model=BRIEF, differs=("answers", "filtered"),
+        why="HFLM applies its max_new_tokens in place of the task's limit", option="--max-new-tokens 7",
+    ),
+    _case(
+        "generation_config.json with max_new_tokens, which is asked for", "writes", {"max_new_tokens": 7}, model=BRIEF,
+        aspects=tuple({*ASPECTS} - {"limits"}),
     ),
     _case(
         "prompts that are too long", "long_prompts", model=SHORT, differs=("refused",),
@@ -418,7 +500,11 @@ CASES = [
     _case("perplexity, 100,000 resamples", "likely", {"bootstrap_iters": 100_000}, {"bootstrap_iters": 100_000}),
     _case(
         "reasoning that the limit cuts off", "writes", _CHAT, _THEIR_CHAT, model=REASONS, hflm={"think_end_token": "</think>"},
-        differs=("answers", "filtered"), why="lm-eval scores it as the answer; here the answer is empty",
+        differs=("limits", "answers", "filtered"), why="lm-eval scores it as the answer; here the answer is empty",
+    ),
+    _case(
+        "reasoning that ends", "writes", _CHAT, _THEIR_CHAT, model=CONCLUDES, hflm={"think_end_token": "</think>"},
+        aspects=("prompts", "filtered", "metrics", "scores", "counts"),
     ),
     # the bundled model
     _case("gsm8k, 5 examples", "gsm8k", {"max_new_tokens": 48}, {"gen_kwargs": {"max_gen_toks": 48}}, model=BUNDLED),

@@ -81,14 +81,14 @@ def write_tiny(
     longest: int = 8192,
     described: dict[str, Any] | None = None,
     generation: dict[str, Any] | None = None,
-    favored: str = "",
+    favored: Sequence[str] = (),
 ) -> Path:
     """A random Llama model, with a tokenizer that begins plain text with <s>, unless not `bos`.
 
     longest     of texts, in tokens
     described   more of tokenizer_config.json
     generation  more of generation_config.json
-    favored     characters whose tokens are likelier than others
+    favored     texts whose last tokens are likelier than others
     """
     made = _with_bos(backend()) if bos else backend()
     folder.mkdir(parents=True)
@@ -106,7 +106,7 @@ def write_tiny(
             if parameter.dim() > 1:
                 parameter.copy_(torch.randn_like(parameter) * 1.5 / parameter[0].numel() ** 0.5)
         for text in favored:
-            model.lm_head.weight[made.encode(text, add_special_tokens=False).ids[-1]] *= 1.3
+            model.lm_head.weight[made.encode(text, add_special_tokens=False).ids[-1]] *= 1.6
     model.generation_config.eos_token_id = end
     for name, value in (generation or {}).items():
         setattr(model.generation_config, name, value)
@@ -121,6 +121,8 @@ def write_tiny(
 
 NO_SYSTEM, TRIMS, OUTER_BOS = "tiny, no system messages", "tiny, its template trims", "tiny, BOS is not in its template"
 PENALTY, SHORT, REASONS = "tiny, repetition_penalty 1.3 in its files", "tiny, 512 tokens long", "tiny, reasons"
+CLEANED, SAMPLES = "tiny, cleans up spaces", "tiny, samples by its files"
+BRIEF, CONCLUDES = "tiny, max_new_tokens 7 in its files", "tiny, ends its reasoning"
 TINY: dict[str, dict[str, Any]] = {
     "tiny": {},
     "tiny without BOS": {"bos": False, "template": CHATML},
@@ -130,6 +132,10 @@ TINY: dict[str, dict[str, Any]] = {
     "tiny, byte fallback": {"backend": _byte_fallback},
     PENALTY: {"generation": {"repetition_penalty": 1.3}},
     SHORT: {"longest": 512},
+    CLEANED: {"described": {"clean_up_tokenization_spaces": True}, "favored": list(".,?!' ")},
+    SAMPLES: {"generation": {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.8}},
+    BRIEF: {"generation": {"max_new_tokens": 7}},
+    CONCLUDES: {"template": THINKING, "backend": partial(_byte_level, THINK), "favored": ["</think>"]},
     REASONS: {"template": THINKING, "backend": partial(_byte_level, THINK)},
 }
 BUNDLED = "smollm2-135m"
