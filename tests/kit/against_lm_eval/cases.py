@@ -389,7 +389,6 @@ CASES = [
     _case("examples with other templates", "own_shots"),
     _case("a file that includes another", "included"),
     _case("gsm8k_cot_llama, chat", "gsm8k_cot_llama", _CHAT, _THEIR_CHAT),
-    _case("gsm8k_cot_self_consistency", "gsm8k_cot_self_consistency", {"limit": 1}, {"limit": 1}, aspects=ASKED),
     # text
     _case("spaces before punctuation are cleaned up", "writes", model=CLEANED),
     _case("until: characters of several bytes", "until_characters"),

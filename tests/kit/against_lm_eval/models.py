@@ -106,7 +106,7 @@ def write_tiny(
             if parameter.dim() > 1:
                 parameter.copy_(torch.randn_like(parameter) * 1.5 / parameter[0].numel() ** 0.5)
         for text in favored:
-            model.lm_head.weight[made.encode(text, add_special_tokens=False).ids[-1]] *= 1.6
+            model.lm_head.weight[made.encode(text, add_special_tokens=False).ids[-1]] *= 2.5
     model.generation_config.eos_token_id = end
     for name, value in (generation or {}).items():
         setattr(model.generation_config, name, value)
