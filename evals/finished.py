@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import Completion, RequestMetrics
 from specbatch.core.sampling_params import SAMPLED
+from specbatch.evals.options import MAX_NEW_TOKENS
 from specbatch.jobs.partial_output import MAKES_TOKENS, PartialRows
 from specbatch.records.metrics import METRICS
 from specbatch.records.store import EARLIER
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 PARTIAL = "answers.partial.jsonl"
 Row = dict[str, Any]
 _ASKED = ("limit", "chat_template", "thinking", "think_end_token", "max_new_tokens")
+# Earlier versions wrote no such setting, so its default is left out.
+_SINCE = ("system_instruction", "gen_kwargs", "fewshot_as_multiturn", "add_bos_token", "truncate_prompts")
 
 
 class Answer(NamedTuple):
@@ -101,12 +104,15 @@ def finished_rows(options: EvalOptions, num_fewshot: int, config: EngineConfig, 
     """
     assert options.output is not None
     settings = config.as_dict()
+    usual = {item.name: item.default for item in fields(options)}
     header = {
         "command": "eval",
         "task": options.task,
         "num_fewshot": num_fewshot,
         "fewshot_seed": options.seed,
         **{name: getattr(options, name) for name in (*_ASKED, *SAMPLED)},
+        **{name: value for name in _SINCE if (value := getattr(options, name)) not in (None, usual[name])},
+        **({"default_max_new_tokens": MAX_NEW_TOKENS} if generates and options.max_new_tokens is None else {}),
         **{name: settings[name] for name in MAKES_TOKENS},
     }
 

@@ -143,6 +143,8 @@ class Grid:
         )
         examples = f"{first.num_fewshot} from {first.fewshot_source}" if first.num_fewshot else "none"
         warning = f" Warning: {first.warning}." if first.warning else ""
+        noted = dict.fromkeys(note for reports in self.reports.values() for one in reports for note in one.notes)
+        warning += "".join(f" Note: {note}." for note in noted)
         ratios = (
             f" Speedup (ratio of output tok/s, {spread}) and difference (of the first score on the same questions, "
             "with the two-sided p value of McNemar's test, or ± standard error where answers are not right or wrong) "

@@ -1,63 +1,55 @@
-"""lm-eval model adapter: generates answers and scores log-likelihoods with the engine.
+"""lm-eval model adapter: renders chats, generates answers and scores log-likelihoods with the engine.
 
 lm = SpecBatchLM(engine, "gsm8k")
 lm_eval.simple_evaluate(model=lm, tasks=["gsm8k"])
 lm.answers                                     # the Completion of every request, next to lm-eval's scores
 
 Splitting a text into context and continuation is lm-eval's own code (`TemplateLM`). This adapter makes the same choices
-as lm-eval's model for transformers (`HFLM`): a text that is too long loses its beginning, and a text without a context
-follows the beginning-of-text token, or else the end-of-text token.
+as lm-eval's model for transformers (`HFLM` of 0.4.13): a text that is too long loses its beginning, and a text without
+a context follows the beginning-of-text token, or else the end-of-text token.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from specbatch.chat_template import TemplateRefusal
 from specbatch.core.request import Completion, SamplingParams
-from specbatch.core.sampling_params import SAMPLED, refuse_unsampled, sampling_of
+from specbatch.core.sampling_params import sampling_of, sampling_text
 from specbatch.errors import SpecbatchError, refuse
+from specbatch.evals.encoding import Encoding
 from specbatch.evals.finished import Answer, Row, Scored, hash_of
-from specbatch.evals.options import MAX_NEW_TOKENS
+from specbatch.evals.generation import LIMITS, Generation, generation_of
+from specbatch.evals.generation_config import generation_config, unapplied
 from specbatch.jobs.partial_output import row_seed
 from specbatch.jobs.thinking import Reasoning
+from specbatch.plurals import counted
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
     from specbatch.engine.scoring import Likelihood
-
-_KNOWN = {"until", "max_gen_toks", "do_sample", *SAMPLED}
-
-
-def sampling_in(wanted: Mapping[str, Any], chosen: Mapping[str, float]) -> dict[str, Any]:
-    """The sampling parameters in lm-eval's generation arguments; do_sample without a temperature means 1.
-
-    chosen: parameters that replace the task's. Refused: those that have no effect because answers are greedy.
-    """
-    temperature = 1.0 if wanted.get("do_sample") else 0.0
-    kwargs = normalize_gen_kwargs({"temperature": temperature, **wanted})
-    found: dict[str, Any] = {name: kwargs[name] for name in SAMPLED if kwargs.get(name) is not None}
-    found.update(chosen)
-    refuse_unsampled({**chosen, "temperature": found["temperature"]})
-    return found
 
 
 class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     """Passes all requests of lm-eval to `engine.generate` or `engine.score` at once, so that the engine batches them.
 
     task            name of the task, for error messages
-    max_new_tokens  limit of every answer; None: the task's limit, or `MAX_NEW_TOKENS`
-    chat_template   whether prompts were rendered by `apply_chat_template`, so that they contain their special tokens
+    max_new_tokens  limit of every answer; None: the task's limit, or `options.MAX_NEW_TOKENS`
+    chat_template   whether prompts were rendered by `apply_chat_template`
     thinking        `enable_thinking` of the chat template; None leaves the template's default
     think_end_token  text that ends reasoning, if the model's is not one of `specbatch.jobs.thinking.MARKS`
+    add_bos_token   whether texts that do not begin with the bos token get it; None: as the tokenizer encodes a text
+    truncate_prompts  drop the beginning of prompts that are too long, instead of refusing them
     sampling        parameters that replace those of the task, by name
     concurrency     as for `Engine.generate`
     finished        rows of an earlier run that was interrupted, by index; these requests are not run again
@@ -67,7 +59,8 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     After the run `answers` holds every Answer, `scored` every Scored, and `prompts` the input of each request (a
     prompt; a context and its continuation; a text), in the order of the requests. `budget` is the largest limit of an
     answer, `sampling` how the answers were sampled (None: greedy), `cut` the number of texts that lost their beginning,
-    `earlier` the number of results that came from `finished`.
+    `earlier` the number of results that came from `finished`, `notes` what users should know about the prompts and the
+    generation arguments.
     """
 
     def __init__(
@@ -79,6 +72,8 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         chat_template: bool = False,
         thinking: bool | None = None,
         think_end_token: str | None = None,
+        add_bos_token: bool | None = None,
+        truncate_prompts: bool = False,
         sampling: Mapping[str, float] | None = None,
         concurrency: int | None = None,
         finished: Mapping[int, Row] | None = None,
@@ -92,12 +87,18 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         self._chat_template = chat_template
         self._switch = {} if thinking is None else {"enable_thinking": thinking}
         self._think_end_token = think_end_token
+        self._encoding = Encoding(engine.tokenizer, add_bos_token, is_chat=chat_template)
+        self._truncates = truncate_prompts
         self._chosen = sampling or {}
         self._concurrency = concurrency
         self._finished = finished or {}
         self._on_answer = on_answer
         self._first_ids = first_ids or {}
+        self._special: dict[tuple[str, ...], dict[str, int]] = {}  # tokens by stop strings
         self._requests: list[Instance] = []  # whose tokens reach `_loglikelihood_tokens`
+        self._generations: dict[str, Generation] = {}  # by arguments
+        self._notes: dict[str, None] = {}
+        self._without_system = self._truncated = 0  # prompts
         self.answers: list[Answer] = []
         self.scored: list[Scored] = []
         self.prompts: list[str | list[str]] = []
@@ -110,22 +111,47 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     def tokenizer_name(self) -> str:
         return self._engine.tokenizer.name
 
+    @property
+    def notes(self) -> list[str]:
+        counts = []
+        if self._without_system:
+            prompts = counted(self._without_system, "prompt")
+            counts.append(f"the chat template refuses system messages: they were left out of {prompts}, as in lm-eval")
+        if self._truncated:
+            prompts, most = counted(self._truncated, "prompt"), self._longest
+            counts.append(f"{prompts} lost the beginning (truncate_prompts), because of max_model_len={most}")
+        return [*self._encoding.notes, *self._notes, *counts]
+
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Render a conversation. Without the generation prompt its last message is the start of the answer."""
-        render = self._engine.tokenizer.apply_chat_template
-        if add_generation_prompt:
-            return render(chat_history, **self._switch)
-        return render(chat_history[:-1], **self._switch) + chat_history[-1]["content"]
+        """Render a conversation. Without the generation prompt its last message is the start of the answer. System
+        messages that the template refuses are left out."""
+
+        def rendered(messages: list[dict[str, str]]) -> str:
+            apply = self._engine.tokenizer.apply_chat_template
+            return apply(messages, continue_final_message=not add_generation_prompt, **self._switch)
+
+        try:
+            return rendered(chat_history)
+        except TemplateRefusal:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) in (0, len(chat_history)):
+                raise
+            text = rendered(others)
+        self._without_system += 1
+        return text
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The texts of the answers in the order of `requests`, without reasoning, each ending before its first stop
         string. As in lm-eval 0.4.13 (`postprocess_generated_text`) the reasoning is removed first, so that a stop
         string in it has no effect."""
         first = len(self.answers)  # of an earlier call
-        params = [self._params(item.args[0], item.args[1], first + place) for place, item in enumerate(requests)]
-        encode = self._engine.tokenizer.encode
-        tokens = [encode(item.args[0], add_special_tokens=not self._chat_template) for item in requests]
-        self._refuse_too_long(requests, [len(prompt) for prompt in tokens], [one.max_new_tokens for one in params])
+        asked = [self._generation(item.args[1]) for item in requests]
+        params = [
+            self._params(item.args[0], generation, first + place)
+            for place, (item, generation) in enumerate(zip(requests, asked, strict=True))
+        ]
+        budgets = [one.max_new_tokens for one in params]
+        tokens = self._fitted_prompts(requests, [self._encoding.prompt(item.args[0]) for item in requests], budgets)
         hashes = [hash_of(item.args) for item in requests]
         rows = [self._row(first + place, digest) for place, digest in enumerate(hashes)]
         done = {place: Answer.from_row(row, tokens[place]) for place, row in enumerate(rows) if row is not None}
@@ -147,14 +173,15 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         done |= {place: answer_of_place(place, one) for place, one in zip(missing, completions, strict=True)}
         answers = [done[place] for place in range(len(requests))]
         texts = [
-            self._text(answer.completion, *request.args) for request, answer in zip(requests, answers, strict=True)
+            self._text(answer.completion, request.args[0], generation.stops)
+            for request, answer, generation in zip(requests, answers, asked, strict=True)
         ]
         self.answers += answers
         for request, text in zip(requests, texts, strict=True):
             self.prompts.append(request.args[0])
             self.cache_hook.add_partial("generate_until", request.args, text)
-        self.budget = max([self.budget, *(item.max_new_tokens for item in params)])
-        self.sampling = sampling_of(params[0]) if params else None
+        self.budget = max([self.budget, *budgets])
+        self._note_arguments(asked, params)
         return texts
 
     @property
@@ -171,14 +198,10 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         return self.eot_token_id if begin is None else begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids. Special tokens are added as the tokenizer does it, except to a text that begins with one or was
-        rendered by the chat template."""
-        tokenizer = self._engine.tokenizer
+        """Token ids, by default with the special tokens of `Encoding.scored`."""
         if add_special_tokens is None:
-            begin = tokenizer.bos_id
-            text = "" if begin is None else tokenizer.decode([begin], skip_special_tokens=False)
-            add_special_tokens = not self._chat_template and not (text and string.startswith(text))
-        return tokenizer.encode(string, add_special_tokens=add_special_tokens)
+            return self._encoding.scored(string)
+        return self._engine.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """The log-probability of each continuation given its context, and whether greedy decoding would generate it."""
@@ -279,63 +302,86 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     def _reasoning(self) -> Reasoning:
         return Reasoning(self._engine.tokenizer, self._think_end_token)
 
-    @cached_property
-    def _special(self) -> dict[str, int]:
-        """Tokens that a decoded text leaves out, such as <|im_end|>, by name."""
-        tokenizer = self._engine.tokenizer
-        names = enumerate(tokenizer.vocabulary())
-        return {name: token for token, name in names if name and not tokenizer.decode([token, token])}
+    def _special_in(self, stops: tuple[str, ...]) -> dict[str, int]:
+        """Tokens that a decoded text leaves out, such as <|im_end|>, and that are in a stop string, by name."""
+        if stops not in self._special:
+            tokenizer = self._engine.tokenizer
+            names = [(name, token) for token, name in enumerate(tokenizer.vocabulary()) if name]
+            found = {name: token for name, token in names if any(name in stop for stop in stops)}
+            self._special[stops] = {name: token for name, token in found.items() if not tokenizer.decode([token] * 2)}
+        return self._special[stops]
 
-    def _text(self, completion: Completion, prompt: str, wanted: dict[str, Any]) -> str:
+    def _text(self, completion: Completion, prompt: str, stops: Sequence[str]) -> str:
         """What is scored of an answer. As in lm-eval 0.4.13, its stop strings cut the text of all tokens one after
         another: where two of them overlap in the text of one token, the first of the task's counts."""
         tokenizer, tokens = self._engine.tokenizer, completion.token_ids
         whole = tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in tokenizer.eos_ids else tokens)
         text = self._reasoning.answer_of(whole, tokens, opened=self._reasoning.is_opened_by(prompt))
-        return str(postprocess_generated_text(text, self._stops(wanted), None))
+        return str(postprocess_generated_text(text, list(stops), None))
 
-    def _stops(self, wanted: dict[str, Any]) -> list[str]:
-        """The stop strings in lm-eval's generation arguments and, as lm-eval adds it, the name of the end token."""
-        until = normalize_gen_kwargs(wanted, default_max_gen_toks=MAX_NEW_TOKENS)["until"]
-        end = self._engine.tokenizer.eos_id
-        name = "" if end is None else self._engine.tokenizer.decode([end], skip_special_tokens=False)
-        return [text for text in dict.fromkeys([*until, name]) if text]
+    def _generation(self, wanted: dict[str, Any]) -> Generation:
+        """What a task's generation arguments ask for. As in lm-eval the text of the eos token is a stop string, too."""
+        key = json.dumps(wanted, default=repr)
+        if key not in self._generations:
+            found = generation_of(wanted, ("task", self._task), self._chosen, self._max_new_tokens)
+            stops = dict.fromkeys([*found.stops, *filter(None, [self._encoding.end])])
+            self._generations[key] = found._replace(stops=tuple(stops))
+        return self._generations[key]
 
-    def _params(self, prompt: str, wanted: dict[str, Any], index: int) -> SamplingParams:
+    def _note_arguments(self, asked: list[Generation], params: list[SamplingParams]) -> None:
+        """Keep how answers were sampled, and note arguments that have no effect, or that lm-eval would have added."""
+        values = generation_config(self._engine.config)
+        for place, (one, own) in enumerate(zip(asked, params, strict=True)):
+            if place and one is asked[place - 1]:
+                continue
+            sampling = sampling_of(own)
+            if place == 0:
+                self.sampling = sampling
+            elif sampling != self.sampling:
+                self._notes[f"some answers were made with other arguments: {sampling_text(sampling)}"] = None
+            given = {*one.given, *self._chosen} - {*LIMITS}
+            if values.get("max_new_tokens") == own.max_new_tokens:
+                given.add("max_new_tokens")
+            lines = (*one.notes, *unapplied(values, given, sampled=bool(own.temperature)))
+            self._notes |= dict.fromkeys(lines)
+
+    def _params(self, prompt: str, asked: Generation, index: int) -> SamplingParams:
         """The parameters of a request. Its seed depends on its index and not on which requests an earlier run had
         finished."""
-        kwargs = normalize_gen_kwargs(wanted, default_max_gen_toks=MAX_NEW_TOKENS)
-        unknown = sorted(set(kwargs) - _KNOWN)
-        if unknown:
-            works = f"the engine supports {', '.join(sorted(_KNOWN))}; use another task"
-            raise refuse("task", self._task, f"sets {', '.join(unknown)}, but {works}")
-        stops, reasoning = self._stops(wanted), self._reasoning
+        reasoning, special = self._reasoning, self._special_in(asked.stops)
         # A text that shows special tokens can have a stop string of which one is a part.
-        shows = any(name in stop and name != stop for stop in stops for name in self._special)
+        shows = any(name != stop and name in stop for stop in asked.stops for name in special)
         reasons = (
             self._think_end_token is not None
             or reasoning.is_opened_by(prompt)
             or (self._chat_template and reasoning.may_open(prompt))
         )
         return SamplingParams(
-            **sampling_in(wanted, self._chosen),
-            max_new_tokens=self._max_new_tokens or kwargs["max_gen_toks"],
-            stop=() if reasons else tuple(stops),
-            stop_token_ids=tuple(self._special[stop] for stop in stops if stop in self._special),
+            **asked.params,
+            stop=() if reasons else asked.stops,
+            stop_token_ids=tuple(special[stop] for stop in asked.stops if stop in special),
             reasoning=reasoning.opens,
             skip_special_tokens=not (reasoning.hidden or shows),
             seed=row_seed(self._engine.config.seed, index),
         )
 
-    def _refuse_too_long(self, requests: list[Instance], prompts: list[int], budgets: list[int]) -> None:
-        """prompts, budgets: tokens of each request and its answer."""
-        context = self._engine.caps["max_model_len"]
-        needed, place = max(((prompt + budgets[at], at) for at, prompt in enumerate(prompts)), default=(0, 0))
-        if needed > context:
+    def _fitted_prompts(
+        self, requests: list[Instance], prompts: list[list[int]], budgets: list[int]
+    ) -> list[list[int]]:
+        """The prompts as they fit beside their answers of at most `budgets` tokens: with `truncate_prompts` their last
+        tokens, as in `HFLM`. Refused: others that are too long."""
+        if self._truncates and max(budgets, default=0) < self._longest:
+            fitted = [prompt[-(self._longest - budget) :] for prompt, budget in zip(prompts, budgets, strict=True)]
+            self._truncated += sum(len(one) < len(prompt) for one, prompt in zip(fitted, prompts, strict=True))
+            return fitted
+        needed, place = max(((len(prompt) + budgets[at], at) for at, prompt in enumerate(prompts)), default=(0, 0))
+        if needed > self._longest:
+            works = "fewer examples (num_fewshot) or a smaller max_new_tokens"
+            works += "" if self._truncates else "; truncate_prompts drops the beginning, as lm-eval does"
             raise refuse(
                 "max_model_len",
-                context,
-                f"question {requests[place].doc_id} of {self._task}, the longest, has {prompts[place]} prompt tokens "
-                f"and up to {budgets[place]} answer tokens; use at least {needed}, fewer examples (num_fewshot) or a "
-                "smaller max_new_tokens",
+                self._longest,
+                f"question {requests[place].doc_id} of {self._task}, the longest, has {len(prompts[place])} prompt "
+                f"tokens and up to {budgets[place]} answer tokens; use at least {needed}, {works}",
             )
+        return prompts

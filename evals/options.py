@@ -10,7 +10,7 @@ from specbatch.core.sampling_params import SAMPLED, SamplingParams
 from specbatch.errors import refuse
 from specbatch.settings import check_fields, setting, whole
 
-MAX_NEW_TOKENS = 512  # if neither the user nor the task sets a limit; lm-eval's 256 truncates chains of thought
+MAX_NEW_TOKENS = 256  # if neither the user nor the task sets a limit, as in lm-eval
 _PARAMS = {item.name: item.metadata for item in fields(SamplingParams)}
 
 
@@ -29,7 +29,8 @@ class EvalOptions:
     data          only GSM8K tasks take other questions
     fewshot_data  None: the rows that lm-eval's task names; where `data` has some of these, its other rows
     thinking      reasoning is never scored
-    temperature, top_p, top_k, min_p   how answers are sampled; None: as the task's generation arguments say
+    gen_kwargs    `specbatch.evals.generation` lists the arguments
+    temperature, top_p, top_k, min_p   how answers are sampled; None: as gen_kwargs, else the task's arguments say
     concurrency   most requests that are submitted and unfinished at a time; None: all
     seed          draws the few-shot examples; with lm-eval's default of 1234 the prompts equal lm-eval's
     output        folder for the results: new, empty, or of an interrupted evaluation, which continues
@@ -47,11 +48,30 @@ class EvalOptions:
     )
     chat_template: bool = setting(False, "Ask with the model's chat template.")
     thinking: bool | None = setting(None, "enable_thinking of the chat template. Default: the template's own.")
+    system_instruction: str | None = setting(
+        None, "Text before the task's description; a system message with --chat-template."
+    )
+    fewshot_as_multiturn: bool | None = setting(
+        None, "With --chat-template: examples as turns of the conversation (the default) or as text of one turn."
+    )
+    add_bos_token: bool | None = setting(
+        None,
+        "Begin prompts with the bos token, or not. Default: as lm-eval with HF models, where the tokenizer adds it to "
+        "texts, also to rendered chat prompts, unless they begin with it.",
+    )
+    truncate_prompts: bool = setting(
+        False, "Drop the beginning of prompts that are too long, as lm-eval does, instead of refusing them."
+    )
     think_end_token: str | None = setting(
         None, "Text that ends reasoning, if the model's own is not known: stop strings apply to what follows."
     )
     max_new_tokens: int | None = setting(
         None, f"Maximum number of tokens per answer. Default: the task's limit, else {MAX_NEW_TOKENS}.", whole(1)
+    )
+    gen_kwargs: str | None = setting(
+        None,
+        "Generation arguments that replace the task's, as lm-eval takes them: temperature=0.8,do_sample=True or JSON. "
+        "--max-new-tokens, --temperature and the like replace both.",
     )
     temperature: float | None = _of_task("temperature")
     top_p: float | None = _of_task("top_p")
@@ -68,6 +88,20 @@ class EvalOptions:
             raise refuse("think_end_token", "", "name the text that ends reasoning, such as </think>, or leave it out")
         if self.thinking is not None and not self.chat_template:
             raise refuse("thinking", self.thinking, "is a switch of the chat template; add chat_template=True")
+        if self.fewshot_as_multiturn and not self.chat_template:
+            works = "turns need a chat template; add chat_template=True, or leave it out"
+            raise refuse("fewshot_as_multiturn", True, works)
+
+    @property
+    def as_multiturn(self) -> bool:
+        """Whether examples are turns of the conversation."""
+        return self.chat_template if self.fewshot_as_multiturn is None else self.fewshot_as_multiturn
+
+    @property
+    def of_model(self) -> dict[str, Any]:
+        """Arguments of `SpecBatchLM`."""
+        own = ("max_new_tokens", "chat_template", "thinking", "think_end_token", "add_bos_token", "truncate_prompts")
+        return {name: getattr(self, name) for name in own} | {"sampling": self.sampling}
 
     @property
     def sampling(self) -> dict[str, float]:

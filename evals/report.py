@@ -2,8 +2,8 @@
 
 * score: the mean over the questions; stderr: sample standard deviation / sqrt(n) of one score by itself. To compare two
   runs on the same questions, pair them by question instead.
-* unparsed: the share of answers in which the filter found nothing; they count as wrong. truncated: the share of answers
-  that reached max_new_tokens; they are scored as they are.
+* unparsed: the share of scored answers in which the filter found nothing (`unparsed.py`). truncated: the share of
+  answers that reached max_new_tokens; they are scored as they are.
 * Tasks that score given texts (kind multiple_choice, loglikelihood or loglikelihood_rolling) generate nothing, so they
   have no such shares, no drafts and no token times. Their metrics are lm-eval's.
 * The speed columns are defined in `specbatch.records.metrics`.
@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from specbatch.atomic_file import write_atomic
 from specbatch.config import Speculation
 from specbatch.core.request import INCOMPLETE
 from specbatch.core.sampling_params import sampling_text
+from specbatch.errors import shown
 from specbatch.evals.few_shot import few_shot_lines
 from specbatch.plurals import counted
 from specbatch.records.answers import QUESTIONS, EvalAnswers
@@ -46,8 +47,9 @@ class EvalReport(EvalAnswers):
                     `likelihoods.likelihood_fields`
     kind            lm-eval's output type
     max_new_tokens  None unless the task generates
-    sampling        temperature, top_p, top_k and min_p of the answers; None: greedy
+    sampling        how the answers were generated, as `core.sampling_params.sampling_of` returns it; None: greedy
     warning         about the few-shot examples; "" without one
+    notes           what users should know about this run, one sentence each without the full stop
     cut             number of texts longer than the model's context, which lost their beginning; None if the task
                     generates
     record          the engine's record of the run; its `workload` holds the fields below
@@ -68,6 +70,12 @@ class EvalReport(EvalAnswers):
     sampling: dict[str, float] | None = None
     cut: int | None = None
     warning: str = ""
+    notes: Sequence[str] = ()
+    system_instruction: str | None = None
+    gen_kwargs: str | None = None
+    fewshot_as_multiturn: bool | None = None
+    add_bos_token: bool | None = None
+    truncate_prompts: bool = False
 
     def settings(self) -> dict[str, Any]:
         """Everything except the rows and the record, in the form that `load` reads."""
@@ -105,7 +113,8 @@ class EvalReport(EvalAnswers):
     def sampled(self) -> str:
         """How the answers were sampled, with the engine's seed, which they depend on."""
         text = sampling_text(self.sampling)
-        return f"{text}, seed {self.record.config['seed']}" if self.sampling else text
+        is_sampled = bool(self.sampling and self.sampling["temperature"])
+        return f"{text}, seed {self.record.config['seed']}" if is_sampled else text
 
     def _speed(self) -> dict[str, str]:
         """Columns of the speed table."""
@@ -122,12 +131,20 @@ class EvalReport(EvalAnswers):
         """Lines below the tables: model, data and settings."""
         config, caps, metrics = self.record.config, self.record.caps, self.record.metrics
         form = "chat template" if self.chat_template else "plain text"
+        if self.chat_template and self.num_fewshot and self.fewshot_as_multiturn is False:
+            form += ", examples in one turn"
+        if self.system_instruction:
+            form += f", system instruction {shown(self.system_instruction)}"
+        if self.add_bos_token is not None:
+            form += f", {'with' if self.add_bos_token else 'without'} an added bos token"
         if self.thinking is not None:
             form += f", thinking {'on' if self.thinking else 'off'}"
         if self.think_end_token is not None:
             form += f", scored after {self.think_end_token!r}"
         by = f"Speculation: {Speculation(**config['speculation'])}."
         answers = f" Answers: up to {self.max_new_tokens} tokens, {self.sampled}."
+        if self.gen_kwargs is not None:
+            answers += f" gen_kwargs: {self.gen_kwargs}."
         if not self.generates:
             by, answers = "Given texts were scored; nothing was generated or drafted.", ""
         replicas = f" in {self.record.replicas} replicas" if self.record.replicas > 1 else ""
@@ -137,6 +154,8 @@ class EvalReport(EvalAnswers):
         yield f"Data: {self.data_source}. Few-shot examples: {examples}."
         if self.warning:
             yield f"Warning: {self.warning}."
+        for note in self.notes:
+            yield f"Note: {note}."
         yield (
             f"Prompts: {form}, sha256 {self.prompts_sha256[:16]}, seed {self.seed}.{answers} "
             f"lm-eval {self.lm_eval_version}, task version {self.task_version}."

@@ -32,7 +32,7 @@ from specbatch.evals.finished import PARTIAL, Answer, Row, Scored, finished_rows
 from specbatch.evals.likelihoods import likelihood_fields
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
-from specbatch.evals.task import ROLLING, EvalTask, load_task, quiet, seed_globals
+from specbatch.evals.task import GENERATING, ROLLING, EvalTask, load_task, quiet, seed_globals
 from specbatch.evals.unparsed import unparsed_share
 from specbatch.jobs.partial_output import PartialRows
 from specbatch.records.answers import Score
@@ -116,11 +116,7 @@ class PreparedEval:
         model = SpecBatchLM(
             cast("InferenceEngine", _NotLoaded(tokenizer, config)),
             options.task,
-            max_new_tokens=options.max_new_tokens,
-            chat_template=options.chat_template,
-            thinking=options.thinking,
-            think_end_token=options.think_end_token,
-            sampling=options.sampling,
+            **options.of_model,
         )
         with suppress(_AllFit):
             self._evaluate(model)
@@ -159,11 +155,7 @@ class PreparedEval:
             model = SpecBatchLM(
                 engine,
                 options.task,
-                max_new_tokens=options.max_new_tokens,
-                chat_template=options.chat_template,
-                thinking=options.thinking,
-                think_end_token=options.think_end_token,
-                sampling=options.sampling,
+                **options.of_model,
                 concurrency=options.concurrency,
                 finished=dict(rows),
                 on_answer=on_answer,
@@ -198,7 +190,8 @@ class PreparedEval:
                 limit=self.options.limit,
                 bootstrap_iters=RESAMPLES,
                 apply_chat_template=self.options.chat_template,
-                fewshot_as_multiturn=self.options.chat_template,
+                fewshot_as_multiturn=self.options.as_multiturn,
+                system_instruction=self.options.system_instruction,
             )
         return results
 
@@ -231,6 +224,12 @@ class PreparedEval:
             if task.generates
             else _scored_rows(task, rows, results["samples"]),
             warning=task.warning,
+            notes=model.notes,
+            system_instruction=options.system_instruction,
+            gen_kwargs=options.gen_kwargs,
+            fewshot_as_multiturn=options.as_multiturn,
+            add_bos_token=options.add_bos_token,
+            truncate_prompts=options.truncate_prompts,
             record=record,
         )
         report.record.workload.update({"command": "eval", **report.settings()})
@@ -267,6 +266,7 @@ def prepare(options: EvalOptions) -> PreparedEval:
         seed=options.seed,
     )
     _refuse_unused(options, task)
+    _apply_arguments(options, task)
     return PreparedEval(options, task)
 
 
@@ -278,18 +278,28 @@ def run_eval(engine: InferenceEngine, options: EvalOptions, progress: Progress |
 def _refuse_unused(options: EvalOptions, task: EvalTask) -> None:
     """Reject options that would have no effect on the task."""
     if task.generates:
-        from specbatch.evals.lm import sampling_in
-
-        with quiet():
-            sampling_in(task.task.config.generation_kwargs or {}, options.sampling)
         return
-    unused = ["max_new_tokens"]
+    unused = ["max_new_tokens", "gen_kwargs", "truncate_prompts"]
     if task.kind == ROLLING:
-        unused += ["chat_template", "num_fewshot"]  # the texts are scored unchanged
+        unused += ["chat_template", "num_fewshot", "system_instruction"]  # the texts are scored unchanged
     for setting, value in [(name, getattr(options, name)) for name in unused] + [*options.sampling.items()]:
         if value or setting in options.sampling:
             works = f"task {task.name} ({task.kind}) scores given texts and ignores it; leave it out"
             raise refuse(setting, value, works)
+
+
+def _apply_arguments(options: EvalOptions, task: EvalTask) -> None:
+    """Update the generation arguments of the tasks with `gen_kwargs`, as lm-eval does, and refuse those that the engine
+    does not support."""
+    from specbatch.evals.generation import generation_of, parsed
+
+    changes = {} if options.gen_kwargs is None else parsed(options.gen_kwargs)
+    with quiet():
+        for name, one in task.tasks.items():
+            if one.OUTPUT_TYPE == GENERATING:
+                one.set_config(key="generation_kwargs", value=changes, update=True)
+                wanted = one.config.generation_kwargs
+                generation_of(wanted, ("task", name), options.sampling, options.max_new_tokens)
 
 
 def _open_folder(folder: Path) -> None:

@@ -7,8 +7,8 @@
 # Seen: the decoder ByteFallback decodes a run of byte tokens as a whole or not at all: three replacement characters. A
 #   letter of ASCII in the run is lost, too: 41 C3 is two replacement characters, not "A" and one.
 # Matters: a stream that has shown "é" cannot take it back, and a drafted token that is rejected, a limit or a stop can end
-#   an answer there. Text of `generate` and of a stream of the same tokens can differ. specbatch keeps what a stream has
-#   yielded, so that its texts add up to the text of the completion (docs/generate.md, Streaming).
+#   an answer there. Text of `generate` and of a stream of the same tokens can differ. specbatch streams a run of byte tokens
+#   once another token ends it, so that both are what the tokenizer decodes of all tokens (docs/generate.md).
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -75,10 +75,10 @@ class ChatTemplate:
             works = f"it has an error, which may show with some messages only ({text}); correct it, or use another"
             if kind == REFUSED:
                 works = f"it does not accept these messages ({text})"
-            error = refuse("chat_template", self.name, works)
+            found = refuse("chat_template", self.name, works)
             if kind == FAILED:
-                raise error
-            raise TemplateRefusal(str(error), setting=error.setting, value=error.value, works=error.works)
+                raise found
+            raise TemplateRefusal(str(found), setting=found.setting, value=found.value, works=found.works)
         self._rendered = True
         return text
 

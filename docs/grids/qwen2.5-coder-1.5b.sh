@@ -31,26 +31,29 @@ run() { # NAME COMMAND...: `specbatch COMMAND`, unless it is finished
         *) failed=1 ;;
     esac
 }
-run gsm8k eval gsm8k "${every[@]}" --concurrency 1,8,32,128 --prompts-per-concurrency 6 --repeats 3
-run gsm8k-all eval gsm8k "${drafts[@]}" --concurrency 128 --prefix-cache
-run gsm8k-deterministic eval gsm8k "${drafts[@]}" --concurrency 64 --limit 400 --deterministic
-run gsm8k-not-deterministic eval gsm8k "${drafts[@]}" --concurrency 64 --limit 400
-run platinum eval gsm8k_platinum "${drafts[@]}" --concurrency 128 --prefix-cache
+score() { # NAME TASK OPTIONS...: the tables in results/ have answers of up to 512 tokens
+    run "$1" eval "$2" --max-new-tokens 512 "${@:3}"
+}
+score gsm8k gsm8k "${every[@]}" --concurrency 1,8,32,128 --prompts-per-concurrency 6 --repeats 3
+score gsm8k-all gsm8k "${drafts[@]}" --concurrency 128 --prefix-cache
+score gsm8k-deterministic gsm8k "${drafts[@]}" --concurrency 64 --limit 400 --deterministic
+score gsm8k-not-deterministic gsm8k "${drafts[@]}" --concurrency 64 --limit 400
+score platinum gsm8k_platinum "${drafts[@]}" --concurrency 128 --prefix-cache
 # One prompt for each request in flight: the 80 conversations of MT-Bench and the 164 prompts of HumanEval are few (at
 # 128 requests, 48 conversations are asked twice).
 loads=(--output-len 256 --concurrency 1,8,32,128 --prompts-per-concurrency 1)
 grid=(--concurrency 1,8,32,128 --prompts-per-concurrency 3 --repeats 3)
 run mt-bench sweep "${drafts[@]}" --dataset "$mt_bench" --prefix-cache "${loads[@]}"
 run humaneval sweep "${drafts[@]}" --dataset "$humaneval" "${loads[@]}"
-run gsm8k-drafts eval gsm8k "${drafts[@]}" "${grid[@]}"
-run gsm8k-0.6 eval gsm8k "${drafts[@]}" "${grid[@]}" "${sampled[@]}"
+score gsm8k-drafts gsm8k "${drafts[@]}" "${grid[@]}"
+score gsm8k-0.6 gsm8k "${drafts[@]}" "${grid[@]}" "${sampled[@]}"
 run mt-bench-0.6 sweep "${drafts[@]}" --dataset "$mt_bench" --prefix-cache "${loads[@]}" "${sampled[@]}"
 run humaneval-0.6 sweep "${drafts[@]}" --dataset "$humaneval" "${loads[@]}" "${sampled[@]}"
-run reasoning eval reasoning_gym:chain_sum "${drafts[@]}" --concurrency 32
+score reasoning reasoning_gym:chain_sum "${drafts[@]}" --concurrency 32
 for head in dflash dspark eagle3; do
-    run "budgets-$head" eval gsm8k "${how[@]}" --configs "$out/qwen2.5-coder-1.5b-budgets-$head.toml" \
+    score "budgets-$head" gsm8k "${how[@]}" --configs "$out/qwen2.5-coder-1.5b-budgets-$head.toml" \
         --concurrency 8,32,128 --prompts-per-concurrency 3 --repeats 3
 done
-run first eval gsm8k "${how[@]}" --spec off --limit 256 --concurrency 128
-run corpus eval gsm8k "${how[@]}" --configs "$out/qwen2.5-coder-1.5b-corpus.toml" "${grid[@]}"
+score first gsm8k "${how[@]}" --spec off --limit 256 --concurrency 128
+score corpus gsm8k "${how[@]}" --configs "$out/qwen2.5-coder-1.5b-corpus.toml" "${grid[@]}"
 exit $failed

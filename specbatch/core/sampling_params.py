@@ -255,11 +255,16 @@ def _made(base: SamplingParams | None, values: str) -> SamplingParams:
 
 _LONGEST_KEPT = 1 << 16  # characters of JSON, which bounds the memory of `_made`
 SAMPLED = ("temperature", "top_p", "top_k", "min_p")  # parameters that decide on the distribution of a token
+ADJUSTED = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")  # change greedy answers, too
 
 
 def sampling_of(params: SamplingParams) -> dict[str, float] | None:
-    """The parameters `SAMPLED` of a request, as records have them; None if it is greedy."""
-    return {name: getattr(params, name) for name in SAMPLED} if params.temperature else None
+    """How a request is answered, as records have it: the parameters `SAMPLED`, of a greedy one the temperature alone,
+    and those of `ADJUSTED` that are in effect. None if it is greedy and nothing is adjusted."""
+    names = [name for name in ADJUSTED if getattr(params, name) != getattr(SamplingParams, name)]
+    if not params.temperature and not names:
+        return None
+    return {name: getattr(params, name) for name in (*(SAMPLED if params.temperature else SAMPLED[:1]), *names)}
 
 
 def unsampled(sampling: Mapping[str, float]) -> list[str]:
@@ -277,12 +282,14 @@ def refuse_unsampled(sampling: Mapping[str, float]) -> None:
 
 
 def sampling_text(sampling: Mapping[str, Any] | None) -> str:
-    """The parameters `SAMPLED` in words, for tables: "greedy", or "temperature 0.6, top-p 0.95". None is greedy."""
-    if not sampling or not sampling["temperature"]:
+    """What `sampling_of` returns in words, for tables: "greedy", "greedy, repetition-penalty 1.1", or "temperature
+    0.6, top-p 0.95"."""
+    if not sampling:
         return "greedy"
-    usual = SamplingParams()
-    given = (name for name in SAMPLED if sampling.get(name, getattr(usual, name)) != getattr(usual, name))
-    return ", ".join(f"{name.replace('_', '-')} {sampling[name]:g}" for name in given)
+    names = (*(SAMPLED if sampling["temperature"] else ()), *ADJUSTED)
+    given = (name for name in names if sampling.get(name, usual := getattr(SamplingParams, name)) != usual)
+    texts = [f"{name.replace('_', '-')} {sampling[name]:g}" for name in given]
+    return ", ".join(texts if sampling["temperature"] else ["greedy", *texts])
 
 
 def _pairs_of(bias: Any) -> Any:

@@ -200,6 +200,10 @@ class _Sampling(_Table):
     top_p: Amount = 1.0
     top_k: Count = 0
     min_p: Amount = 0.0
+    presence_penalty: Number = 0.0
+    frequency_penalty: Number = 0.0
+    repetition_penalty: Amount = 1.0
+    min_tokens: Count = 0
 
 
 class PointWorkload(Workload):

@@ -32,3 +32,15 @@ def snapshot(setting: str, name: str, patterns: list[str], *, works: str, local_
         reason = f"it could not be downloaded from the model hub ({lines[0].rstrip('.')})"
         raise refuse(setting, name, f"{reason}; {works}") from None
     return Path(found)
+
+
+def cached(name: str, file: str) -> Path | None:
+    """The file of `owner/model` or `owner/model@revision` in the hub's cache; None if it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    repository, _, revision = name.partition("@")
+    try:
+        found = try_to_load_from_cache(repository, file, revision=revision or None)
+    except ValueError:  # no name of a repository
+        return None
+    return Path(found) if isinstance(found, str) else None

@@ -55,7 +55,8 @@ def evals(monkeypatch):
 
 def test_options_reach_the_evaluation(run, evals, tmp_path):
     words = "--limit 3 --num-fewshot 2 --data d.jsonl --concurrency 7 --seed 9 --chat-template --no-thinking --spec v1"
-    words += " --temperature 0.6 --top-k 20 --think-end-token </a>"
+    words += " --temperature 0.6 --top-k 20 --think-end-token </a> --no-fewshot-as-multiturn --no-add-bos-token"
+    words += " --truncate-prompts --system-instruction brief --gen-kwargs until=Q:,top_p=1.0"
     result = run("eval", "gsm8k", *words.split(), "--max-new-tokens", 11, "--output", tmp_path / "o")
     assert result.exit_code == 0, result.output
     assert "| exact_match | 0.5 |" in result.stdout
@@ -66,7 +67,8 @@ def test_options_reach_the_evaluation(run, evals, tmp_path):
         "task": "gsm8k", "limit": 3, "num_fewshot": 2, "data": Path("d.jsonl"), "fewshot_data": None,
         "chat_template": True, "max_new_tokens": 11, "concurrency": 7, "seed": 1234, "output": tmp_path / "o",
         "thinking": False, "overwrite": False, "temperature": 0.6, "top_p": None, "top_k": 20, "min_p": None,
-        "think_end_token": "</a>",
+        "think_end_token": "</a>", "fewshot_as_multiturn": False, "add_bos_token": False, "truncate_prompts": True,
+        "system_instruction": "brief", "gen_kwargs": "until=Q:,top_p=1.0",
     }  # fmt: skip
 
 

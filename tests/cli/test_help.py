@@ -18,7 +18,7 @@ from specbatch.cli.app import app
 from specbatch.cli.options import EngineOptions
 from specbatch.cli.values import whole_numbers
 from specbatch.config import Speculation
-from specbatch.evals import lm
+from specbatch.evals.options import MAX_NEW_TOKENS
 from specbatch.models.eagle3 import default_aux
 from specbatch.sweeps.check import prompts as check_prompts
 from specbatch.sweeps.check.options import CheckOptions
@@ -199,7 +199,7 @@ STATED = {  # numbers that a help text calls the default, and what the code does
     ("sweep", "input_len"): (Workload.input_len,),
     ("sweep", "output_len"): (GPU.output_len, CPU.output_len),
     ("sweep", "prompts_per_concurrency"): (GPU.prompts_per_concurrency, CPU.prompts_per_concurrency),
-    ("eval", "max_new_tokens"): (lm.MAX_NEW_TOKENS,),
+    ("eval", "max_new_tokens"): (MAX_NEW_TOKENS,),
     ("check", "source"): (len(check_prompts.read(CheckOptions()) or ()),),
     ("check", "prompts"): (
         check_prompts.RANDOM_PROMPTS,

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+import torch
+import transformers as hf
+from checkpoints import tokenizer as bytes_and_merges
 
 from specbatch.config import EngineConfig
 from specbatch.core.output_text import OutputText
@@ -29,6 +35,7 @@ class FakeTokenizer:
     bos_id: int | None = 256
     eos_id: int | None = 258
     has_chat_template = True
+    chat_begin = "<s>"
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         tokens = [self.bos_id] if add_special_tokens else []
@@ -43,9 +50,10 @@ class FakeTokenizer:
             return "".join(name for token in ids for name, number in SPECIAL.items() if number == token)
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
-    def apply_chat_template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(self, messages: list[dict[str, str]], *, continue_final_message: bool = False) -> str:
         turns = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in messages]
-        return "<s>" + "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+        text = self.chat_begin + "".join(turns)
+        return text.removesuffix("<|im_end|>\n") if continue_final_message else text + "<|im_start|>assistant\n"
 
     def vocabulary(self) -> list[str]:
         return [f"byte{value}" for value in range(256)] + list(SPECIAL)
@@ -208,6 +216,46 @@ def report_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def report(evaluate: Callable[..., EvalReport], report_folder: Path) -> EvalReport:
     """The report of `evaluate()`; not to be changed."""
     return evaluate(output=report_folder)
+
+
+@pytest.fixture
+def hflm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """lm-eval's model for transformers. It imports accelerate but does not use it for a loaded model."""
+    named = ("Accelerator", "InitProcessGroupKwargs", "find_executable_batch_size")
+    stub, utils = types.ModuleType("accelerate"), types.ModuleType("accelerate.utils")
+    vars(stub).update(dict.fromkeys(named))
+    utils.get_max_memory = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "accelerate", stub)
+    monkeypatch.setitem(sys.modules, "accelerate.utils", utils)
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' and messages | length > 2 %}{{ raise_exception('no') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A folder with a random model, and transformers' model and tokenizer, which adds a bos token. The template does
+    not begin with it."""
+    folder, backend = tmp_path_factory.mktemp("tiny"), bytes_and_merges()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="<|im_end|>")
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(1)
+    config = hf.LlamaConfig(
+        vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=256, eos_token_id=257, initializer_range=0.4,
+    )  # fmt: skip
+    model = hf.LlamaForCausalLM(config).eval().float()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder, model, tokenizer
 
 
 @pytest.fixture

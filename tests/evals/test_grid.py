@@ -94,9 +94,9 @@ def test_prompts_that_do_not_fit_are_refused_before_engines_load(
     monkeypatch.setattr(
         "specbatch.evals.run.open_checkpoint", lambda *_, **__: SimpleNamespace(tokenizer=lambda: tokenizer)
     )
-    configs = CONFIGS | {"v2": replace(CONFIGS["v2"], max_model_len=600)}
+    configs = CONFIGS | {"v2": replace(CONFIGS["v2"], max_model_len=400)}
     task = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3)
-    with pytest.raises(SpecbatchError, match=r"max_model_len=600: question 7 of gsm8k, the longest, has \d+ prompt"):
+    with pytest.raises(SpecbatchError, match=r"max_model_len=400: question 7 of gsm8k, the longest, has \d+ prompt"):
         run_grid(configs, engines, GridOptions(task, (2, 1)), tmp_path, failed={})
     assert engines.loads == 0
 
@@ -118,7 +118,7 @@ def test_table_has_accuracy_beside_speed(
     for engine in engines.made.values():
         warm_up, measured = engine.calls[2:]
         assert ({params.max_new_tokens for params in warm_up["params"]}, warm_up["concurrency"]) == ({16}, 4)
-        assert ({params.max_new_tokens for params in measured["params"]}, len(measured["prompts"])) == ({512}, 8)
+        assert ({params.max_new_tokens for params in measured["params"]}, len(measured["prompts"])) == ({256}, 8)
         assert engine.forgotten == [1, 3]  # between warm-up and measurement
     main, details, model, settings, notes = found.table().split("\n\n")
     header, _, baseline, v1, _ = main.splitlines()[:5]
@@ -213,7 +213,11 @@ def test_failed_point_is_left_out_and_runs_again(evaluate_all: Run, engines: Eng
 
 def test_notes_explain_no_ratio_where_only_the_baseline_is_left(evaluate_all: Run, engines: Engines) -> None:
     engines.broken = ("v1", "v2")
-    assert "± standard error. TTFT and TPOT" in evaluate_all((2,)).table()
+    found = evaluate_all((2,))
+    assert "± standard error. TTFT and TPOT" in found.table()
+    place, reports = next(iter(found.reports.items()))
+    found.reports[place] = [replace(one, notes=["as in lm-eval", "greedy"]) for one in [*reports, *reports]]
+    assert found.table().count(" Note: as in lm-eval. Note: greedy.") == 1
 
 
 def test_what_all_points_refuse_is_refused_once(evaluate_all: Run, engines: Engines) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
-import types
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -55,6 +53,10 @@ doc_to_target: {target}
 metric_list: [{metrics}]
 metadata: {{version: 2.5}}
 """
+NOTED_BOS = (
+    "the tokenizer begins chat prompts with '<s>', which the template does not, as in lm-eval; add_bos_token=False "
+    "(--no-add-bos-token) leaves it out"
+)
 METRIC = "{{metric: {}, aggregation: {}, higher_is_better: {}}}"
 # `text` ends in a space, which belongs to the choice; one question and one text are longer than the model.
 ROWS = """
@@ -125,20 +127,6 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     theirs.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder, theirs, tokenizer
-
-
-@pytest.fixture
-def hflm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """lm-eval's model for transformers. It imports accelerate but does not use it for a loaded model."""
-    named = ("Accelerator", "InitProcessGroupKwargs", "find_executable_batch_size")
-    stub, utils = types.ModuleType("accelerate"), types.ModuleType("accelerate.utils")
-    vars(stub).update(dict.fromkeys(named))
-    utils.get_max_memory = None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "accelerate", stub)
-    monkeypatch.setitem(sys.modules, "accelerate.utils", utils)
-    from lm_eval.models.huggingface import HFLM
-
-    return HFLM
 
 
 def engine_of(folder: Path, **settings: Any) -> Engine:
@@ -215,7 +203,7 @@ def test_texts_that_cannot_be_scored_are_refused(
     engine = make_engine(str, max_model_len=40)
     engine.tokenizer.bos_id = None
     encode = engine.tokenizer.encode
-    engine.tokenizer.encode = lambda text, add_special_tokens: encode(text, add_special_tokens=False)
+    engine.tokenizer.encode = lambda text, add_special_tokens=True: encode(text, add_special_tokens=False)
     request = Instance("loglikelihood", {}, (context, continuation), 0, metadata=("toy", 4, 1))
     with pytest.raises(SpecbatchError) as refused:
         SpecBatchLM(engine, "toy").loglikelihood([request])
@@ -231,8 +219,12 @@ def test_special_tokens_are_added_once(make_engine: Any) -> None:
     requests = [Instance("loglikelihood", {}, (text, "c"), 0, metadata=("toy", 0, 1)) for text in ("ab", "<s>ab")]
     SpecBatchLM(engine, "toy").loglikelihood(requests)
     assert engine.pairs == [([256, 97, 98], [99])] * 2
-    SpecBatchLM(engine, "toy", chat_template=True).loglikelihood(requests[:1])
-    assert engine.pairs == [([97, 98], [99])]
+    chat = SpecBatchLM(engine, "toy", chat_template=True)
+    chat.loglikelihood(requests)
+    assert engine.pairs == [([256, 97, 98], [99])] * 2
+    assert chat.notes == [NOTED_BOS]
+    SpecBatchLM(engine, "toy", add_bos_token=False).loglikelihood(requests)
+    assert engine.pairs == [([97, 98], [99]), ([256, 97, 98], [99])]
 
 
 def prefers(number: int) -> Callable[[str], str]:

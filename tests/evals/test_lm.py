@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,12 @@ import tokenizers
 from lm_eval.api.instance import Instance
 from lm_eval.models.utils import postprocess_generated_text
 
+from specbatch import Engine, EngineConfig
+from specbatch.chat_template import TemplateRefusal
 from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError
-from specbatch.evals.lm import MAX_NEW_TOKENS, SpecBatchLM
+from specbatch.evals.lm import SpecBatchLM
+from specbatch.evals.options import MAX_NEW_TOKENS
 from specbatch.tokenizer import ByteTokenizer, Tokenizer
 
 
@@ -49,7 +53,6 @@ def test_all_requests_go_to_the_engine_at_once_and_return_in_order(make_engine: 
         ({"do_sample": False, "temperature": 0.0}, 0.0, 1.0),
         ({"do_sample": False, "temperature": 0.7}, 0.0, 1.0),
         ({"temperature": 0.7}, 0.7, 1.0),
-        ({"do_sample": True}, 1.0, 1.0),
         ({"do_sample": True, "temperature": 0.2, "top_p": 0.9}, 0.2, 0.9),
     ],
 )
@@ -62,7 +65,7 @@ def test_sampling_parameters_are_the_tasks(
 
 @pytest.mark.parametrize(
     ("chosen", "temperature", "top_p"),
-    [({"temperature": 0.6}, 0.6, 0.9), ({"temperature": 0.0}, 0.0, 0.9), ({"top_p": 1.0}, 0.2, 1.0), ({}, 0.2, 0.9)],
+    [({"temperature": 0.6}, 0.6, 0.9), ({"temperature": 0.0}, 0.0, 1.0), ({"top_p": 1.0}, 0.2, 1.0), ({}, 0.2, 0.9)],
 )
 def test_sampling_parameters_replace_the_tasks(
     make_engine: Any, chosen: dict[str, float], temperature: float, top_p: float
@@ -73,7 +76,7 @@ def test_sampling_parameters_replace_the_tasks(
 
 
 def test_answer_limit_of_user_task_and_default(make_engine: Any) -> None:
-    assert params_of(make_engine, {}).max_new_tokens == MAX_NEW_TOKENS == 512
+    assert params_of(make_engine, {}).max_new_tokens == MAX_NEW_TOKENS == 256
     assert params_of(make_engine, {"max_gen_toks": 32}).max_new_tokens == 32
     assert params_of(make_engine, {"max_gen_toks": 32}, max_new_tokens=7).max_new_tokens == 7
 
@@ -82,12 +85,7 @@ def test_stop_strings_that_are_tokens_are_stop_tokens_too(make_engine: Any) -> N
     params = params_of(make_engine, {"until": ["Question:", "</s>", "<|im_end|>"]})
     assert params.stop == ("Question:", "</s>", "<|im_end|>")
     assert params.stop_token_ids == (258,)
-    assert params_of(make_engine, {"until": "END"}).stop == ("END", "<|im_end|>")  # and the end token
-
-
-def test_unknown_generation_arguments_are_refused(make_engine: Any) -> None:
-    with pytest.raises(SpecbatchError, match="task='toy': sets num_beams"):
-        params_of(make_engine, {"num_beams": 4})
+    assert params_of(make_engine, {"until": "END"}).stop == ("END", "<|im_end|>")  # as in lm-eval, the eos token, too
 
 
 def test_special_tokens_are_added_once(make_engine: Any) -> None:
@@ -98,6 +96,58 @@ def test_special_tokens_are_added_once(make_engine: Any) -> None:
     plain, chat = (call["prompts"][0] for call in engine.calls)
     assert plain == [256, 97, 98]
     assert chat == [256, 257, *b"user\nab", 258, 10, 257, *b"assistant\n"]
+
+
+def test_bos_token_of_rendered_chats(make_engine: Any) -> None:
+    """Where the template does not begin with it, the tokenizer adds it, as for lm-eval's model for transformers."""
+
+    def prompt(**options: Any) -> tuple[list[int], list[str]]:
+        engine = make_engine(lambda prompt: "x")
+        engine.tokenizer.chat_begin = ""
+        model = SpecBatchLM(engine, "toy", chat_template=True, **options)
+        model.generate_until([ask(model.apply_chat_template([{"role": "user", "content": "ab"}]))] * 2)
+        return engine.calls[0]["prompts"][1], model.notes
+
+    rendered = [257, *b"user\nab", 258, 10, 257, *b"assistant\n"]
+    noted = (
+        "the tokenizer begins chat prompts with '<s>', which the template does not, as in lm-eval; "
+        "add_bos_token=False (--no-add-bos-token) leaves it out"
+    )
+    assert prompt() == ([256, *rendered], [noted])
+    assert prompt(add_bos_token=True) == ([256, *rendered], [])
+    assert prompt(add_bos_token=False) == (rendered, [])
+
+
+def test_system_messages_that_the_template_refuses_are_left_out(make_engine: Any) -> None:
+    engine = make_engine(lambda prompt: "x")
+    render, roles = engine.tokenizer.apply_chat_template, []
+
+    def refusing(messages: Any, **how: Any) -> str:
+        roles.append([message["role"] for message in messages])
+        if "tool" in roles[-1]:
+            raise SpecbatchError("a limit")
+        if {"system", "other"} & {*roles[-1]}:
+            raise TemplateRefusal("no system")
+        text: str = render(messages, **how)
+        return text
+
+    engine.tokenizer.apply_chat_template = refusing
+    model = SpecBatchLM(engine, "toy", chat_template=True)
+    system, user = ({"role": role, "content": role} for role in ("system", "user"))
+    assert model.apply_chat_template([user]) == render([user])
+    assert model.notes == []
+    assert model.apply_chat_template([system, user]) == model.apply_chat_template([user])
+    assert model.apply_chat_template([system, user, user, system]) == render([user, user])
+    assert model.notes == ["the chat template refuses system messages: they were left out of 2 prompts, as in lm-eval"]
+    for refused, times in (([system], 1), ([user | {"role": "other"}], 1), ([system, {"role": "other"}], 2)):
+        roles.clear()
+        with pytest.raises(TemplateRefusal):
+            model.apply_chat_template(refused)
+        assert len(roles) == times
+    roles.clear()
+    with pytest.raises(SpecbatchError, match="a limit"):
+        model.apply_chat_template([system, {"role": "tool"}])
+    assert len(roles) == 1
 
 
 def test_answer_that_the_task_begins_is_continued(make_engine: Any) -> None:
@@ -115,9 +165,32 @@ def test_prompts_that_do_not_fit_are_refused_first(make_engine: Any) -> None:
         SpecBatchLM(engine, "toy", max_new_tokens=10).generate_until([fits, longest, long])
     assert str(refused.value) == (
         "max_model_len=40: question 7 of toy, the longest, has 34 prompt tokens and up to 10 answer tokens; use at "
-        "least 44, fewer examples (num_fewshot) or a smaller max_new_tokens"
+        "least 44, fewer examples (num_fewshot) or a smaller max_new_tokens; truncate_prompts drops the beginning, as "
+        "lm-eval does"
     )
     assert len(engine.calls) == 1
+
+
+def test_prompts_that_do_not_fit_lose_their_beginning_with_truncate_prompts(make_engine: Any) -> None:
+    engine = make_engine(lambda prompt: "x", max_model_len=40)
+    model = SpecBatchLM(engine, "toy", max_new_tokens=10, truncate_prompts=True)
+    model.generate_until([ask("a" * 29), ask("a" * 30), ask("b" + "a" * 31)])
+    assert engine.calls[0]["prompts"] == [[256, *[97] * 29], [97] * 30, [97] * 30]
+    assert model.notes == ["2 prompts lost the beginning (truncate_prompts), because of max_model_len=40"]
+    with pytest.raises(SpecbatchError, match=r"use at least 42, fewer examples .* or a smaller max_new_tokens$"):
+        SpecBatchLM(engine, "toy", max_new_tokens=40, truncate_prompts=True).generate_until([ask("a")])
+
+
+def test_arguments_without_an_effect_are_noted(make_engine: Any) -> None:
+    model = SpecBatchLM(make_engine(lambda prompt: "x"), "toy")
+    model.generate_until([ask("a", do_sample=False, temperature=0.7, top_p=0.9)] * 2 + [ask("b", temperature=0.5)])
+    assert model.sampling is None
+    assert model.notes == [
+        "temperature=0.7 has no effect, because of do_sample=False; add do_sample=True",
+        "top_p=0.9 has no effect, because answers are greedy",
+        "some answers were made with other arguments: temperature 0.5",
+        "lm-eval would apply transformers' default of top_k=50 (--top-k 50), and this run does not",
+    ]
 
 
 def test_answers_reach_lm_evals_cache(make_engine: Any) -> None:
@@ -203,7 +276,46 @@ def test_enable_thinking(make_engine: Any, thinking: bool | None, switch: dict[s
     model = SpecBatchLM(engine, "toy", chat_template=True, thinking=thinking)
     model.apply_chat_template([{"role": "user", "content": "a"}])
     model.apply_chat_template([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], False)
-    assert passed == [switch, switch]
+    assert passed == [{"continue_final_message": last, **switch} for last in (False, True)]
+
+
+ARGUMENTS: list[dict[str, Any]] = [
+    {"max_gen_toks": 12},
+    {"max_new_tokens": 9, "do_sample": False, "temperature": 0.7},
+    {"max_tokens": 14, "repetition_penalty": 1.8},
+    {"max_completion_tokens": 16, "min_new_tokens": 15, "num_beams": 1},
+    {"max_gen_toks": 12, "do_sample": False, "temperature": 0.0, "top_p": 0.5},
+    {"max_gen_toks": 6, "max_new_tokens": 3},
+]
+
+
+def test_prompts_and_answers_are_those_of_lm_evals_own_model(tiny: tuple[Path, Any, Any], hflm: Any) -> None:
+    """Rendered chats with a bos token, the beginning of an answer, refused system messages, prompts that are too long,
+    and every generation argument."""
+    folder, model, tokenizer = tiny
+    theirs = hflm(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=1)
+    user, begun = {"role": "user", "content": " 12 th "}, {"role": "assistant", "content": "abc th "}
+    chats = [([user], True), ([user, begun], False), ([{"role": "system", "content": "s"}, user, user], True)]
+    with Engine(EngineConfig(model=str(folder), device="cpu", dtype="float32", max_running=3)) as engine:
+        ours = SpecBatchLM(engine, "toy", chat_template=True, truncate_prompts=True)
+        texts = [ours.apply_chat_template(*chat) for chat in chats]
+        assert texts == [theirs.apply_chat_template(*chat) for chat in chats]
+        free = theirs.generate_until([ask(texts[0], until=[], max_gen_toks=12)], disable_tqdm=True)[0]
+        assert free[1].isascii()
+        wanted = [{"until": until, **one} for one in ARGUMENTS for until in ([], [free[1], "<|im_end|>"])]
+        asked = [ask(text, **one) for text in [*texts, "th 12" * 30] for one in wanted]
+        assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
+    assert ours.notes == [
+        "the tokenizer begins chat prompts with '<s>', which the template does not, as in lm-eval; add_bos_token=False "
+        "(--no-add-bos-token) leaves it out",
+        "temperature=0.7 has no effect, because of do_sample=False; add do_sample=True",
+        "some answers were made with other arguments: greedy, repetition-penalty 1.8",
+        "some answers were made with other arguments: greedy, min-tokens 15",
+        "top_p=0.5 has no effect, because answers are greedy",
+        "max_gen_toks=6 counts and max_new_tokens=3 does not, as in lm-eval",
+        "the chat template refuses system messages: they were left out of 1 prompt, as in lm-eval",
+        f"{len(wanted)} prompts lost the beginning (truncate_prompts), because of max_model_len=64",
+    ]
 
 
 def test_end_of_text_token() -> None:

@@ -28,7 +28,7 @@ def test_table(evaluate: Any) -> None:
     ]  # fmt: skip
     assert "float32 on cpu. Speculation: no speculation, schedule v2." in lines[-3]
     assert "from bundled gsm8k train (7,473 questions" in lines[-2]
-    for part in (report.prompts_sha256[:16], "up to 512 tokens", report.lm_eval_version, "seed 1234", "plain text"):
+    for part in (report.prompts_sha256[:16], "up to 256 tokens", report.lm_eval_version, "seed 1234", "plain text"):
         assert part in lines[-1]
 
 

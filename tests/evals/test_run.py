@@ -6,12 +6,14 @@ import json
 import logging
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 
 from specbatch.atomic_file import UnwritableError
+from specbatch.config import EngineConfig
 from specbatch.errors import SpecbatchError
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, prepare
@@ -33,7 +35,7 @@ def test_scores_computed_by_hand(report: Any) -> None:
     assert flexible.unparsed == 0.25
     assert report.truncated == 0.25
     assert report.finish_reasons == {"stop": 6, "length": 2}
-    assert report.max_new_tokens == 512
+    assert report.max_new_tokens == 256
     assert report.record.metrics["accept_length"] == 2.5
     assert report.record.metrics["accept_rate"] == 3 / 8
 
@@ -196,10 +198,96 @@ def test_options_replace_the_tasks_sampling(
     assert len({one.seed for one in params}) == 2
     sampling = {"temperature": 0.6, "top_p": 1.0, "top_k": 20, "min_p": 0.0}
     assert found.record.workload["sampling"] == found.as_dict()["sampling"] == sampling
-    assert "Answers: up to 512 tokens, temperature 0.6, top-k 20, seed 0." in found.table()
+    assert "Answers: up to 256 tokens, temperature 0.6, top-k 20, seed 0." in found.table()
     assert EvalReport.load(tmp_path / "sampled") == found
     assert report.sampling is None
-    assert "Answers: up to 512 tokens, greedy." in report.table()
+    assert "Answers: up to 256 tokens, greedy." in report.table()
+
+
+def test_generation_arguments_update_those_of_the_task(make_engine: Any, evaluate: Any, tmp_path: Path) -> None:
+    engine, folder = make_engine(lambda prompt: " 100.\nEnd"), tmp_path / "out"
+    text = "until=['End'],max_gen_toks=9,repetition_penalty=1.2,temperature=0.5"
+    found = evaluate(engine=engine, gen_kwargs=text, limit=2, output=folder)
+    (params, _) = engine.calls[0]["params"]
+    assert (params.stop, params.max_new_tokens, params.temperature) == (("End", "<|im_end|>"), 9, 0.0)
+    assert params.repetition_penalty == 1.2
+    assert found.record.workload["sampling"] == {"temperature": 0.0, "repetition_penalty": 1.2}
+    assert found.notes == ["temperature=0.5 has no effect, because of do_sample=False; add do_sample=True"]
+    assert f"Answers: up to 9 tokens, greedy, repetition-penalty 1.2. gen_kwargs: {text}." in found.table()
+    assert "Note: temperature=0.5 has no effect" in found.table()
+    assert EvalReport.load(folder) == found
+    evaluate(engine=engine, gen_kwargs='{"do_sample": true, "temperature": 0.5}', temperature=0.7, limit=1)
+    assert engine.calls[1]["params"][0].temperature == 0.7
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"gen_kwargs": "num_beams=4"}, r"gen_kwargs='num_beams=4': sets num_beams=4, which the engine does not"),
+        ({"gen_kwargs": "do_sample=True"}, r"task='gsm8k': sets do_sample=True without a temperature"),
+        ({"gen_kwargs": "oops"}, r"gen_kwargs='oops': expected `key=value`"),
+        ({"fewshot_as_multiturn": True}, r"fewshot_as_multiturn=True: turns need a chat template; add chat_template"),
+        ({"task": "one_digit_choices", "gen_kwargs": "top_k=1"}, r"gen_kwargs='top_k=1': task .* scores given texts"),
+        ({"task": "one_digit_choices", "truncate_prompts": True}, r"truncate_prompts=True: task .* scores given texts"),
+    ],
+)
+def test_options_for_prompts_and_answers_that_are_refused(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(SpecbatchError, match=f"^{complaint}"):
+        prepare(EvalOptions(**({"task": "gsm8k"} | options)))
+
+
+def test_examples_as_turns_or_as_text_and_a_system_instruction(make_engine: Any, evaluate: Any) -> None:
+    def prompt(**options: Any) -> tuple[str, Any]:
+        engine = make_engine(lambda prompt: " 1")
+        engine.tokenizer.apply_chat_template = lambda messages, **_: json.dumps(messages)
+        found = evaluate(engine=engine, num_fewshot=2, limit=1, **options)
+        return engine.tokenizer.decode(engine.calls[0]["prompts"][0]), found
+
+    text, plain = prompt(system_instruction="Be brief.")
+    assert text.startswith("Be brief.Question: ")
+    assert "Prompts: plain text, system instruction 'Be brief.', sha256" in plain.table()
+    text, turns = prompt(chat_template=True, system_instruction="Be brief.")
+    assert [turn["role"] for turn in json.loads(text)] == ["system", *["user", "assistant"] * 2, "user"]
+    assert json.loads(text)[0]["content"] == "Be brief."
+    assert turns.as_dict()["fewshot_as_multiturn"]
+    text, one = prompt(chat_template=True, fewshot_as_multiturn=False)
+    ((role, content),) = (tuple(turn.values()) for turn in json.loads(text))
+    assert (role, content.count("Question:")) == ("user", 3)
+    assert "Prompts: chat template, examples in one turn, sha256" in one.table()
+
+
+def test_an_interrupted_run_continues_with_the_same_options_only(
+    make_engine: Any, evaluate: Any, tmp_path: Path
+) -> None:
+    engine = make_engine(lambda prompt: " 1")
+    engine.stop_after = 1
+    options = {"output": tmp_path / "out", "num_fewshot": 0, "limit": 3}
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(engine=engine, **options)
+    settings = lines(tmp_path / "out" / "answers.partial.jsonl")[0]
+    assert settings["default_max_new_tokens"] == 256
+    assert not settings.keys() & {"gen_kwargs", "add_bos_token", "truncate_prompts"}, "defaults are left out"
+    engine.stop_after = None
+    for name, value in (
+        ("gen_kwargs", "top_k=0"),
+        ("add_bos_token", False),
+        ("truncate_prompts", True),
+        ("system_instruction", "x"),
+    ):
+        with pytest.raises(SpecbatchError, match=name):
+            evaluate(engine=engine, **options, **{name: value})
+    assert len(evaluate(engine=engine, **options).questions) == 3
+
+
+def test_prompts_that_are_too_long_are_found_before_the_model_is_loaded(
+    make_engine: Any, scored_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = SimpleNamespace(tokenizer=lambda: make_engine(str).tokenizer)
+    monkeypatch.setattr("specbatch.evals.run.open_checkpoint", lambda *_, **__: found)
+    config = EngineConfig(max_model_len=300)
+    with pytest.raises(SpecbatchError, match=r"^max_model_len=300: .* truncate_prompts drops the beginning"):
+        prepare(EvalOptions("gsm8k", data=scored_file)).check_lengths(config)
+    prepare(EvalOptions("gsm8k", data=scored_file, truncate_prompts=True)).check_lengths(config)
 
 
 def test_sampling_without_an_effect_is_refused() -> None:

@@ -158,8 +158,11 @@ def test_scored_text_of_any_tokens(name: str, data: st.DataObject) -> None:
         assert found[0][0] == text
 
 
-def test_stop_string_that_lm_eval_misses() -> None:
-    """After other characters of byte tokens; the scored text is the same."""
-    tokens = [token("byte fallback", byte) for byte in "あい。う".encode()]
-    assert of_lm_eval("byte fallback", tokens, ["。"]) == ("あい", 12)
-    assert scored("byte fallback", tokens, ["。"]) == ("あい", 9)
+@pytest.mark.parametrize(("answer", "until", "shown"), [("あい。う", "。", "あい"), ("😀\nabc", "\n", "😀")])
+def test_stop_string_that_lm_eval_misses_or_sees_late(answer: str, until: str, shown: str) -> None:
+    """After another character of byte tokens; the scored text is the same."""
+    tokens = [token("byte fallback", byte) for byte in answer.encode()]
+    ends = len((shown + until).encode())
+    text, count = of_lm_eval("byte fallback", tokens, [until])
+    assert (text, count > ends) == (shown, True)
+    assert scored("byte fallback", tokens, [until]) == (shown, ends)
