@@ -38,7 +38,7 @@ def _byte_level(more: Sequence[str] = ()) -> Tokenizer:
         vocab_size=900, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
     )
     found.train_from_iterator((row["question"] for row in bundled_questions("gsm8k").rows), trainer)
-    found.add_special_tokens(list(more))
+    found.add_tokens(list(more))
     return found
 
 
