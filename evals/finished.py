@@ -27,7 +27,10 @@ PARTIAL = "answers.partial.jsonl"
 Row = dict[str, Any]
 _ASKED = ("limit", "chat_template", "thinking", "think_end_token", "max_new_tokens")
 # Earlier versions wrote no such setting, so its default is left out.
-_SINCE = ("system_instruction", "gen_kwargs", "fewshot_as_multiturn", "add_bos_token", "truncate_prompts")
+_SINCE = (
+    *("offset", "samples"),
+    *("system_instruction", "gen_kwargs", "fewshot_as_multiturn", "add_bos_token", "truncate_prompts"),
+)
 
 
 class Answer(NamedTuple):
@@ -97,7 +100,9 @@ def hash_of(request: Any) -> str:
     return hashlib.sha256(json.dumps(request, default=str).encode()).hexdigest()
 
 
-def finished_rows(options: EvalOptions, num_fewshot: int, config: EngineConfig, *, generates: bool) -> PartialRows:
+def finished_rows(
+    options: EvalOptions, num_fewshot: int | dict[str, int], config: EngineConfig, *, generates: bool
+) -> PartialRows:
     """The file of finished results in the output folder of `options`, with the rows of an interrupted run.
 
     Refused: results that were made with other settings.
@@ -117,7 +122,7 @@ def finished_rows(options: EvalOptions, num_fewshot: int, config: EngineConfig, 
     }
 
     def is_row(row: Row) -> bool:
-        found = Answer.from_row(row, []) if generates else Scored.from_row(row)
+        found = Scored.from_row(row) if "logprob" in row else Answer.from_row(row, [])
         return isinstance(row["index"], int) and isinstance(found.request, str)
 
     kept = PartialRows(options.output / PARTIAL, header, is_row, start_over="pass --overwrite")
@@ -126,7 +131,7 @@ def finished_rows(options: EvalOptions, num_fewshot: int, config: EngineConfig, 
     return kept
 
 
-def with_earlier(record: RunRecord, earlier: int, results: Sequence[Answer] | Sequence[Scored]) -> None:
+def with_earlier(record: RunRecord, earlier: int, results: Sequence[Answer | Scored]) -> None:
     """Extend the record of a continued run, which covers the last run only, by the results of the earlier ones.
 
     As for `generate` (`records.store.load_output`), metrics that follow from the results cover all of them, and
@@ -136,11 +141,12 @@ def with_earlier(record: RunRecord, earlier: int, results: Sequence[Answer] | Se
     completions = [one.completion for one in results if isinstance(one, Answer)]
     scored = [one for one in results if isinstance(one, Scored)]
     if scored:
-        record.requests = [one.numbers() for one in scored]
         tokens = sum(one.scored_tokens for one in scored)
         total = tokens + sum(one.prompt_tokens for one in scored)
-        record.metrics = {"requests": len(scored), "input_tokens": total, "scored_tokens": tokens}
-        record.counters["scoring"] = record.metrics
+        record.counters["scoring"] = {"requests": len(scored), "input_tokens": total, "scored_tokens": tokens}
+    if not completions:
+        record.requests = [one.numbers() for one in scored]
+        record.metrics = record.counters["scoring"]
         return
     record.requests = [one.as_row() for one in completions]
     numbers = summarize(completions, 0.0)

@@ -66,15 +66,20 @@ class GridOptions:
             at_least("concurrency", number, 1)
         each_once("concurrency", self.concurrency)
         at_least("repeats", self.repeats, 1)
-        if self.prompts_per_concurrency is not None:
-            at_least("prompts_per_concurrency", self.prompts_per_concurrency, 1)
+        if (most := self.prompts_per_concurrency) is not None:
+            at_least("prompts_per_concurrency", most, 1)
+            if self.task.limit is not None and self.task.limit < 1:
+                raise refuse("limit", self.task.limit, "with prompts_per_concurrency use a whole number")
+        for name in ("predict_only", "write_out"):
+            if getattr(self.task, name):
+                raise refuse(name, True, "goes with one configuration; leave it out")
 
-    def limit(self, concurrency: int) -> int | None:
-        """The most questions of each task that a point answers; None: all."""
+    def at(self, concurrency: int) -> EvalOptions:
+        """The options of a point."""
+        options = replace(self.task, concurrency=concurrency, output=None)
         if self.prompts_per_concurrency is None:
-            return self.task.limit
-        most = max(self.prompts_per_concurrency * concurrency, LEAST_PROMPTS)
-        return most if self.task.limit is None else min(most, self.task.limit)
+            return options
+        return options.at_most(max(self.prompts_per_concurrency * concurrency, LEAST_PROMPTS))
 
 
 def run_grid(
@@ -96,8 +101,8 @@ def run_grid(
     Refused: a folder with other settings, tasks that generate nothing, and what is refused at all points.
     """
     ready = prepare(replace(options.task, output=None))
-    if not ready.task.generates:
-        works = f"task {options.task.task} ({ready.task.kind}) scores given texts and decodes nothing"
+    if ready.task.scores_texts:
+        works = f"task {options.task.task} ({ready.task.kind}) scores given texts, which decodes nothing"
         raise refuse("configs", ", ".join(configs), f"{works}; leave it out, or use a task that generates")
     if ready.task.is_group and not any(one.has_aggregation for one in [*ready.task.groups.values()][:1]):
         raise refuse("task", options.task.task, "is a tag or group without a score of its own; name one of its tasks")
@@ -191,7 +196,11 @@ def _run(
     _check_lengths(left, configs, ready, options)
     warm, refused = set[tuple[int, str, int]](), list[Exception]()
     loads = {
-        point: PointWork(ready.task.questions(options.limit(point.concurrency)), point.concurrency, point.configuration)
+        point: PointWork(
+            sum(map(len, ready.task.chosen(options.at(point.concurrency)).values())),
+            point.concurrency,
+            point.configuration,
+        )
         for point in left
     }
     waves = Waves(progress, loads.values(), marginal=marginal_of(configs))
@@ -202,8 +211,7 @@ def _run(
             if name not in engines or place in failed:
                 waves.finish(*loads[point])
                 continue
-            asked = replace(ready.options, concurrency=point.concurrency, limit=options.limit(point.concurrency))
-            ours = replace(ready, options=asked)
+            ours = replace(ready, options=options.at(point.concurrency))
             try:
                 if (point.concurrency, name, loaded.count) not in warm:
                     _warm_up(ours, engines[name])
@@ -232,7 +240,7 @@ def _check_lengths(
 ) -> None:
     """Refuse a `max_model_len` into which a question does not fit, before all engines are loaded."""
     largest = max(left, key=lambda point: point.concurrency)  # its questions include those of the other points
-    ready = replace(ready, options=replace(ready.options, limit=options.limit(largest.concurrency)))
+    ready = replace(ready, options=options.at(largest.concurrency))
     for config in {configs[point.configuration].max_model_len: configs[point.configuration] for point in left}.values():
         ready.check_lengths(config)
 
@@ -298,5 +306,5 @@ def _warm_up(ready: PreparedEval, engine: InferenceEngine) -> None:
     options = ready.options
     count = WARM_UP if engine.caps.get("device") == "cpu" else max(WARM_UP, (options.concurrency or 0) + 1)
     tokens = min(options.max_new_tokens or WARM_UP_TOKENS, WARM_UP_TOKENS)
-    few = replace(options, limit=min(options.limit or count, count), max_new_tokens=tokens)
+    few = replace(options.at_most(count), max_new_tokens=tokens)
     replace(ready, options=few).run(engine)

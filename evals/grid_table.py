@@ -141,7 +141,7 @@ class Grid:
             f"* {name}: {one.speculation}; {Graphs(**one.config['graphs'])}{others[name]}\n"
             for name, one in records.items()
         )
-        examples = f"{first.num_fewshot} from {first.fewshot_source}" if first.num_fewshot else "none"
+        examples = first.examples
         warning = f" Warning: {first.warning}." if first.warning else ""
         noted = dict.fromkeys(note for reports in self.reports.values() for one in reports for note in one.notes)
         warning += "".join(f" Note: {note}." for note in noted)

@@ -144,7 +144,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         """The texts of the answers in the order of `requests`, without reasoning, each ending before its first stop
         string. As in lm-eval 0.4.13 (`postprocess_generated_text`) the reasoning is removed first, so that a stop
         string in it has no effect."""
-        first = len(self.answers)  # of an earlier call
+        first = len(self.answers) + len(self.scored)  # of earlier calls
         asked = [self._generation(item.args[1]) for item in requests]
         params = [
             self._params(item.args[0], generation, first + place)
@@ -246,7 +246,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
 
     def _score(self, texts: list[tuple[Instance, int, list[int], list[int]]]) -> list[Likelihood]:
         """Scores of (request, part, context, continuation)."""
-        first = len(self.scored)  # of an earlier call
+        first = len(self.answers) + len(self.scored)  # of earlier calls
         hashes = [hash_of([context, continuation]) for *_, context, continuation in texts]
         rows = [self._row(first + place, digest) for place, digest in enumerate(hashes)]
         done = {place: Scored.from_row(row) for place, row in enumerate(rows) if row is not None}

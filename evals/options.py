@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from specbatch.core.sampling_params import SAMPLED, SamplingParams
-from specbatch.errors import refuse
-from specbatch.settings import check_fields, setting, whole
+from specbatch.errors import each_once, refuse
+from specbatch.settings import Rule, check_fields, is_number, is_whole, setting, whole
 
 MAX_NEW_TOKENS = 256  # if neither the user nor the task sets a limit, as in lm-eval
+RESAMPLES = 1000  # lm-eval's default is 100,000, which takes minutes; the error of a mean has a closed form
 _PARAMS = {item.name: item.metadata for item in fields(SamplingParams)}
 
 
@@ -19,13 +22,20 @@ def _of_task(name: str) -> Any:
     return setting(None, f"{_PARAMS[name]['help']} Default: the task's.", _PARAMS[name]["rule"])
 
 
+def _is_limit(value: Any) -> bool:
+    return is_number(value) and (0 < value < 1 or (value >= 1 and value == int(value) and whole(1).fits(int(value))))
+
+
 @dataclass(frozen=True)
 class EvalOptions:
-    """Which task to evaluate, and how.
+    """Which tasks to evaluate, and how.
 
     Details beyond the help texts of the fields:
 
-    task          gsm8k, gsm8k_platinum, one_digit_sums, another lm-eval task or group, or reasoning_gym:NAME
+    task          gsm8k, gsm8k_platinum, one_digit_sums, another lm-eval task or group, reasoning_gym:NAME, or the path
+                  of a task's YAML file; several are separated by commas (`specbatch.evals.several`)
+    samples       by task: the numbers of the questions to ask, from 0, in any order; of other tasks all are asked
+    include_path  folders with tasks of the user, which replace lm-eval's tasks of the same name
     data          only GSM8K tasks take other questions
     fewshot_data  None: the rows that lm-eval's task names; where `data` has some of these, its other rows
     thinking      reasoning is never scored
@@ -38,7 +48,14 @@ class EvalOptions:
     """
 
     task: str
-    limit: int | None = setting(None, "Use only the first N questions; of a group, of each of its tasks.", whole(1))
+    limit: float | None = setting(
+        None,
+        "Use only N questions of each task: the first ones, or those from --offset on. Below 1: this share of them.",
+        Rule(_is_limit, "use a whole number of at least 1, or a share between 0 and 1"),
+    )
+    offset: int = setting(
+        0, "Skip the first N questions of each task; the prompts of the others stay as they are.", whole(0)
+    )
     num_fewshot: int | None = setting(
         None, "Few-shot examples before each question. Default: the task's number.", whole(0)
     )
@@ -78,12 +95,30 @@ class EvalOptions:
     top_k: int | None = _of_task("top_k")
     min_p: float | None = _of_task("min_p")
     concurrency: int | None = setting(None, "", whole(1))
+    bootstrap_iters: int = setting(
+        RESAMPLES,
+        "Resamples for the standard error of a metric that is no mean, such as perplexity. 0: no standard errors.",
+        whole(0),
+    )
+    predict_only: bool = setting(False, "Save the answers without scoring them.")
+    write_out: bool = setting(False, "Print the prompt and the target of the first question of each task.")
+    confirm_run_unsafe_code: bool = setting(
+        False,
+        "Run Python of --include-path and of tasks that execute the model's answers (humaneval), without a sandbox.",
+    )
+    include_path: tuple[Path, ...] = ()
+    samples: Mapping[str, Sequence[int]] | None = None
     seed: int = 1234
     output: Path | None = None
     overwrite: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.limit is not None and self.limit >= 1:
+            object.__setattr__(self, "limit", int(self.limit))
+        each_once("task", self.names)
+        if self.samples is not None:
+            self._check_samples(self.samples)
         if self.think_end_token == "":
             raise refuse("think_end_token", "", "name the text that ends reasoning, such as </think>, or leave it out")
         if self.thinking is not None and not self.chat_template:
@@ -102,6 +137,36 @@ class EvalOptions:
         """Arguments of `SpecBatchLM`."""
         own = ("max_new_tokens", "chat_template", "thinking", "think_end_token", "add_bos_token", "truncate_prompts")
         return {name: getattr(self, name) for name in own} | {"sampling": self.sampling}
+
+    @property
+    def names(self) -> list[str]:
+        """The names in `task`."""
+        return [name for part in self.task.split(",") if (name := part.strip())]
+
+    def questions(self, task: str, size: int) -> Sequence[int]:
+        """The numbers of the questions to ask of a task that has `size` of them, in ascending order."""
+        if self.samples is not None and task in self.samples:
+            return sorted(self.samples[task])
+        count = size if self.limit is None else math.ceil(size * self.limit) if self.limit < 1 else int(self.limit)
+        return range(self.offset, min(self.offset + count, size))
+
+    def at_most(self, count: int) -> EvalOptions:
+        """The same options with the first `count` questions of each task, of those that `samples` names if it is
+        given."""
+        if self.samples is not None:
+            return replace(self, samples={task: sorted(numbers)[:count] for task, numbers in self.samples.items()})
+        whole = self.limit is not None and self.limit >= 1
+        return replace(self, limit=min(count, self.limit) if whole and self.limit is not None else count)
+
+    def _check_samples(self, samples: Mapping[str, Sequence[int]]) -> None:
+        for name in ("limit", "offset"):
+            if getattr(self, name):
+                raise refuse(name, getattr(self, name), "samples name the questions to ask; leave one of them out")
+        for task, numbers in samples.items():
+            works = f"of task {task}: use a list of different question numbers, from 0"
+            fits = isinstance(numbers, list | tuple | range) and len(numbers) > 0
+            if not fits or not all(is_whole(one) and one >= 0 for one in numbers) or len({*numbers}) < len(numbers):
+                raise refuse("samples", numbers, works)
 
     @property
     def sampling(self) -> dict[str, float]:

@@ -10,8 +10,6 @@ from specbatch.errors import refuse
 from specbatch.evals.task import GENERATING, load_task, quiet
 from specbatch.jobs.prompts import Prompt
 
-FEWSHOT_SEED = 1234  # lm-eval's default, as in `specbatch eval`
-
 
 def task_prompts(
     name: str, data: Path | None, *, as_messages: bool, num_fewshot: int | None = None
@@ -22,8 +20,7 @@ def task_prompts(
     as_messages   conversations with one turn per example, instead of plain text; an error for tasks that write the
                   beginning of the answer themselves
     """
-    how: dict[str, Any] = {"fewshot_data": None, "seed": FEWSHOT_SEED, "kinds": [GENERATING]}
-    loaded = load_task(name, num_fewshot=num_fewshot, data=data, **how)
+    loaded = load_task(name, num_fewshot=num_fewshot, data=data, kinds=[GENERATING])
     if loaded.is_group:
         raise refuse("dataset", f"lm-eval:{name}", f"is a group; name one of its tasks: {', '.join(loaded.tasks)}")
     task = loaded.task

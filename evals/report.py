@@ -12,8 +12,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,13 @@ class EvalReport(EvalAnswers):
                     filter, finish_reason, prompt_hash, and the metrics of the request. Tasks that score given texts
                     have one row per question: doc_id, question, target, prompt_hash, scores by filter, and those of
                     `likelihoods.likelihood_fields`
-    kind            lm-eval's output type
+    kind            lm-eval's output type; of a group with several, all of them, separated by commas
+    num_fewshot     by task where the tasks of a group differ
     max_new_tokens  None unless the task generates
     sampling        how the answers were generated, as `core.sampling_params.sampling_of` returns it; None: greedy
     warning         about the few-shot examples; "" without one
     notes           what users should know about this run, one sentence each without the full stop
+    predict_only    whether the answers were not scored
     cut             number of texts longer than the model's context, which lost their beginning; None if the task
                     generates
     record          the engine's record of the run; its `workload` holds the fields below
@@ -58,10 +60,10 @@ class EvalReport(EvalAnswers):
     task_version: str
     lm_eval_version: str
     data_source: str
-    num_fewshot: int
+    num_fewshot: int | Mapping[str, int]
     fewshot_source: str
     seed: int
-    limit: int | None
+    limit: float | None
     chat_template: bool
     prompts_sha256: str
     thinking: bool | None = None
@@ -71,6 +73,9 @@ class EvalReport(EvalAnswers):
     cut: int | None = None
     warning: str = ""
     notes: Sequence[str] = ()
+    offset: int = 0
+    samples: Mapping[str, Sequence[int]] | None = None
+    predict_only: bool = False
     system_instruction: str | None = None
     gen_kwargs: str | None = None
     fewshot_as_multiturn: bool | None = None
@@ -79,7 +84,9 @@ class EvalReport(EvalAnswers):
 
     def settings(self) -> dict[str, Any]:
         """Everything except the rows and the record, in the form that `load` reads."""
-        left_out = {"scores", "questions", "record"} | ({"cut"} if self.generates else {"max_new_tokens", "sampling"})
+        left_out = {"scores", "questions", "record"}
+        left_out |= set() if self.scores_texts else {"cut"}
+        left_out |= set() if self.generates else {"max_new_tokens", "sampling"}
         kept = [item.name for item in fields(self) if item.name not in left_out]
         return {name: getattr(self, name) for name in kept} | {"scores": [asdict(score) for score in self.scores]}
 
@@ -90,24 +97,39 @@ class EvalReport(EvalAnswers):
 
     def table(self) -> str:
         """Markdown: scores, speed, and what they were measured on."""
-        scores = [
+        scores = [markdown_table(self.score_cells())] if self.scores else []
+        return "\n\n".join([*scores, self.details()])
+
+    def score_cells(self) -> list[dict[str, str]]:
+        """The rows of the table of scores."""
+        return [
             {
                 "task": score.task or self.task,
                 "filter": score.filter,
                 "metric": score.metric if score.better == "higher" else f"{score.metric} (lower is better)",
                 "score": f"{score.value:.4f}",
                 "stderr": _number(score.stderr, ".4f"),
-                "n": score.n,
+                "n": str(score.n),
                 "unparsed": _number(score.unparsed, ".1%"),
             }
             for score in self.scores
         ]
-        parts = [markdown_table(scores), markdown_table([self._speed()])]
+
+    def details(self) -> str:
+        """Markdown: speed, and what it was measured on."""
+        parts = [markdown_table([cells]) for cells in self._speed()]
         if self.generates:
             parts.append(acceptance_table({(): [self.record.counters]}, sampling=sampling_text(self.sampling)))
             parts.append("\n".join(draft_length_lines([self.record.counters], self.record.caps)))
             parts.append(few_shot_lines(self.scores, self.record))
         return "\n\n".join([*filter(None, parts), "\n".join(self._notes())])
+
+    @property
+    def examples(self) -> str:
+        """How many few-shot examples there were, and from where."""
+        counts = self.num_fewshot
+        number = counts if isinstance(counts, int) else ", ".join(map(str, sorted({*counts.values()})))
+        return f"{number} from {self.fewshot_source}" if number else "none"
 
     @property
     def sampled(self) -> str:
@@ -116,16 +138,20 @@ class EvalReport(EvalAnswers):
         is_sampled = bool(self.sampling and self.sampling["temperature"])
         return f"{text}, seed {self.record.config['seed']}" if is_sampled else text
 
-    def _speed(self) -> dict[str, str]:
-        """Columns of the speed table."""
-        if not self.generates:
-            texts = {"questions": str(len(self.questions)), "texts": f"{self.record.metrics['requests']:.0f}"}
-            return texts | cells_of(self.record, SCORING)
-        shares = {"answers": str(len(self.questions)), "truncated": f"{self.truncated:.1%}"}
-        asked = self.record.config["speculation"]
-        of_corpus = CORPUS if asked.get("corpus") else ()
-        of_budget = BUDGET if asked.get("verify_budget") else ()
-        return shares | cells_of(self.record, (*GENERATING, *of_budget, *of_corpus))
+    def _speed(self) -> Iterator[dict[str, str]]:
+        """Columns of the speed tables: of answers, and of texts that were scored."""
+        if self.generates:
+            answers = sum("finish_reason" in row for row in self.questions)
+            shares = {"answers": str(answers), "truncated": f"{self.truncated:.1%}"}
+            asked = self.record.config["speculation"]
+            of_corpus = CORPUS if asked.get("corpus") else ()
+            of_budget = BUDGET if asked.get("verify_budget") else ()
+            yield shares | cells_of(self.record, (*GENERATING, *of_budget, *of_corpus))
+        if self.scores_texts:
+            numbers = self.record.counters.get("scoring", self.record.metrics)
+            questions = sum("finish_reason" not in row for row in self.questions)
+            texts = {"questions": str(questions), "texts": f"{numbers['requests']:.0f}"}
+            yield texts | cells_of(replace(self.record, metrics=numbers), SCORING)
 
     def _notes(self) -> Iterator[str]:
         """Lines below the tables: model, data and settings."""
@@ -145,13 +171,14 @@ class EvalReport(EvalAnswers):
         answers = f" Answers: up to {self.max_new_tokens} tokens, {self.sampled}."
         if self.gen_kwargs is not None:
             answers += f" gen_kwargs: {self.gen_kwargs}."
-        if not self.generates:
+        if self.generates and self.scores_texts:
+            answers += " Given texts were scored without drafts."
+        elif not self.generates:
             by, answers = "Given texts were scored; nothing was generated or drafted.", ""
         replicas = f" in {self.record.replicas} replicas" if self.record.replicas > 1 else ""
         mode = ", deterministic" if self.record.is_deterministic else ""
         yield f"Model: {config['model']}, {caps['dtype']} on {caps['device']}{replicas}{mode}. {by}"
-        examples = f"{self.num_fewshot} from {self.fewshot_source}" if self.num_fewshot else "none"
-        yield f"Data: {self.data_source}. Few-shot examples: {examples}."
+        yield f"Data: {self.data_source}. Few-shot examples: {self.examples}."
         if self.warning:
             yield f"Warning: {self.warning}."
         for note in self.notes:
@@ -167,8 +194,9 @@ class EvalReport(EvalAnswers):
             cached = f"{metrics['cached_tokens']:.0f} of {metrics['input_tokens']:.0f}"
             yield f"{cached} prompt tokens came from the prefix cache."
         if earlier := self.record.workload.get(EARLIER):
-            texts = "answers" if self.generates else "texts"
+            texts = "texts" if not self.generates else "results" if self.scores_texts else "answers"
             total = len(self.record.requests)
+            total += self.record.counters["scoring"]["requests"] if texts == "results" else 0
             yield f"{earlier} of {total} {texts} come from an interrupted run: throughput and times are unknown."
         if self.generates and (incomplete := sum(self.finish_reasons.get(reason, 0) for reason in INCOMPLETE)):
             yield f"{counted(incomplete, 'incomplete answer')}, scored without the rest."
@@ -186,9 +214,9 @@ class EvalReport(EvalAnswers):
         rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.questions)
         write_atomic(folder / QUESTIONS, rows)
         write_atomic(folder / "summary.md", self.table() + "\n")
-        write_atomic(folder / "summary.csv", pandas.DataFrame(self._flat()).to_csv(index=False))
+        write_atomic(folder / "summary.csv", pandas.DataFrame(self.flat()).to_csv(index=False))
 
-    def _flat(self) -> list[dict[str, Any]]:
+    def flat(self) -> list[dict[str, Any]]:
         """One row per score, with everything in the tables."""
         settings = {name: value for name, value in self.settings().items() if name != "scores"}
         metrics = self.record.metrics

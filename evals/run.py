@@ -18,9 +18,9 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -32,9 +32,11 @@ from specbatch.evals.finished import PARTIAL, Answer, Row, Scored, finished_rows
 from specbatch.evals.likelihoods import likelihood_fields
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
-from specbatch.evals.task import GENERATING, ROLLING, EvalTask, load_task, quiet, seed_globals
+from specbatch.evals.selection import asking
+from specbatch.evals.task import GENERATING, ROLLING, EvalTask, load_tasks, quiet, template_errors
 from specbatch.evals.unparsed import unparsed_share
 from specbatch.jobs.partial_output import PartialRows
+from specbatch.plurals import counted
 from specbatch.records.answers import Score
 from specbatch.records.metrics import Better
 from specbatch.records.store import RECORD
@@ -47,16 +49,21 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]  # answers finished, answers wanted
 JOB = "job"  # of a record's workload: all settings that the results depend on
-RESAMPLES = 1000  # bootstrap, for metrics that are not a mean (perplexity); the error of a mean has a closed form
+BYPASS = "bypass"  # lm-eval's metric of answers that are not scored
+Log = Callable[[str], None]
 _LONG = ("itl_s", "emitted_histogram", "acceptance")  # details that are only in requests.jsonl, at the same index
 
 
 @dataclass(frozen=True)
 class PreparedEval:
-    """A loaded task, and an output folder that can be written to."""
+    """A loaded task, and an output folder that can be written to.
+
+    drafts: the engine may draft for other tasks of the run, although this one generates nothing
+    """
 
     options: EvalOptions
     task: EvalTask
+    drafts: bool = False
 
     def engine_config(self, config: EngineConfig) -> EngineConfig:
         """The engine configuration for this task: without decode graphs if the task generates nothing.
@@ -64,7 +71,7 @@ class PreparedEval:
         Such a task rejects speculation, which would have no effect but would appear in the results as if it had been
         tested.
         """
-        if self.task.generates:
+        if self.task.generates or self.drafts:
             return config
         algorithm = config.speculation.algorithm
         if algorithm != NO_SPECULATION:
@@ -100,7 +107,10 @@ class PreparedEval:
     def _job(self, kept: PartialRows | None) -> dict[str, Any] | None:
         """All settings that the results depend on; None without an output folder."""
         sources = {"data_source": self.task.data_source, "fewshot_source": self.task.fewshot_source}
-        return None if kept is None else kept.header | sources
+        asked = {"bootstrap_iters": self.options.bootstrap_iters, "predict_only": self.options.predict_only}
+        usual = {item.name: item.default for item in fields(EvalOptions)}
+        asked = {name: value for name, value in asked.items() if value != usual[name]}
+        return None if kept is None else kept.header | sources | asked
 
     def check_lengths(self, config: EngineConfig) -> None:
         """Refuse a `max_model_len` into which a question and its answer do not fit. Of the model only the tokenizer is
@@ -122,7 +132,11 @@ class PreparedEval:
             self._evaluate(model)
 
     def run(
-        self, engine: InferenceEngine, progress: Progress | None = None, kept: PartialRows | None = None
+        self,
+        engine: InferenceEngine,
+        progress: Progress | None = None,
+        kept: PartialRows | None = None,
+        log: Log | None = None,
     ) -> EvalReport:
         """Answer the questions that have no answer yet, and score all answers.
 
@@ -131,6 +145,7 @@ class PreparedEval:
 
         kept: what `finished` returned; default: for the configuration of `engine`, in which a draft's default length is
         resolved
+        log: gets the prompts that `write_out` asks for
         """
         from specbatch.evals.lm import SpecBatchLM
 
@@ -150,7 +165,7 @@ class PreparedEval:
                 if not (isinstance(answer, Answer) and not answer.completion.is_complete):  # else it runs again
                     keep(answer.as_row())
                 if progress is not None:
-                    progress(done, wanted)
+                    progress(done, wanted + self._others(answer))
 
             model = SpecBatchLM(
                 engine,
@@ -162,36 +177,51 @@ class PreparedEval:
                 first_ids=self.task.first_ids(),
             )
             engine.reset_record()
-            results = self._evaluate(model)
-            with quiet():
+            results = self._evaluate(model, log)
+            with self._quiet():
                 report = self._report(engine, model, results)
             if options.output is not None:
                 report.record.workload[JOB] = self._job(kept)
                 report.save(options.output)
         return report
 
-    def _evaluate(self, model: Any) -> dict[str, Any]:
+    def _others(self, answer: Answer | Scored) -> int:
+        """How many requests are not of the kind of `answer`, in a group of both kinds."""
+        generated = isinstance(answer, Answer)
+        tasks = [task for task in self.task.tasks.values() if (task.OUTPUT_TYPE == GENERATING) != generated]
+        return sum(one.repeats for task in tasks for one in task.instances or ())
+
+    def _quiet(self) -> AbstractContextManager[None]:
+        return quiet(sandboxed=not self.options.confirm_run_unsafe_code)
+
+    def _evaluate(self, model: Any, log: Log | None = None) -> dict[str, Any]:
         import lm_eval
+
+        def built(name: str, task: Any) -> None:
+            if self.options.write_out and log is not None:
+                first = task.instances[0]
+                log(f"task {name}, question {first.doc_id}, prompt:\n{first.args[0]}")
+                log(f"target:\n{task.doc_to_target(first.doc)}")
 
         # An earlier run may have drawn from these generators.
         for task in self.task.tasks.values():
             task.set_fewshot_seed(seed=self.options.seed)
-        seed_globals()
-        groups = self.task.groups
+        groups, chosen = self.task.groups, self.task.chosen(self.options)
+        self.task.random_state.restore()
         tasks = {
             "tasks": self.task.tasks,
             "groups": groups,
             "group_map": {one: groups[one].child_names for one in groups},
         }
-        with quiet():
+        with self._quiet(), asking(self.task.tasks, chosen, built), template_errors(self.task.name):
             results: dict[str, Any] = lm_eval.evaluate(
                 model,
                 tasks,
-                limit=self.options.limit,
-                bootstrap_iters=RESAMPLES,
+                bootstrap_iters=self.options.bootstrap_iters,
                 apply_chat_template=self.options.chat_template,
                 fewshot_as_multiturn=self.options.as_multiturn,
                 system_instruction=self.options.system_instruction,
+                confirm_run_unsafe_code=self.options.confirm_run_unsafe_code,
             )
         return results
 
@@ -201,7 +231,9 @@ class PreparedEval:
         version_of = results["versions"].get(task.name, "N/A")
         record = engine.record(concurrency=options.concurrency)
         if model.earlier:
-            with_earlier(record, model.earlier, model.answers if task.generates else model.scored)
+            with_earlier(record, model.earlier, [*model.answers, *model.scored])
+        elif model.answers and model.scored:  # their indices are those of the requests of all tasks
+            record.requests = [one.completion.as_row() for one in model.answers]
         report = EvalReport(
             task=task.name,
             task_version=str(version_of),
@@ -217,14 +249,15 @@ class PreparedEval:
             kind=task.kind,
             sampling=model.sampling,
             max_new_tokens=model.budget if task.generates else None,
-            cut=None if task.generates else model.cut,
+            cut=model.cut if task.scores_texts else None,
             prompts_sha256=hashlib.sha256(json.dumps(model.prompts).encode()).hexdigest(),
             scores=list(_scores(task, results)),
-            questions=_answer_rows(rows, model.answers)
-            if task.generates
-            else _scored_rows(task, rows, results["samples"]),
+            questions=_answer_rows(rows, model.answers) + _scored_rows(task, rows, results["samples"]),
             warning=task.warning,
-            notes=model.notes,
+            notes=[*self.notes(), *model.notes],
+            offset=options.offset,
+            samples=options.samples,
+            predict_only=options.predict_only,
             system_instruction=options.system_instruction,
             gen_kwargs=options.gen_kwargs,
             fewshot_as_multiturn=options.as_multiturn,
@@ -232,8 +265,22 @@ class PreparedEval:
             truncate_prompts=options.truncate_prompts,
             record=record,
         )
+        report.questions.sort(key=lambda row: row["doc_id"])
         report.record.workload.update({"command": "eval", **report.settings()})
         return report
+
+    def notes(self) -> list[str]:
+        """What the user should know of the task and of the options, one sentence each without the full stop."""
+        return [*self.task.notes, *self._sample_notes()]
+
+    def _sample_notes(self) -> Iterator[str]:
+        options = self.options
+        for name, count in self.task.fewshot.items():
+            if options.samples is not None and name in options.samples and count:
+                asked = f"{counted(len(options.samples[name]), 'question')} of {name}"
+                yield f"{asked} drew their few-shot examples by themselves, so their prompts differ from a full run's"
+            elif options.samples is not None and name not in options.samples:
+                yield f"samples name no questions of {name}: all were asked"
 
 
 class _AllFit(Exception):
@@ -252,22 +299,25 @@ class _NotLoaded:
 
 
 def prepare(options: EvalOptions) -> PreparedEval:
-    """Create the output folder, which may hold an interrupted evaluation, and load the task.
+    """Create the output folder, which may hold an interrupted evaluation, and load the task, of which there is one.
 
     Raises SpecbatchError for any mistake that needs no model to show.
     """
+    if len(options.names) > 1:
+        raise refuse("task", options.task, "names several tasks; name one, or use specbatch.evals.several")
     if options.output is not None:
-        _open_folder(options.output)
-    task = load_task(
-        options.task,
-        num_fewshot=options.num_fewshot,
-        data=options.data,
-        fewshot_data=options.fewshot_data,
-        seed=options.seed,
-    )
-    _refuse_unused(options, task)
-    _apply_arguments(options, task)
-    return PreparedEval(options, task)
+        open_folder(options.output)
+    return prepare_each([options])[0]
+
+
+def prepare_each(options: Sequence[EvalOptions]) -> list[PreparedEval]:
+    """`prepare` for several tasks, without their folders. The options differ in the task and the output only."""
+    tasks = load_tasks([one.task for one in options], options[0])
+    _refuse_unused(options[0], tasks)
+    for task in tasks:
+        _apply_arguments(options[0], task)
+    drafts = any(task.generates for task in tasks)
+    return [PreparedEval(own, task, drafts) for own, task in zip(options, tasks, strict=True)]
 
 
 def run_eval(engine: InferenceEngine, options: EvalOptions, progress: Progress | None = None) -> EvalReport:
@@ -275,16 +325,31 @@ def run_eval(engine: InferenceEngine, options: EvalOptions, progress: Progress |
     return prepare(options).run(engine, progress)
 
 
-def _refuse_unused(options: EvalOptions, task: EvalTask) -> None:
-    """Reject options that would have no effect on the task."""
-    if task.generates:
+def _refuse_unused(options: EvalOptions, tasks: Sequence[EvalTask]) -> None:
+    """Reject options that would have no effect on any of the tasks."""
+    every = [one for task in tasks for one in task.tasks.values()]
+    if options.samples is not None:
+        known = [one.task_name for one in every]
+        for name in options.samples:
+            if name not in known:
+                works = f"is no task of this run; use {', '.join(known[:8])}" + (" ..." if len(known) > 8 else "")
+                raise refuse("samples", name, works)
+    for task in tasks:
+        for name, numbers in task.chosen(options).items():
+            size = task.sizes[name]
+            if options.samples is not None and name in options.samples and numbers[-1] >= size:
+                raise refuse("samples", numbers[-1], f"task {name} has questions 0 to {size - 1}")
+            if not numbers:
+                raise refuse("offset", options.offset, f"task {name} has {size} questions; use at most {size - 1}")
+    kinds = {str(one.OUTPUT_TYPE) for one in every}
+    if GENERATING in kinds:
         return
     unused = ["max_new_tokens", "gen_kwargs", "truncate_prompts"]
-    if task.kind == ROLLING:
+    if kinds == {ROLLING}:
         unused += ["chat_template", "num_fewshot", "system_instruction"]  # the texts are scored unchanged
     for setting, value in [(name, getattr(options, name)) for name in unused] + [*options.sampling.items()]:
         if value or setting in options.sampling:
-            works = f"task {task.name} ({task.kind}) scores given texts and ignores it; leave it out"
+            works = f"task {tasks[0].name} ({tasks[0].kind}) scores given texts and ignores it; leave it out"
             raise refuse(setting, value, works)
 
 
@@ -302,7 +367,8 @@ def _apply_arguments(options: EvalOptions, task: EvalTask) -> None:
                 generation_of(wanted, ("task", name), options.sampling, options.max_new_tokens)
 
 
-def _open_folder(folder: Path) -> None:
+def open_folder(folder: Path) -> None:
+    """Create a folder for results. Refused: one that has other files."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not any((folder / name).exists() for name in (PARTIAL, RECORD)):
@@ -352,7 +418,7 @@ def _scores_of(
     better = results["higher_is_better"].get(name, {})
     for key, value in found.items():
         metric, comma, filter = key.partition(",")
-        if not comma or metric.endswith("_stderr"):
+        if not comma or metric.endswith("_stderr") or metric == BYPASS:
             continue
         rows = [(one, row) for one in tasks for row in results["samples"][one] if row["filter"] == filter]
         missed = unparsed_share([task.tasks[one] for one in tasks], filter)
@@ -379,7 +445,9 @@ def _verdicts(task: EvalTask, samples: dict[str, list[dict[str, Any]]]) -> dict[
                 }
             row = verdicts[number]
             row["filtered"][sample["filter"]] = _filtered(sample)
-            row["scores"][sample["filter"]] = {metric: sample[metric] for metric in sample["metrics"]}
+            row["scores"][sample["filter"]] = {
+                metric: sample[metric] for metric in sample["metrics"] if metric != BYPASS
+            }
     return verdicts
 
 
@@ -402,11 +470,12 @@ def _scored_rows(
     likelihoods = {
         first + sample["doc_id"]: likelihood_fields(task.tasks[name], sample)
         for name, first in task.first_ids().items()
+        if task.tasks[name].OUTPUT_TYPE != GENERATING
         for sample in samples[name]
     }
     return [
-        {"doc_id": doc_id} | {name: value for name, value in row.items() if name != "filtered"} | likelihoods[doc_id]
-        for doc_id, row in verdicts.items()
+        {"doc_id": doc_id} | {name: value for name, value in verdicts[doc_id].items() if name != "filtered"} | own
+        for doc_id, own in likelihoods.items()
     ]
 
 

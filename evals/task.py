@@ -10,19 +10,22 @@ from __future__ import annotations
 import logging
 import random
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from io import StringIO
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from specbatch.errors import refuse
-from specbatch.evals.rows import GivenRows
+from specbatch.errors import SpecbatchError, one_line, refuse
+from specbatch.evals.options import EvalOptions
+from specbatch.evals.rows import Examples, GivenRows
+from specbatch.evals.selection import asking
 from specbatch.evals.unparsed import observe_filters
+from specbatch.evals.user_tasks import CONFIRM, UserTasks, missing_in, refuse_broken_scoring
 
 EMBEDDED = "one_digit_sums"
 CHOICES = "one_digit_choices"
@@ -37,22 +40,46 @@ KINDS = (GENERATING, "multiple_choice", "loglikelihood", ROLLING)  # lm-eval's o
 
 
 @dataclass(frozen=True)
+class RandomState:
+    """States of the global generators, which some tasks use to shuffle rows or to draw choices."""
+
+    states: tuple[Any, Any]
+
+    @classmethod
+    def now(cls) -> RandomState:
+        import numpy
+
+        return cls((random.getstate(), numpy.random.get_state()))
+
+    def restore(self) -> None:
+        import numpy
+
+        random.setstate(self.states[0])
+        numpy.random.set_state(self.states[1])
+
+
+@dataclass(frozen=True)
 class EvalTask:
-    """A loaded task, or group of tasks of one kind.
+    """A loaded task, or group of tasks.
 
     tasks    lm-eval's tasks by name: one, or those of the group and its subgroups
     groups   lm-eval's groups by name, the loaded one first; empty for a task and for a tag, which has no score
+    fewshot  the number of few-shot examples by task
     *_source where questions and few-shot examples came from
-    warning  about few-shot examples that are scored rows; "" without one
+    warning  why the few-shot examples are not lm-eval's training rows; "" if they are, or if there are none
+    notes    what else the user should know, one sentence each without the full stop
+    random_state   of the global generators when the task had been loaded
     """
 
     name: str
     tasks: dict[str, Any]
     groups: dict[str, Any]
-    num_fewshot: int
+    fewshot: dict[str, int]
     data_source: str
     fewshot_source: str
+    random_state: RandomState
     warning: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def task(self) -> Any:
@@ -64,58 +91,152 @@ class EvalTask:
         return list(self.tasks) != [self.name]
 
     @property
+    def num_fewshot(self) -> int | dict[str, int]:
+        """By task where they differ."""
+        counts = {*self.fewshot.values()}
+        return counts.pop() if len(counts) == 1 else self.fewshot
+
+    @property
     def kind(self) -> str:
-        """One of `KINDS`."""
-        return str(self.task.OUTPUT_TYPE)
+        """One of `KINDS`, or several, separated by commas."""
+        return ", ".join(dict.fromkeys(str(task.OUTPUT_TYPE) for task in self.tasks.values()))
 
     @property
     def generates(self) -> bool:
-        """Whether the task generates text; the others score given texts by their log-likelihoods."""
-        return self.kind == GENERATING
+        """Whether a task generates text; the others score given texts by their log-likelihoods."""
+        return any(task.OUTPUT_TYPE == GENERATING for task in self.tasks.values())
 
-    def questions(self, limit: int | None) -> int:
-        """How many questions are asked with at most `limit` of each task."""
-        sizes = [len(task.eval_docs) for task in self.tasks.values()]
-        return sum(sizes if limit is None else (min(limit, size) for size in sizes))
+    @property
+    def scores_texts(self) -> bool:
+        """Whether a task scores given texts."""
+        return self.kind != GENERATING
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The number of questions of each task."""
+        return {name: len(task.eval_docs) for name, task in self.tasks.items()}
+
+    def chosen(self, options: EvalOptions) -> dict[str, Sequence[int]]:
+        """By task the numbers of the questions that are asked."""
+        return {name: options.questions(name, size) for name, size in self.sizes.items()}
 
     def first_ids(self) -> dict[str, int]:
         """By task: the number of its first question among those of the group."""
-        sizes = [len(task.eval_docs) if self.is_group else 0 for task in self.tasks.values()]
+        sizes = [size if self.is_group else 0 for size in self.sizes.values()]
         return dict(zip(self.tasks, accumulate(sizes, initial=0), strict=False))
 
 
-def load_task(
-    name: str,
-    *,
-    num_fewshot: int | None,
-    data: Path | None,
-    fewshot_data: Path | None,
-    seed: int,
-    kinds: Collection[str] = KINDS,
-) -> EvalTask:
+def load_task(name: str, *, kinds: Collection[str] = KINDS, **options: Any) -> EvalTask:
     """Find task `name`, load its rows and set the number of few-shot examples.
 
-    data, fewshot_data   rows instead of the task's own, as `GivenRows.read` takes them
-    seed                 draws the examples; lm-eval's default is 1234
-    kinds                the output types that the caller supports
+    kinds     the output types that the caller supports
+    options   of `EvalOptions`
     """
-    given = GivenRows.read(data, fewshot_data)
-    with quiet():
+    return load_tasks([name], EvalOptions(name, **options), kinds)[0]
+
+
+def load_tasks(names: Sequence[str], options: EvalOptions, kinds: Collection[str] = KINDS) -> list[EvalTask]:
+    """Find tasks and groups, load their rows and set the numbers of few-shot examples. As by lm-eval's simple_evaluate,
+    all are loaded after one seeding. A name that ends in .yaml is the path of a task's file."""
+    given = GivenRows.read(options.data, options.fewshot_data)
+    user = UserTasks(options.include_path, list(map(Path, filter(_is_file, names))), options.confirm_run_unsafe_code)
+    with quiet(sandboxed=not options.confirm_run_unsafe_code):
+        manager, names = _find(names, user, kinds)
         seed_globals()
-        manager, spec = _find(name, kinds)
+        loaded: list[tuple[dict[str, Any], dict[str, Any]]] = []
         with given.answering_for_the_hub():
-            tasks, groups = _load(name, manager, spec, kinds)
-        examples = [given.set_examples(own, task, num_fewshot) for own, task in tasks.items()]
-        for task in tasks.values():
-            task.set_fewshot_seed(seed=seed)
-            observe_filters(task)
-    if len(counts := {one.count for one in examples}) > 1:
-        works = "its tasks have different numbers of few-shot examples; give num_fewshot, or name one task"
-        raise refuse("task", name, works)
-    (count,) = counts
-    data_source, fewshot_source = _each(map(given.source, tasks.values())), _each(one.source for one in examples)
-    warning = _each(one.warning for one in examples if one.warning)
-    return EvalTask(name, tasks, groups, count, data_source, fewshot_source, warning)
+            for name in names:
+                loaded.append(_load(name, manager, kinds, user))
+        _refuse_duplicates(dict(zip(names, loaded, strict=True)))
+        state = RandomState.now()
+        several = sum(len(tasks) for tasks, _ in loaded) > 1
+        notes = _replaced(names, manager, user)
+        found = [
+            _with_examples(name, *one, options, given, state, notes.get(name, []), several=several)
+            for name, one in zip(names, loaded, strict=True)
+        ]
+        for task in found:
+            _build_users(task, options, user)
+    return found
+
+
+def _build_users(task: EvalTask, options: EvalOptions, user: UserTasks) -> None:
+    """Refuse a task of the user whose prompts cannot be built, before a model is loaded."""
+    for name, one in task.tasks.items():
+        numbers = options.questions(name, task.sizes[name])
+        if not numbers or name.partition("::")[0] not in user.checked:
+            continue
+        try:
+            with asking({name: one}, {name: numbers}, lambda *_: None), template_errors(name):
+                one.build_all_requests()
+        except SpecbatchError:
+            raise
+        except Exception as error:
+            raise refuse("task", name, f"its prompts cannot be built ({one_line(error)}); correct it") from error
+
+
+def _with_examples(
+    name: str,
+    tasks: dict[str, Any],
+    groups: dict[str, Any],
+    options: EvalOptions,
+    given: GivenRows,
+    state: RandomState,
+    notes: list[str],
+    *,
+    several: bool,
+) -> EvalTask:
+    """several: whether the run has several tasks, of which some may not take the number of examples"""
+    found: dict[str, Examples] = {}
+    kept = []
+    for own, task in tasks.items():
+        wanted = options.num_fewshot
+        if several and wanted and task.get_config("num_fewshot") == 0:
+            kept.append(own)
+            wanted = None
+        found[own] = given.set_examples(own, task, wanted)
+        task.set_fewshot_seed(seed=options.seed)
+        observe_filters(task)
+        if options.predict_only:
+            task.override_metric(metric_name="bypass")
+    if kept:
+        notes.append(f"num_fewshot={options.num_fewshot} has no effect on {_each(kept)}: defined without examples")
+    if options.predict_only:
+        notes.append("answers were not scored (predict_only)")
+    return EvalTask(
+        name,
+        tasks,
+        groups,
+        {own: examples.count for own, examples in found.items()},
+        _each(given.source(task) for task in tasks.values()),
+        _each(examples.source for examples in found.values()),
+        state,
+        _each(examples.warning for examples in found.values() if examples.warning),
+        tuple(notes),
+    )
+
+
+def _replaced(names: Sequence[str], manager: Any, user: UserTasks) -> dict[str, list[str]]:
+    """Notes by the name of a task of the user that lm-eval has, too."""
+    entries = {name: manager.task_index[name] for name in names if user.owns(manager.task_index[name])}
+    known = _names_in(_definitions(), names[0])[1] if entries else []
+    return {
+        name: [f"task {name} of {entry.yaml_path} replaces lm-eval's task of this name"]
+        for name, entry in entries.items()
+        if name in known
+    }
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
+
+
+def _refuse_duplicates(loaded: Mapping[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    owner: dict[str, str] = {}
+    for name, (tasks, _) in loaded.items():
+        for own in tasks:
+            if owner.setdefault(own, name) != name:
+                raise refuse("task", ",".join(loaded), f"task {own} is in {owner[own]} and in {name}; name it once")
 
 
 def _each(texts: Iterable[str]) -> str:
@@ -133,27 +254,59 @@ def seed_globals() -> None:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet(*, sandboxed: bool = True) -> Iterator[None]:
     """Silence the progress bars and logs of lm-eval and the data libraries; commands show their own progress. Templates
-    are compiled once: lm-eval compiles one for each text, 24,000 for GSM8K, which takes longer than to generate."""
+    are compiled once: lm-eval compiles one for each text, 24,000 for GSM8K, which takes longer than to generate.
+
+    sandboxed: templates run in Jinja's sandbox, because they can be a user's; lm-eval's own render the same text
+    """
+    import datasets
     from lm_eval import utils
     from lm_eval.api import metrics
     from lm_eval.api import task as module
 
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
-    bar, bootstrap, from_string = module.tqdm, metrics.bootstrap_stderr, utils.env.from_string
+    bar, bootstrap, env = module.tqdm, metrics.bootstrap_stderr, utils.env
+    shows_bars = not datasets.are_progress_bars_disabled()
     try:
-        utils.env.from_string = cache(from_string)
+        datasets.disable_progress_bars()
+        utils.env = _sandbox(env) if sandboxed else env.overlay()
+        utils.env.from_string = cache(utils.env.from_string)
         metrics.bootstrap_stderr = _bootstrap_stderr
         module.tqdm = partial(bar, disable=True)  # TQDM_DISABLE is read at import, which is over
         for logger in loggers:
             logger.setLevel(logging.ERROR)
         yield
     finally:
-        module.tqdm, metrics.bootstrap_stderr, utils.env.from_string = bar, bootstrap, from_string
+        if shows_bars:
+            datasets.enable_progress_bars()
+        module.tqdm, metrics.bootstrap_stderr, utils.env = bar, bootstrap, env
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def _sandbox(env: Any) -> Any:
+    """lm-eval's environment of templates, in which a template cannot reach Python's internals."""
+    from jinja2 import BaseLoader
+    from jinja2.sandbox import SandboxedEnvironment
+
+    made = SandboxedEnvironment(
+        loader=BaseLoader(), undefined=env.undefined, keep_trailing_newline=env.keep_trailing_newline
+    )
+    made.filters.update(env.filters)
+    return made
+
+
+@contextmanager
+def template_errors(task: str) -> Iterator[None]:
+    """Refuse `task` where one of its templates fails."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except TemplateError as error:
+        raise refuse("task", task, f"a template of it fails: {one_line(error)}; correct its definition") from error
 
 
 def _bootstrap_stderr(statistic: Callable[[Sequence[Any]], float], values: Sequence[Any], iters: int) -> float:
@@ -164,32 +317,48 @@ def _bootstrap_stderr(statistic: Callable[[Sequence[Any]], float], values: Seque
         return float(sample_stddev(_bootstrap_internal_no_mp(statistic, values, iters)))
 
 
-def _find(name: str, kinds: Collection[str]) -> tuple[Any, Any]:
-    """A task manager that knows task `name`, and the task's name or definition for it to load."""
+def _find(names: Sequence[str], user: UserTasks, kinds: Collection[str]) -> tuple[Any, list[str]]:
+    """A task manager that knows tasks and groups, and their names."""
     from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._index import TaskIndex
 
-    upstream = _definitions()
-    folders = [Path(__file__).parent / "tasks", *(upstream / folder for folder in _QUICK)]
-    manager = TaskManager(include_path=folders, include_defaults=False)
-    if name.startswith(REASONING):
-        from specbatch.evals.reasoning import config
+    upstream, own = _definitions(), Path(__file__).parent / "tasks"
+    known = [own, *(upstream / folder for folder in _QUICK)]
 
-        return manager, config(name)
-    if name in manager.all_subtasks:
-        return manager, name
-    known = manager.all_subtasks
-    may_exist, names = _names_in(upstream, name)
-    if may_exist:
-        manager = TaskManager()
-    if name not in manager.all_tasks:
-        near = get_close_matches(name, [*known, *names], n=4)
-        meant = f"did you mean {', '.join(dict.fromkeys(near))}? " if near else ""
-        works = f"use gsm8k, gsm8k_platinum, {EMBEDDED}, {CHOICES} or another task of lm-eval"
-        raise refuse("task", name, f"no such task; {meant}{works}")
-    if name in manager.all_subtasks:
-        kind = manager.task_index[name].cfg.get("output_type", "generate_until")
-        _refuse_kind(name, kind, kinds)  # before the data is downloaded
-    return manager, name
+    def manager_of(folders: Sequence[Path], *, defaults: bool) -> tuple[Any, list[str]]:
+        manager = TaskManager(include_path=[*folders, *user.folders], include_defaults=defaults)
+        index, of_files = manager.task_index, iter(user.add_files(manager.task_index))
+        found = []
+        for name in names:
+            if name.startswith(REASONING):
+                from specbatch.evals.reasoning import config
+
+                index[name] = TaskIndex.entry_from_config(config(name))
+            found.append(next(of_files) if _is_file(name) else name)
+        return manager, found
+
+    manager, found = manager_of(known, defaults=False)
+    missing = {one: name for name in found for one in missing_in(name, manager.task_index)}
+    near = dict[str, list[str]]()
+    if missing:
+        for name in missing:
+            user.explain(name)
+        looked = {name: _names_in(upstream, name) for name in missing}
+        near = {name: [*manager.task_index, *names] for name, (_, names) in looked.items()}
+        if all(may_exist for may_exist, _ in looked.values()):
+            manager, found = manager_of([own], defaults=True)
+    for name in found:
+        if name not in manager.task_index:
+            like = get_close_matches(name, near.get(name, []), n=4)
+            meant = f"did you mean {', '.join(dict.fromkeys(like))}? " if like else ""
+            works = f"use gsm8k, gsm8k_platinum, {EMBEDDED}, {CHOICES} or another task of lm-eval"
+            raise refuse("task", name, f"no such task; {meant}{works}")
+        for entry in user.check(name, manager.task_index):
+            _refuse_unsafe(entry.name, entry.cfg or {}, user)
+        entry = manager.task_index[name]
+        if entry.kind.name == "TASK":
+            _refuse_kind(name, (entry.cfg or {}).get("output_type", GENERATING), kinds)  # before data is downloaded
+    return manager, found
 
 
 def _definitions() -> Path:
@@ -213,20 +382,19 @@ def _names_in(folder: Path, name: str) -> tuple[bool, list[str]]:
     return found, sorted(item.decode() for item in names)
 
 
-def _load(name: str, manager: Any, spec: Any, kinds: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _load(name: str, manager: Any, kinds: Collection[str], user: UserTasks) -> tuple[dict[str, Any], dict[str, Any]]:
     """lm-eval's tasks and groups by name."""
+    entry = manager.task_index[name]
     try:
-        loaded = manager.load([spec])
-    except OSError as error:  # raised by `datasets` if neither its cache nor the hub has the rows
-        path = (getattr(manager.task_index.get(name), "cfg", None) or {}).get("dataset_path", "its data")
-        works = f"go online, or use a task that needs no network: gsm8k, gsm8k_platinum or {EMBEDDED}"
-        reason = f"{path} is not in the local cache and the hub cannot be reached"
-        raise refuse("task", name, f"{reason}; {works}") from error
-    except (ImportError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        works = "install its dependencies, or use another task"
-        raise refuse("task", name, f"lm-eval cannot load it here ({reason}); {works}") from error
+        with template_errors(name):
+            loaded = manager.load([name])
+    except SpecbatchError:
+        raise
+    except Exception as error:
+        raise refuse("task", name, _reason(error, entry)) from error
     tasks: dict[str, Any] = loaded["tasks"]
+    if not tasks:
+        raise refuse("task", name, "is a group without tasks; name a task")
     of = {key: f"{key} of group {name}" if key != name else name for key in tasks}
     for key, task in tasks.items():
         _refuse_kind(of[key], task.OUTPUT_TYPE, kinds)
@@ -234,11 +402,31 @@ def _load(name: str, manager: Any, spec: Any, kinds: Collection[str]) -> tuple[d
             raise refuse("task", of[key], "is not a ConfigurableTask of lm-eval; use one that is, such as gsm8k")
         if getattr(task, "MULTIMODAL", False):
             raise refuse("task", of[key], "needs images or audio; use a text task, such as gsm8k")
-        if getattr(task, "UNSAFE_CODE", False):
-            raise refuse("task", of[key], "executes code written by the model; use a task that does not, such as gsm8k")
-    if len(found := {str(task.OUTPUT_TYPE) for task in tasks.values()}) > 1:
-        raise refuse("task", name, f"its tasks are of types {' and '.join(sorted(found))}; name one of them")
+        _refuse_unsafe(of[key], {"unsafe_code": getattr(task, "UNSAFE_CODE", False)}, user)
+        refuse_broken_scoring(of[key], task)
     return tasks, loaded["groups"]
+
+
+def _refuse_unsafe(name: str, config: Mapping[str, Any], user: UserTasks) -> None:
+    if (config.get("unsafe_code") or name in user.unsafe) and not user.runs_code:
+        works = f"executes code written by the model, without a sandbox; allow it with {CONFIRM}, or use gsm8k"
+        raise refuse("task", name, works)
+
+
+def _reason(error: Exception, entry: Any) -> str:
+    """Why lm-eval could not load a task, and what works."""
+    path = (entry.cfg or {}).get("dataset_path", "its data")
+    reason = str(error).strip().partition("\n")[0]
+    if isinstance(error, FileNotFoundError) and "hub" not in reason.lower():
+        return f"its data cannot be read ({reason}); correct data_files, which are relative to the current folder"
+    if isinstance(error, OSError):  # raised by `datasets` if neither its cache nor the hub has the rows
+        works = f"go online, or use a task that needs no network: gsm8k, gsm8k_platinum or {EMBEDDED}"
+        return f"{path} is not in the local cache and the hub cannot be reached; {works}"
+    if isinstance(error, ImportError | RuntimeError):
+        return f"lm-eval cannot load it here ({reason}); install its dependencies, or use another task"
+    if isinstance(error, KeyError):
+        return f"lm-eval cannot load it: its definition names {error}, which does not exist; correct it"
+    return f"lm-eval cannot load it ({one_line(error)}); correct its definition, or use another task"
 
 
 def _refuse_kind(name: str, kind: str | None, kinds: Collection[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
 from specbatch.cli.configs import configured
 from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_replicas, say, show
-from specbatch.cli.values import whole_numbers
+from specbatch.cli.values import read_samples, whole_numbers
 from specbatch.errors import refuse
 from specbatch.evals.options import EvalOptions
 from specbatch.progress import progress
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from specbatch.config import EngineConfig
     from specbatch.evals.grid import GridOptions
     from specbatch.evals.report import EvalReport
+    from specbatch.evals.several import SeveralReports
+    from specbatch.replicas.cluster import Cluster
 
 
 _GRID = "Comparison"  # a box of --help
@@ -35,10 +38,31 @@ _PANELS = {name: option.panel for name, option in SAMPLING_OPTIONS.items() if op
 )
 def evaluate(
     *,
-    task: Annotated[str, Argument(help="gsm8k, gsm8k_platinum, one_digit_sums, or another task or group of lm-eval.")],
+    tasks: Annotated[
+        list[str],
+        Argument(
+            metavar="TASK",
+            help="gsm8k, gsm8k_platinum, one_digit_sums, or other tasks and groups of lm-eval, or FILE.yaml; several "
+            "share the model.",
+        ),
+    ],
     engine: EngineOptions,
     settings: dict[str, Any],
-    fewshot_seed: Annotated[int, Option(help="Seed for drawing the examples; with 1234 they are lm-eval's.")] = 1234,
+    samples: Annotated[
+        str | None,
+        Option(
+            metavar="JSON|FILE",
+            help="Ask these questions of a task, from 0: '{\"gsm8k\": [0, 5]}'. Their examples are drawn as if there "
+            "were no others, as by lm-eval.",
+        ),
+    ] = None,
+    include_path: Annotated[
+        list[Path] | None,
+        Option(
+            metavar="DIR", help="Folder with your own tasks (YAML files, of which no Python is run). Several times."
+        ),
+    ] = None,
+    fewshot_seed: Annotated[int, Option(help="Seed for drawing the examples; 1234 is lm-eval's default.")] = 1234,
     configs: Annotated[
         str | None,
         Option(
@@ -93,15 +117,13 @@ def evaluate(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Evaluate a task with lm-eval, and report acceptance and speed next to the score.
+    """Evaluate tasks with lm-eval, and report acceptance and speed next to the score.
 
     specbatch eval gsm8k --limit 100 --spec v2
 
     specbatch eval gsm8k --configs baseline,v1,v2 --concurrency 1,8,32,128 --algorithm eagle3 --draft HEAD
 
-    specbatch eval gsm8k --data my_questions.jsonl
-
-    specbatch eval one_digit_sums --limit 40
+    specbatch eval one_digit_sums one_digit_choices --limit 40
 
     gsm8k, gsm8k_platinum, one_digit_sums and one_digit_choices need no network. Results for each question go to the
     output folder. Text inside <think> is not scored. To continue an interrupted evaluation, run the same command with
@@ -112,6 +134,10 @@ def evaluate(
     specbatch eval gsm8k --configs grid.toml --concurrency 1,8,32,128 --out out/grid
 
     specbatch eval gsm8k --temperature 0.6 --top-p 0.95 --seed 3
+
+    specbatch eval gsm8k --data my_questions.jsonl
+
+    specbatch eval my_task --include-path my_tasks
 
     Answers are sampled as the task says (most tasks are greedy), or with --temperature, --top-p, --top-k and --min-p;
     --seed chooses the random numbers.
@@ -125,10 +151,8 @@ def evaluate(
     the log-likelihoods of given texts. The target computes them without drafts, so --algorithm and --configs do not
     apply.
     """
-    from specbatch.evals.finished import PARTIAL
     from specbatch.evals.grid import GridOptions
-    from specbatch.evals.run import prepare
-    from specbatch.records.store import RECORD
+    from specbatch.evals.several import has_results
     from specbatch.records.sweep_plan import PLAN
 
     steps = None if concurrency is None else whole_numbers("concurrency", concurrency)
@@ -141,47 +165,72 @@ def evaluate(
         raise refuse("repeats", repeats, "goes with --configs; leave it out")
     elif steps is not None and len(steps) > 1:
         raise refuse("concurrency", concurrency, "one number, or several with --configs")
-    names = (PLAN,) if is_grid else (PARTIAL, RECORD)
-    resumes = "*" if output is not None and any((output / name).exists() for name in names) else None
-    settings |= {"seed": fewshot_seed, "overwrite": overwrite}
+    settings |= {"samples": read_samples(samples), "include_path": tuple(include_path or ())}
+    options = EvalOptions(",".join(tasks), seed=fewshot_seed, overwrite=overwrite, **settings)
+    known = output is not None and ((output / PLAN).exists() if is_grid else has_results(output, options.names))
+    resumes = "*" if known else None
     if is_grid:
+        if len(options.names) > 1:
+            raise refuse("task", options.task, "--configs compares configurations on one task; name one")
         found, steps, left_out = _grid(engine, configs, steps)
         with fresh_folder(output, "eval", resumes=resumes) as folder:
-            options = EvalOptions(task, output=folder, **settings)
-            points = GridOptions(options, steps, repeats, prompts_per_concurrency)
+            points = GridOptions(replace(options, output=folder), steps, repeats, prompts_per_concurrency)
             _compare(found, left_out, points, folder, as_json)
         return
     engine, workers = clustered(engine, cluster)
     most = None if steps is None else steps[0]
     config = engine.config(concurrency=most, elsewhere=workers is not None)
     with fresh_folder(output, "eval", resumes=resumes) as folder:
-        ready = prepare(EvalOptions(task, output=folder, concurrency=most, **settings))
-        if engine.decode_graph == "whole" and not ready.task.generates:
-            raise refuse(
-                "decode_graph",
-                "whole",
-                f"task {task} ({ready.task.kind}) scores given texts and decodes nothing; leave it out",
-            )
-        config = ready.engine_config(config)
-        ready.check_lengths(config)
-        if (result := ready.complete(config)) is not None:
-            say(f"{folder} is complete: an earlier run has finished this evaluation")
-            _show(result, folder, as_json)
-            return
-        kept = ready.finished(config)
-        say(f"data: {ready.task.data_source}")
-        if ready.task.warning:
-            say(f"warning: {ready.task.warning}")
-        if kept is not None and kept.rows:
-            say(f"continuing: {len(kept.rows)} {'answers' if ready.task.generates else 'texts'} are finished")
-        done = 0 if kept is None else len(kept.rows)
-        with open_replicas(config, workers) as running, progress(f"eval {task}", "requests", done) as report:
-            running.on_prefill = report.prefilled
-            result = ready.run(running, report, kept)
+        result = _evaluate(replace(options, output=folder, concurrency=most), engine, config, workers)
     _show(result, folder, as_json)
 
 
-def _show(result: EvalReport, folder: Path, as_json: bool) -> None:
+def _evaluate(
+    options: EvalOptions, engine: EngineOptions, config: EngineConfig, workers: Cluster | None
+) -> EvalReport | SeveralReports:
+    """Answer what is not finished in the output folder."""
+    from specbatch.evals.several import SeveralReports, folders_of, prepare_several
+
+    assert options.output is not None
+    every = prepare_several(options)
+    if engine.decode_graph == "whole" and not any(ready.task.generates for ready in every.values()):
+        named = "; ".join(f"task {name} ({ready.task.kind})" for name, ready in every.items())
+        raise refuse("decode_graph", "whole", f"{named} scores given texts and decodes nothing; leave it out")
+    reports = {}
+    for name, ready in every.items():
+        config = ready.engine_config(config)
+        ready.check_lengths(config)
+        if (found := ready.complete(config)) is not None:
+            reports[name] = found
+            say(f"{ready.options.output} is complete: an earlier run has finished this evaluation")
+    left = {name: ready for name, ready in every.items() if name not in reports}
+    several = len(every) > 1
+    for name, ready in left.items():
+        of = f"{name}: " if several else ""
+        say(f"{of}data: {ready.task.data_source}")
+        if ready.task.warning:
+            say(f"{of}warning: {ready.task.warning}")
+        for note in ready.notes():
+            say(f"{of}note: {note}")
+    if left:
+        with folders_of(left.values()), open_replicas(config, workers) as running:
+            for name, ready in left.items():
+                of, kept = f"{name}: " if several else "", ready.finished(config)
+                done = 0 if kept is None else len(kept.rows)
+                if done:
+                    say(f"{of}continuing: {done} {'answers' if ready.task.generates else 'texts'} are finished")
+                with progress(f"eval {name}", "requests", done) as report:
+                    running.on_prefill = report.prefilled
+                    running.forget_prefixes()
+                    reports[name] = ready.run(running, report, kept, say)
+    if not several:
+        return next(iter(reports.values()))
+    result = SeveralReports({name: reports[name] for name in every})
+    result.save(options.output)
+    return result
+
+
+def _show(result: EvalReport | SeveralReports, folder: Path, as_json: bool) -> None:
     text = f"{result.table()}\n\nresults: {folder}"
     show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json, kept=str(folder))
 

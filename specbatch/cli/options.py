@@ -54,8 +54,10 @@ class DerivedOption:
 
     def parameter(self, name: str) -> inspect.Parameter:
         """What Typer reads."""
-        complete = _completion(name, self.choices)
-        option = Option(help=self.help, metavar=self.metavar, rich_help_panel=self.panel, autocompletion=complete)
+        complete, only = _completion(name, self.choices), [f"--{name.replace('_', '-')}"] if name in _ONLY_ON else []
+        option = Option(
+            *only, help=self.help, metavar=self.metavar, rich_help_panel=self.panel, autocompletion=complete
+        )
         return inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[self.type, option]
         )
@@ -84,6 +86,8 @@ _PANELS = {
     ),
     **dict.fromkeys(("prefix_cache", "kv_dtype", "fp8_activations", "state_dtype", "deterministic"), _CACHE),
 }
+# Flags without a --no- form, because they are off in every other case.
+_ONLY_ON = ("truncate_prompts", "predict_only", "write_out", "confirm_run_unsafe_code")
 _LONGEST_METAVAR = 24  # a longer one takes the width of the terminal from the help texts
 # Option: type, default, and text to append to the help of the field.
 _OVERRIDES: dict[str, tuple[Any, Any, str]] = {

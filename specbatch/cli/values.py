@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from specbatch.errors import MOST, MOST_SEED, at_least, refuse
+from specbatch.text_files import read_json
 
 
 def bounded(command: Callable[..., None]) -> Callable[..., None]:
@@ -88,3 +91,17 @@ def duration(setting: str, text: str) -> float:
     if not total:
         raise refuse(setting, text, "use a time such as 90s, 30m or 1h30m")
     return float(total)
+
+
+def read_samples(text: str | None) -> dict[str, Any] | None:
+    """The question numbers by task of --samples: JSON, or the path of a JSON file."""
+    if text is None:
+        return None
+    works = """use JSON or the path of a JSON file, such as '{"gsm8k": [0, 5, 7]}'"""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = read_json("samples", Path(text), works)
+    if not isinstance(found, dict) or not found:
+        raise refuse("samples", text, works)
+    return found

@@ -42,7 +42,7 @@ class Score:
 class EvalAnswers:
     """Scores and answers of one evaluation.
 
-    kind        lm-eval's output type
+    kind        lm-eval's output type; of a group with several, all of them, separated by commas
     questions   one row per answer, with at least doc_id, prompt_hash, finish_reason (of generated answers) and scores
                 by filter and metric
     record      the record of the run
@@ -61,16 +61,23 @@ class EvalAnswers:
 
     @property
     def generates(self) -> bool:
-        return self.kind == GENERATES
+        """Whether some task generates answers; in a group others may not."""
+        return GENERATES in self.kind.split(", ")
+
+    @property
+    def scores_texts(self) -> bool:
+        """Whether some task scores given texts."""
+        return self.kind != GENERATES
 
     @property
     def finish_reasons(self) -> dict[str, int]:
-        return dict(Counter(row["finish_reason"] for row in self.questions))
+        return dict(Counter(row["finish_reason"] for row in self.questions if "finish_reason" in row))
 
     @property
     def truncated(self) -> float:
         """Share of the answers that reached max_new_tokens. They are scored as they stand."""
-        return self.finish_reasons.get("length", 0) / len(self.questions)
+        reasons = self.finish_reasons
+        return reasons.get("length", 0) / sum(reasons.values())
 
     @classmethod
     def load(cls, folder: Path, setting: str = "folder") -> Self:

@@ -85,6 +85,8 @@ class Changes:
 def pick_score(report: EvalAnswers, filter: str | None, metric: str | None) -> tuple[str, str]:
     """The answer filter and metric; None selects the only one there is."""
     known = [(score.filter, score.metric) for score in report.overall]
+    if not report.scores:
+        raise refuse("task", report.task, "was not scored (predict_only); run it without")
     if not known:
         raise refuse("task", report.task, "has no score of its own, because lm-eval does not aggregate it; name a task")
     found = [pair for pair in known if filter in (None, pair[0]) and metric in (None, pair[1])]
@@ -106,7 +108,9 @@ def changes(before: EvalAnswers, after: EvalAnswers, filter: str, metric: str) -
 
 
 def is_binary(report: EvalAnswers, filter: str, metric: str) -> bool:
-    return all(row["scores"].get(filter, {}).get(metric) in (0, 1) for row in report.questions)
+    """Whether each question with this score is right or wrong. In a group, tasks may have no such score."""
+    values = [row["scores"][filter][metric] for row in report.questions if metric in row["scores"].get(filter, {})]
+    return bool(values) and all(value in (0, 1) for value in values)
 
 
 def detectable_drop(n: int, churn: float, *, alpha: float, power: float) -> float | None:
@@ -166,4 +170,8 @@ def _verdicts(report: EvalAnswers, filter: str, metric: str) -> dict[int, tuple[
     """By question: the hash of its prompt, and whether the answer was right. lm-eval scores repeats as one."""
     if not is_binary(report, filter, metric):
         raise refuse("metric", metric, "is not 0 or 1 for every question; a paired test needs right or wrong")
-    return {row["doc_id"]: (row["prompt_hash"], bool(row["scores"][filter][metric])) for row in report.questions}
+    return {
+        row["doc_id"]: (row["prompt_hash"], bool(row["scores"][filter][metric]))
+        for row in report.questions
+        if metric in row["scores"].get(filter, {})
+    }

@@ -393,7 +393,7 @@ class AnswersTable(_Table):
     task: str
     kind: str = "generate_until"
     sampling: _Sampling | None = None
-    scores: Annotated[list[ScoreTable], Field(min_length=1)]
+    scores: list[ScoreTable]  # none of answers that were not scored
 
 
 class Plan(_Table):

@@ -11,8 +11,8 @@ import pytest
 
 @pytest.fixture
 def evals(monkeypatch):
-    """A stub evaluation of one question, which may be interrupted after it; holds the options of `prepare`."""
-    from specbatch.evals import run
+    """A stub evaluation of one question, which may be interrupted after it; holds its options."""
+    from specbatch.evals import several
 
     seen = {"interrupt": False, "complete": False}
 
@@ -25,7 +25,7 @@ def evals(monkeypatch):
 
     class Ready:
         def __init__(self, options):
-            seen["options"] = options
+            seen["options"] = self.options = options
             self.task = types.SimpleNamespace(generates=True, data_source="some questions", warning="")
 
         def engine_config(self, config):
@@ -34,13 +34,16 @@ def evals(monkeypatch):
         def check_lengths(self, config):
             seen["checked"] = config
 
+        def notes(self):
+            return ["a note"]
+
         def finished(self, config):
             return None
 
         def complete(self, config):
             return Report() if seen["complete"] else None
 
-        def run(self, engine, progress=None, kept=None):
+        def run(self, engine, progress=None, kept=None, log=None):
             seen["engine"] = engine.config
             assert seen["checked"] is not None  # before the model was loaded
             progress(1, 2)
@@ -49,13 +52,15 @@ def evals(monkeypatch):
             (seen["options"].output / "summary.md").write_text(Report().table())
             return Report()
 
-    monkeypatch.setattr(run, "prepare", Ready)
+    monkeypatch.setattr(several, "prepare_several", lambda options: {options.task: Ready(options)})
     return seen
 
 
 def test_options_reach_the_evaluation(run, evals, tmp_path):
     words = "--limit 3 --num-fewshot 2 --data d.jsonl --concurrency 7 --seed 9 --chat-template --no-thinking --spec v1"
-    words += " --temperature 0.6 --top-k 20 --think-end-token </a> --no-fewshot-as-multiturn --no-add-bos-token"
+    words += " --temperature 0.6 --top-k 20 --think-end-token </a> --offset 5 --bootstrap-iters 9 --predict-only"
+    words += f" --write-out --confirm-run-unsafe-code --include-path {tmp_path}"
+    words += " --no-fewshot-as-multiturn --no-add-bos-token"
     words += " --truncate-prompts --system-instruction brief --gen-kwargs until=Q:,top_p=1.0"
     result = run("eval", "gsm8k", *words.split(), "--max-new-tokens", 11, "--output", tmp_path / "o")
     assert result.exit_code == 0, result.output
@@ -67,7 +72,9 @@ def test_options_reach_the_evaluation(run, evals, tmp_path):
         "task": "gsm8k", "limit": 3, "num_fewshot": 2, "data": Path("d.jsonl"), "fewshot_data": None,
         "chat_template": True, "max_new_tokens": 11, "concurrency": 7, "seed": 1234, "output": tmp_path / "o",
         "thinking": False, "overwrite": False, "temperature": 0.6, "top_p": None, "top_k": 20, "min_p": None,
-        "think_end_token": "</a>", "fewshot_as_multiturn": False, "add_bos_token": False, "truncate_prompts": True,
+        "think_end_token": "</a>", "offset": 5, "samples": None, "include_path": (tmp_path,), "bootstrap_iters": 9,
+        "predict_only": True, "write_out": True, "confirm_run_unsafe_code": True,
+        "fewshot_as_multiturn": False, "add_bos_token": False, "truncate_prompts": True,
         "system_instruction": "brief", "gen_kwargs": "until=Q:,top_p=1.0",
     }  # fmt: skip
 
@@ -85,6 +92,7 @@ def test_interruption_reports_finished_answers(run, evals, tmp_path):
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-1] == "interrupted; kept 1 finished answers"
     assert "data: some questions" in result.stderr
+    assert "note: a note" in result.stderr
 
 
 def test_interruption_before_the_first_answer_leaves_no_folder(run, engine, evals, tmp_path, monkeypatch):

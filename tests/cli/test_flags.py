@@ -103,7 +103,6 @@ def test_each_refusal_of_a_setting_names_an_option_of_the_command(command):
         ("bench a b", "a b: bench takes no arguments; name the option, such as --model a b"),
         ("train-draft --algorithm eagle3 x", "x: train-draft takes no arguments; name the option, such as --data x"),
         ("generate a b -o c", "b: generate takes no more than IN; name the option, such as --output b"),
-        ("eval gsm8k v2", "v2: eval takes no more than TASK; leave it out"),
         ("doctor x", "x: doctor takes no arguments; leave it out"),
     ],
 )

@@ -263,17 +263,20 @@ def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder of tasks in place of lm-eval's 14,000."""
     import lm_eval.tasks
 
-    from specbatch.evals import task
+    from specbatch.evals import task, user_tasks
 
     folder, manager = tmp_path / "lm_eval_tasks", lm_eval.tasks.TaskManager
     folder.mkdir()
 
-    def either(include_path: Any = None, include_defaults: bool = True) -> Any:
-        return manager(include_path=folder if include_defaults else include_path, include_defaults=False)
+    def either(include_path: Any = (), include_defaults: bool = True) -> Any:
+        given = [include_path] if isinstance(include_path, Path) else include_path
+        return manager(include_path=[*([folder] if include_defaults else []), *given], include_defaults=False)
 
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", either)
     found = task._names_in
     monkeypatch.setattr(task, "_names_in", lambda _, name: found(folder, name))
+    trusted = user_tasks._is_trusted
+    monkeypatch.setattr(user_tasks, "_is_trusted", lambda path: path.is_relative_to(folder) or trusted(path))
     return folder
 
 

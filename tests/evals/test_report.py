@@ -57,11 +57,11 @@ def test_table_shows_incomplete_answers_simulation_and_acceptance_only_where_pre
     report = evaluate(limit=2)
     for text in ("incomplete", "simulated", "reached draft"):
         assert text not in report.table()
-    assert report._flat()[0]["simulated_accept_length"] is None
+    assert report.flat()[0]["simulated_accept_length"] is None
     report.questions[0]["finish_reason"] = "abort"
     report.record.config["speculation"] = asdict(Speculation("ngram", simulate_accept_length=3.5))
     counts = {"drafted": [10, 10], "tried": [10, 6], "accepted": [6, 3], "context": [[64, 10, 19]]}
     report.record.counters = {"acceptance": counts, "emitted_histogram": [0, 4, 3, 3]}
     for text in ("1 incomplete answer, scored", "simulated acceptance (geometric, mean 3.5)", "| 10         | 60 30 "):
         assert text in report.table()
-    assert report._flat()[0]["simulated_accept_length"] == 3.5
+    assert report.flat()[0]["simulated_accept_length"] == 3.5

@@ -94,13 +94,16 @@ def test_limit_takes_the_first_questions(report: Any, evaluate: Any) -> None:
 
 
 def test_templates_are_compiled_once(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
 
-    compiled, compile, from_string = [], utils.env.compile, utils.env.from_string
-    monkeypatch.setattr(utils.env, "compile", lambda text, *rest, **how: (compiled.append(text), compile(text))[1])
+    compiled, env, from_string = [], utils.env, SandboxedEnvironment.from_string
+    monkeypatch.setattr(
+        SandboxedEnvironment, "from_string", lambda self, text: (compiled.append(text), from_string(self, text))[1]
+    )
     evaluate(num_fewshot=0)
     assert 0 < len(compiled) <= 3 * len(set(compiled)), "once each to prepare, to run and to report"
-    assert utils.env.from_string == from_string
+    assert utils.env is env
 
 
 def test_one_question_has_no_standard_error(evaluate: Any) -> None:
@@ -300,10 +303,12 @@ def test_sampling_without_an_effect_is_refused() -> None:
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        *(("limit", value) for value in (0, -1, 0.5, True)),
+        *(("limit", value) for value in (0, -1, 2.5, True, float("nan"))),
         ("num_fewshot", -1),
         ("max_new_tokens", 0),
         ("concurrency", 0),
+        ("offset", -1),
+        ("bootstrap_iters", -1),
     ],
 )
 def test_invalid_options_are_refused(setting: str, value: object) -> None:

@@ -53,9 +53,6 @@ def other_tasks(tasks_folder: Path) -> None:
             text = text.replace(".splits", ".fail")
         (tasks_folder / f"{name}.yaml").write_text(text + "unsafe_code: true\n" * (name == "unsafe"))
     (tasks_folder / "rows.py").write_text(ROWS)
-    fine = OTHER.format(name="fine", kind="multiple_choice") + "doc_to_choice: [a, b]\n"
-    (tasks_folder / "fine.yaml").write_text(fine)
-    (tasks_folder / "mixed.yaml").write_text("group: mixed\ntask: [copycat, fine]\n")
 
 
 @pytest.fixture
@@ -329,7 +326,6 @@ def test_other_generating_tasks_run(other_tasks: None, make_engine: Any) -> None
         ("gsm9k", "no such task; did you mean gsm8k"),
         ("copycatt", "no such task; did you mean copycat"),
         ("zzzzzzz", "no such task; use gsm8k, gsm8k_platinum, one_digit_sums, one_digit_choices or another task of"),
-        ("mixed", "its tasks are of types generate_until and multiple_choice; name one of them"),
         ("odd", "is of type dreaming; use a task of type generate_until or multiple_choice or loglikelihood or"),
         ("needy", "lm-eval cannot load it here (No module named 'sympy')"),
         ("unsafe", "executes code written by the model"),
