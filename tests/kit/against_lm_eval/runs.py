@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ import lm_eval
 import lm_eval.evaluator
 import lm_eval.tasks
 import numpy
+import pytest
 import yaml
 from lm_eval.models.huggingface import HFLM
 
@@ -169,12 +172,12 @@ def _rows_of_gsm8k() -> Iterator[None]:
 def theirs(
     folder: Path, tasks: Path, names: Sequence[str], options: Mapping[str, Any], model: Mapping[str, Any]
 ) -> Found:
-    """What lm-eval does: `options` of simple_evaluate, arguments of its backend `model`. tasks: folder of YAML files."""
+    """What lm-eval does. options: of simple_evaluate; model: arguments of its backend; tasks: folder of YAML files."""
     lm_eval.evaluator.add_env_info = lambda *_: None  # takes a second, and is not compared
     with warnings.catch_warnings(), _rows_of_gsm8k():
         warnings.simplefilter("ignore")
         lm = Recorded(str(folder), **{"device": "cpu", "dtype": "float32", "batch_size": 1} | dict(model))
-        shown = [str(tasks), *(str(UPSTREAM / name) for name in ("gsm8k", "gsm8k_platinum"))]
+        shown = [str(tasks), str(tasks.parent / "upstream")]
         manager = lm_eval.tasks.TaskManager(include_path=shown, include_defaults=False)
         results = lm_eval.simple_evaluate(
             lm, tasks=list(names), task_manager=manager, **{"bootstrap_iters": 1000} | dict(options)
@@ -201,7 +204,10 @@ def ours(engine: Engine, tasks: Path, names: Sequence[str], options: Mapping[str
     end = engine.tokenizer.decode([engine.tokenizer.eos_id], skip_special_tokens=False)
     spied = Spied(engine, end)
     wanted = EvalOptions(",".join(names), include_path=(tasks,), **options)
-    for ready in prepare_several(wanted).values():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specbatch.evals.task._definitions", lambda: tasks.parent / "upstream")
+        prepared = prepare_several(wanted)
+    for ready in prepared.values():
         start = len(spied.found.answers)
         report = ready.run(spied)  # type: ignore[arg-type]
         _in_report(report, ready.task.first_ids(), start, spied.found)
@@ -226,13 +232,20 @@ def _in_report(report: EvalReport, first: Mapping[str, int], start: int, found: 
         found.scores[f"{score.task or report.task} {score.metric},{score.filter}"] = (score.value, score.stderr)
 
 
-def write_tasks(folder: Path, tasks: Mapping[str, Mapping[str, Any]], rows: Mapping[str, Sequence[Any]]) -> Path:
-    """A folder of task files, and of the rows that they name as `ROWS`.jsonl."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_tasks(
+    folder: Path, tasks: Mapping[str, Mapping[str, Any]], rows: Mapping[str, Sequence[Any]], functions: str
+) -> Path:
+    """A folder of task files, of the rows that they name, and of functions.py. Beside it are lm-eval's tasks of GSM8K,
+    in place of all 14,000."""
+    folder.mkdir(parents=True)
+    for name in ("gsm8k", "gsm8k_platinum"):
+        shutil.copytree(UPSTREAM / name, folder.parent / "upstream" / name)
+    (folder / "functions.py").write_text(functions)
     for name, lines in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for name, task in tasks.items():
         text = yaml.safe_dump(dict(task), sort_keys=False, allow_unicode=True)
+        text = re.sub(r"'(!function [\w.]+)'", r"\1", text)
         (folder / f"{name}.yaml").write_text(text.replace("FOLDER", str(folder)))
     return folder
 
@@ -247,6 +260,17 @@ def engine_of(folder: Path, speculation: Mapping[str, Any] | None = None, **sett
         **settings,
     )
     return Engine(config)
+
+
+def without(found: Found, offset: int) -> Found:
+    """What is left of one task without its first questions; no scores and counts."""
+    if not offset:
+        return found
+    filtered, metrics = (
+        {key: value for key, value in part.items() if int(key.split()[1]) >= offset}
+        for part in (found.filtered, found.metrics)
+    )
+    return Found(found.prompts[offset:], found.limits[offset:], found.answers[offset:], filtered, metrics)
 
 
 def differences(one: Found, other: Found, aspects: Sequence[str]) -> dict[str, str]:

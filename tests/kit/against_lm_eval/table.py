@@ -17,7 +17,7 @@ if __name__ == "__main__":
 import datasets
 import transformers
 
-from against_lm_eval import cases, models, runs
+from against_lm_eval import cases, models, runs, tasks
 from specbatch import Engine, SpecbatchError
 from specbatch.records.markdown import markdown_table
 
@@ -37,7 +37,7 @@ class Bench:
         datasets.config.HF_DATASETS_CACHE = folder / "datasets"
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        self.tasks = runs.write_tasks(folder / "tasks", cases.TASKS | cases.GROUPS, cases.ROWS)
+        self.tasks = runs.write_tasks(folder / "tasks", tasks.TASKS | tasks.GROUPS, tasks.ROWS, tasks.FUNCTIONS)
         self.model = cache(lambda name: models.write(name, folder / name.replace(" ", "-")))
         self._engine: tuple[Any, Engine] | None = None
 
@@ -61,21 +61,28 @@ class Bench:
         middle = time.perf_counter()
         try:
             found = runs.ours(self.engine(case), self.tasks, case.tasks, case.ours)
-            different = runs.differences(wanted, found, case.aspects)
+            different = runs.differences(runs.without(wanted, case.offset), found, case.aspects)
         except SpecbatchError as error:
             different = {"refused": str(error)}
         return Result(case, len(wanted.prompts), different, (middle - start, time.perf_counter() - middle))
 
 
+LINK = "evaluation.md#models-for-measuring-accuracy"
 HEADER = """# Cases against lm-eval
 
-Each case runs twice on a CPU in float32: with lm-eval {lm_eval}'s own backend (`HFLM`, transformers {transformers}, torch {torch}) and
-with specbatch, by the options that mean the same. Compared are the token ids of every prompt, limits and stop strings,
-the answers (of texts that are scored: log-likelihoods to 1e-4, and whether a text is the greedy one), what each filter
-made of each answer, the metrics of each question, scores with standard errors, examples and numbers of questions.
-`{command}` makes this page; the slow tests run the same cases.
+Each case runs twice on a CPU in float32: with lm-eval {lm_eval}'s own backend (`HFLM`; transformers {transformers},
+torch {torch}), one prompt at a time, and with specbatch, by the options that mean the same. Compared are the token ids of
+every prompt, limits, stop strings and sampling parameters, the answers (of texts that are scored: log-likelihoods to
+1e-4, and whether a text is the greedy one), what each filter made of each answer, the metrics of each question, scores
+with standard errors, and numbers of examples and questions. Of sampled answers only what was asked for is compared.
 
-"tiny" models are random (2 layers, seeded); `smollm2-135m` is the bundled one.
+"tiny" models are random (2 layers, seeded), and `smollm2-135m` is the [bundled one]({link}).
+[evaluation.md](evaluation.md#compared-with-lm-eval) explains the differences. The slow tests run the same cases. This
+page was made on 2 CPU cores by
+
+```sh
+{command}
+```
 
 """
 COMMAND = "python tests/kit/against_lm_eval/table.py --out docs/lm-eval-cases.md"
@@ -95,7 +102,7 @@ def page(results: list[Result]) -> str:
     same = sum(not result.different for result in results)
     count = f"{len(results)} cases: {same} same, {len(results) - same} different.\n\n"
     versions = {name: version(name).partition("+")[0] for name in names}
-    return HEADER.format(command=COMMAND, **versions) + count + markdown_table(rows) + "\n"
+    return HEADER.format(command=COMMAND, link=LINK, **versions) + count + markdown_table(rows) + "\n"
 
 
 def main() -> int:
