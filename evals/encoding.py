@@ -60,16 +60,20 @@ class Encoding:
             ids = self._tokenizer.encode(text, add_special_tokens=False)
             bos = [] if has_begin or not self._add_bos else [self._tokenizer.bos_id]
             return [token for token in bos if token is not None] + ids
-        ids = self._tokenizer.encode(text)
+        ids = self._tokenizer.encode(text, as_transformers=True)
         if not self._is_noted:
             self._is_noted = True
-            self._note(ids, self._tokenizer.encode(text, add_special_tokens=False))
+            self._note(text, ids)
         return ids
 
-    def _note(self, ids: list[int], own: list[int]) -> None:
-        """own: the tokens of the text itself."""
+    def _note(self, text: str, ids: list[int]) -> None:
+        own = self._tokenizer.encode(text, add_special_tokens=False)
         at = next((place for place in range(len(ids) - len(own) + 1) if ids[place : place + len(own)] == own), 0)
         begin, end = ("".join(map(self._text_of, part)) for part in (ids[:at], ids[at + len(own) :]))
+        if ids != self._tokenizer.encode(text):
+            works = "add_bos_token=True or False (--add-bos-token, --no-add-bos-token) decides"
+            says = "as with transformers 5, and not those that add_bos_token of tokenizer_config.json asks for"
+            self.notes.append(f"prompts have the special tokens of tokenizer.json, {says}; {works}")
         works = "as in lm-eval; add_bos_token=False (--no-add-bos-token) leaves it out"
         if self._is_chat and begin:
             self.notes.append(f"the tokenizer begins chat prompts with {begin!r}, which the template does not, {works}")

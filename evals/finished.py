@@ -117,7 +117,7 @@ def finished_rows(
         "fewshot_seed": options.seed,
         **{name: getattr(options, name) for name in (*_ASKED, *SAMPLED)},
         **{name: value for name in _SINCE if (value := getattr(options, name)) not in (None, usual[name])},
-        **({"default_max_new_tokens": MAX_NEW_TOKENS} if generates and options.max_new_tokens is None else {}),
+        **({"default_max_new_tokens": MAX_NEW_TOKENS} if options.max_new_tokens is None else {}),
         **{name: settings[name] for name in MAKES_TOKENS},
     }
 

@@ -113,9 +113,9 @@ class EvalOptions:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        if self.limit is not None and self.limit >= 1:
+        if is_number(self.limit) and self.limit == int(self.limit or 0):  # the command line has no other whole numbers
             object.__setattr__(self, "limit", int(self.limit))
+        check_fields(self)
         each_once("task", self.names)
         if self.samples is not None:
             self._check_samples(self.samples)

@@ -29,16 +29,13 @@ from specbatch.algorithms import NO_SPECULATION
 from specbatch.atomic_file import writing
 from specbatch.errors import SpecbatchError, refuse, reporting
 from specbatch.evals.finished import PARTIAL, Answer, Row, Scored, finished_rows, with_earlier
-from specbatch.evals.likelihoods import likelihood_fields
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
+from specbatch.evals.results import answer_rows, scored_rows, scores, verdicts
 from specbatch.evals.selection import asking
 from specbatch.evals.task import GENERATING, ROLLING, EvalTask, load_tasks, quiet, template_errors
-from specbatch.evals.unparsed import unparsed_share
 from specbatch.jobs.partial_output import PartialRows
 from specbatch.plurals import counted
-from specbatch.records.answers import Score
-from specbatch.records.metrics import Better
 from specbatch.records.store import RECORD
 from specbatch.weights import open_checkpoint
 
@@ -49,9 +46,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]  # answers finished, answers wanted
 JOB = "job"  # of a record's workload: all settings that the results depend on
-BYPASS = "bypass"  # lm-eval's metric of answers that are not scored
 Log = Callable[[str], None]
-_LONG = ("itl_s", "emitted_histogram", "acceptance")  # details that are only in requests.jsonl, at the same index
 
 
 @dataclass(frozen=True)
@@ -227,7 +222,7 @@ class PreparedEval:
 
     def _report(self, engine: InferenceEngine, model: Any, results: dict[str, Any]) -> EvalReport:
         task, options = self.task, self.options
-        rows = _verdicts(task, results["samples"])
+        rows = verdicts(task, results["samples"])
         version_of = results["versions"].get(task.name, "N/A")
         record = engine.record(concurrency=options.concurrency)
         if model.earlier:
@@ -251,8 +246,8 @@ class PreparedEval:
             max_new_tokens=model.budget if task.generates else None,
             cut=model.cut if task.scores_texts else None,
             prompts_sha256=hashlib.sha256(json.dumps(model.prompts).encode()).hexdigest(),
-            scores=list(_scores(task, results)),
-            questions=_answer_rows(rows, model.answers) + _scored_rows(task, rows, results["samples"]),
+            scores=list(scores(task, results)),
+            questions=answer_rows(rows, model.answers) + scored_rows(task, rows, results["samples"]),
             warning=task.warning,
             notes=[*self.notes(), *model.notes],
             offset=options.offset,
@@ -296,6 +291,12 @@ class _NotLoaded:
 
     def generate(self, *_: Any, **__: Any) -> None:
         raise _AllFit
+
+    def score(self, pairs: Sequence[Any], **_: Any) -> list[Any]:
+        """Of a group that scores texts, too."""
+        from specbatch.engine.scoring import Likelihood
+
+        return [Likelihood(0.0, False) for _ in pairs]
 
 
 def prepare(options: EvalOptions) -> PreparedEval:
@@ -399,85 +400,3 @@ def _claimed(kept: PartialRows | None, overwrite: bool) -> Iterator[tuple[Mappin
             kept.remove()
             raise KeyboardInterrupt from None
         kept.remove()
-
-
-def _scores(task: EvalTask, results: dict[str, Any]) -> Iterator[Score]:
-    """The scores of the task; of a group, of its subgroups, and of their tasks, aggregated and weighted by lm-eval."""
-    for name in task.groups:
-        tasks = {one.task_name for one in task.groups[name].get_all_tasks()}
-        yield from _scores_of(task, name, tasks, results.get("groups", {}).get(name, {}), results)
-    for name in task.tasks:
-        yield from _scores_of(task, name, {name}, results["results"][name], results)
-
-
-def _scores_of(
-    task: EvalTask, name: str, tasks: set[str], found: dict[str, Any], results: dict[str, Any]
-) -> Iterator[Score]:
-    """The scores in lm-eval's results of a task or group, whose keys are `metric,filter`, with the share of answers in
-    which the filter found nothing. tasks: of the group."""
-    better = results["higher_is_better"].get(name, {})
-    for key, value in found.items():
-        metric, comma, filter = key.partition(",")
-        if not comma or metric.endswith("_stderr") or metric == BYPASS:
-            continue
-        rows = [(one, row) for one in tasks for row in results["samples"][one] if row["filter"] == filter]
-        missed = unparsed_share([task.tasks[one] for one in tasks], filter)
-        stderr = found.get(f"{metric}_stderr,{filter}")
-        known = float(stderr) if isinstance(stderr, int | float) else None  # "N/A" for one question
-        way: Better = "lower" if better.get(metric) is False else "higher"
-        count = sum(metric in row for _, row in rows)
-        yield Score(filter, metric, float(value), known, count, missed, way, "" if name == task.name else name)
-
-
-def _verdicts(task: EvalTask, samples: dict[str, list[dict[str, Any]]]) -> dict[int, dict[str, Any]]:
-    """lm-eval's results by question, in the order of the questions."""
-    verdicts: dict[int, dict[str, Any]] = {}
-    for name, first in task.first_ids().items():
-        for sample in samples[name]:
-            if (number := first + sample["doc_id"]) not in verdicts:
-                verdicts[number] = {
-                    **({"task": name} if task.is_group else {}),
-                    "question": str(task.tasks[name].doc_to_text(sample["doc"])),
-                    "target": sample["target"],
-                    "prompt_hash": sample["prompt_hash"],
-                    "filtered": {},
-                    "scores": {},
-                }
-            row = verdicts[number]
-            row["filtered"][sample["filter"]] = _filtered(sample)
-            row["scores"][sample["filter"]] = {
-                metric: sample[metric] for metric in sample["metrics"] if metric != BYPASS
-            }
-    return verdicts
-
-
-def _answer_rows(verdicts: dict[int, dict[str, Any]], answers: list[Answer]) -> list[dict[str, Any]]:
-    """One row per answer, in the order of the questions: lm-eval's results and the metrics of the request."""
-    rows = []
-    repeats: dict[int, int] = {}
-    for doc_id, _, completion in answers:
-        repeat = repeats[doc_id] = repeats.get(doc_id, -1) + 1
-        answer = {"text": completion.text, "token_ids": completion.token_ids}
-        numbers = {name: value for name, value in completion.as_row().items() if name not in _LONG}
-        rows.append({"doc_id": doc_id, "repeat": repeat, **verdicts[doc_id], **answer, **numbers})
-    return rows
-
-
-def _scored_rows(
-    task: EvalTask, verdicts: dict[int, dict[str, Any]], samples: dict[str, list[dict[str, Any]]]
-) -> list[dict[str, Any]]:
-    """One row per question: lm-eval's results and the log-likelihoods of its texts."""
-    likelihoods = {
-        first + sample["doc_id"]: likelihood_fields(task.tasks[name], sample)
-        for name, first in task.first_ids().items()
-        if task.tasks[name].OUTPUT_TYPE != GENERATING
-        for sample in samples[name]
-    }
-    return [
-        {"doc_id": doc_id} | {name: value for name, value in verdicts[doc_id].items() if name != "filtered"} | own
-        for doc_id, own in likelihoods.items()
-    ]
-
-
-def _filtered(sample: dict[str, Any]) -> Any:
-    return sample["filtered_resps"][0]

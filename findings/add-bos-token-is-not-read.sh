@@ -9,7 +9,8 @@
 #   follows the key. No warning.
 # Matters: prompts of plain text (completions, base models, few-shot tasks) lose their first token, or get one, with the
 #   version of a library; scores and acceptance of drafts move with it. specbatch follows the key, and reports a
-#   difference (docs/generate.md, "Tokenizers and chat templates").
+#   difference (docs/generate.md, "Tokenizers and chat templates"); `specbatch eval` follows tokenizer.json, as lm-eval
+#   with transformers does, with a note.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -44,8 +44,10 @@ class Tokenizer:
         add_bos: bool | None = None,
         chat_template: str | None = None,
         special_tokens: dict[str, str] | None = None,
+        is_of_transformers: bool = False,
     ) -> None:
-        """`backend` is a `tokenizers.Tokenizer`. With `add_bos` None the backend decides."""
+        """`backend` is a `tokenizers.Tokenizer`. With `add_bos` None the backend decides. is_of_transformers: whether
+        transformers reads it from the same files."""
         backend.no_truncation()  # both are the state of whoever saved the file, and not of the model
         backend.no_padding()
         self.name = name
@@ -53,6 +55,7 @@ class Tokenizer:
         self.bos_id = bos_id
         self._backend = backend
         self._add_bos = add_bos
+        self._is_of_transformers = is_of_transformers
         self._chat_template = None if chat_template is None else ChatTemplate(chat_template, name)
         self._special_tokens = special_tokens or {}
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -74,6 +77,7 @@ class Tokenizer:
             add_bos=found.add_bos,
             chat_template=found.chat_template,
             special_tokens=found.special_tokens,
+            is_of_transformers=found.names_class or found.backend.post_processor is not None,
         )
         if log is not None:
             for line in (*found.report, *made._differing_bos()):
@@ -106,8 +110,13 @@ class Tokenizer:
         """Whether there is a chat template, with `text` in its source."""
         return self._chat_template is not None and text in self._chat_template.source
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Special tokens are added only if the model's files ask for them."""
+    def encode(self, text: str, *, add_special_tokens: bool = True, as_transformers: bool = False) -> list[int]:
+        """Token ids of a text. Special tokens are added only if the model's files ask for them.
+
+        as_transformers: where add_bos_token of tokenizer_config.json and tokenizer.json disagree, the latter counts, as
+        in transformers 5."""
+        if as_transformers and self._is_of_transformers:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         by_rule = add_special_tokens and self._add_bos is not False
         ids: list[int] = self._backend.encode(text, add_special_tokens=by_rule).ids
         if add_special_tokens and self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
@@ -219,7 +228,7 @@ class ByteTokenizer(Tokenizer):
         self._chat_template = None
         self._special_tokens = {}
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, as_transformers: bool = False) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:

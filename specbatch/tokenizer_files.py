@@ -23,6 +23,7 @@ class TokenizerFiles(NamedTuple):
     special_tokens  texts of special tokens by name, such as "eos_token"
     eos_ids         end tokens of config.json and generation_config.json
     add_bos         whether prompts begin with the bos token; None: the backend decides
+    names_class     whether tokenizer_config.json names a class of transformers
     chat_template   the template for conversations
     report          what users should know about the files, one line each
     """
@@ -31,6 +32,7 @@ class TokenizerFiles(NamedTuple):
     special_tokens: dict[str, str]
     eos_ids: tuple[int, ...]
     add_bos: bool | None
+    names_class: bool
     chat_template: str | None
     report: list[str]
 
@@ -54,6 +56,7 @@ def read_folder(folder: Path, most: int | None = None, *, compare: bool = True) 
         special,
         ends + token_ids(_read_table(folder / "generation_config.json"), "eos_token_id"),
         None if described.get("add_bos_token") is None else flag_of(described, "add_bos_token"),
+        "tokenizer_class" in described,
         _read_chat_template(folder, described),
         report,
     )

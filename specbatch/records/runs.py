@@ -25,7 +25,7 @@ _MODEL_SETTINGS = ("model", "load_format", "tokenizer")
 _WORKLOAD_SETTINGS = (
     *("task", "task_version", "num_fewshot", "limit", "dataset", "category", "input_len", "output_len", "ignore_eos"),
     *("max_new_tokens", "new_tokens", "sampling", "chat_template", "request_rate", "slo", "concurrency", "seed"),
-    *("prompts", "input_sha256", "prompts_sha256", "own_sampling"),
+    *("prompts", "input_sha256", "prompts_sha256", "own_sampling", "gen_kwargs", "add_bos_token"),
 )
 _COMPARED_CAPS = (
     "device",

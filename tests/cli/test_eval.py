@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import types
 from pathlib import Path
@@ -22,6 +23,14 @@ def evals(monkeypatch):
 
         def as_dict(self):
             return {"exact_match": 0.5}
+
+        def score_cells(self):
+            return [{"metric": "exact_match", "score": "0.5"}]
+
+        flat = score_cells
+
+        def details(self):
+            return "fast"
 
     class Ready:
         def __init__(self, options):
@@ -52,7 +61,8 @@ def evals(monkeypatch):
             (seen["options"].output / "summary.md").write_text(Report().table())
             return Report()
 
-    monkeypatch.setattr(several, "prepare_several", lambda options: {options.task: Ready(options)})
+    monkeypatch.setattr(several, "prepare_several", lambda options: {name: Ready(options) for name in options.names})
+    monkeypatch.setattr(several, "folders_of", lambda every: contextlib.nullcontext())
     return seen
 
 
@@ -107,3 +117,38 @@ def test_complete_evaluation_is_shown_again(run, engine, evals, tmp_path):
     assert (result.exit_code, engine.built) == (0, []), result.output
     assert "out is complete: an earlier run has finished this evaluation" in result.stderr
     assert "| exact_match | 0.5 |" in result.stdout
+
+
+def test_several_tasks_share_the_model_and_a_table(run, engine, evals, tmp_path):
+    words = ("--samples", '{"gsm8k": [3, 1]}', "--include-path", tmp_path, "--include-path", tmp_path / "other")
+    result = run("eval", "gsm8k", "arc_easy,one_digit_sums", *words, "--out", tmp_path / "out")
+    assert (result.exit_code, len(engine.built)) == (0, 1), result.output
+    assert evals["options"].names == ["gsm8k", "arc_easy", "one_digit_sums"]
+    assert evals["options"].samples == {"gsm8k": [3, 1]}
+    assert evals["options"].include_path == (tmp_path, tmp_path / "other")
+    assert "arc_easy: data: some questions" in result.stderr
+    assert result.stdout.count("exact_match") == 3
+    assert (tmp_path / "out/summary.md").read_text().count("## ") == 3
+    both = run("eval", "gsm8k", "arc_easy", "--json").stdout
+    assert {*json.loads(both)["tasks"]} == {"gsm8k", "arc_easy"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("gsm8k arc_easy --configs v1,v2", "task='gsm8k,arc_easy': --configs compares configurations on one task"),
+        ("gsm8k gsm8k", "task='gsm8k,gsm8k': gsm8k is given twice"),
+        ("gsm8k --samples [1]", "--samples='[1]': use JSON or the path of a JSON file, such as"),
+        ("gsm8k --samples nothing.json", "--samples='nothing.json': cannot be read"),
+        ("gsm8k --limit 1.5", "--limit=1.5: use a whole number of at least 1, or a share between 0 and 1"),
+        (
+            "one_digit_sums --configs v1 --predict-only",
+            "--predict-only: goes with one configuration; leave it out",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_refused(run, engine, words, message):
+    result = run("eval", *words.split())
+    assert (result.exit_code, engine.built) == (2, [])
+    assert result.stderr.startswith(f"error: {message}"), result.stderr
+    (_,) = result.stderr.splitlines()

@@ -20,7 +20,7 @@ EAGLE3 = "train-draft --model toy --load-format dummy --device cpu --algorithm e
 DFLASH = EAGLE3.replace("eagle3", "dflash")
 # The command ({in}: a file, {tmp}: a folder), a part of the message, and the lines of the file if not one good prompt.
 REFUSED = [
-    ("eval t --limit x", "limit='x': use a whole number (see "),
+    ("eval t --limit x", "limit='x': use a number (see "),
     ("eval t --temperature x", "temperature='x': use a number (see "),
     ("eval t --prefill-graph whole", "--prefill-graph='whole': use one of off, piecewise"),
     ("eval t --no-such-option", "No such option: --no-such-option (see "),

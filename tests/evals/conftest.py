@@ -37,7 +37,7 @@ class FakeTokenizer:
     has_chat_template = True
     chat_begin = "<s>"
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, as_transformers: bool = False) -> list[int]:
         tokens = [self.bos_id] if add_special_tokens else []
         while text:
             special = next((mark for mark in SPECIAL if text.startswith(mark)), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ TEXTS = ["abc", "<s>abc", " <s>abc", "<|im_end|>abc", "<|im_start|>user\nabc<|im
 BOS, END = "<s>", "<|im_end|>"
 
 
+@pytest.mark.parametrize("key", [None, True, False])
 @pytest.mark.parametrize("add_bos", [None, True, False])
 @pytest.mark.parametrize("has_bos", [True, False])
 @pytest.mark.parametrize("form", ["<s> $A", "<s> $A <|im_end|>", "$A <|im_end|>", None])
 def test_special_tokens_are_those_of_lm_evals_model(
-    form: str | None, has_bos: bool, add_bos: bool | None, hflm: Any, tmp_path: Path
+    form: str | None, has_bos: bool, add_bos: bool | None, key: bool | None, hflm: Any, tmp_path: Path
 ) -> None:
-    if not has_bos and (add_bos or (form or "").startswith(BOS)):
+    """key: add_bos_token in tokenizer_config.json, which transformers 5 does not read beside tokenizer.json."""
+    if not has_bos and (add_bos or key is not None or (form or "").startswith(BOS)):
         return
     backend = bytes_and_merges()
     if form is not None:
@@ -33,6 +36,9 @@ def test_special_tokens_are_those_of_lm_evals_model(
         backend.post_processor = processors.TemplateProcessing(single=form, special_tokens=special)
     named = {"eos_token": END, **({"bos_token": BOS} if has_bos else {})}
     hf.PreTrainedTokenizerFast(tokenizer_object=backend, **named).save_pretrained(tmp_path)
+    described = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    if key is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(described | {"add_bos_token": key}))
     model = hf.LlamaForCausalLM(
         hf.LlamaConfig(vocab_size=264, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     )
@@ -49,7 +55,13 @@ def test_special_tokens_are_those_of_lm_evals_model(
         assert ours.scored(text) == theirs.tok_encode(text), text
     is_noted = add_bos is None and form is not None and form.endswith(END)
     works = "as in lm-eval; add_bos_token=False (--no-add-bos-token) leaves it out"
-    assert ours.notes == ([f"the tokenizer ends prompts with {END!r}, {works}"] if is_noted else [])
+    adds = {None: "", "$A <|im_end|>": END, "<s> $A": BOS, "<s> $A <|im_end|>": BOS + END}[form]
+    other = add_bos is None and ((key is True and not adds.startswith(BOS)) or (key is False and adds != ""))
+    notes = ["prompts have the special tokens of tokenizer.json"] * other + [
+        f"the tokenizer ends prompts with {END!r}, {works}"
+    ] * is_noted
+    assert len(ours.notes) == len(notes)
+    assert all(map(str.startswith, ours.notes, notes))
 
 
 def test_a_bos_token_that_the_tokenizer_does_not_have_is_refused(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_texts_that_cannot_be_scored_are_refused(
     engine = make_engine(str, max_model_len=40)
     engine.tokenizer.bos_id = None
     encode = engine.tokenizer.encode
-    engine.tokenizer.encode = lambda text, add_special_tokens=True: encode(text, add_special_tokens=False)
+    engine.tokenizer.encode = lambda text, **_: encode(text, add_special_tokens=False)
     request = Instance("loglikelihood", {}, (context, continuation), 0, metadata=("toy", 4, 1))
     with pytest.raises(SpecbatchError) as refused:
         SpecBatchLM(engine, "toy").loglikelihood([request])

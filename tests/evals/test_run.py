@@ -85,6 +85,35 @@ def test_random_choices_of_a_task_are_the_same_in_every_run(
     assert drawn[: len(drawn) // 2] == drawn[len(drawn) // 2 :]
 
 
+DRAWING = """
+import random
+from datasets import Dataset, DatasetDict
+def splits(**_):
+    return DatasetDict(test=Dataset.from_list([{"q": str(n), "a": str(n)} for n in range(3)]))
+def text(doc):
+    return f"{doc['q']} {random.random()}"
+"""
+
+
+def test_random_choices_of_a_task_are_those_of_lm_eval(
+    make_engine: Any, tasks_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-eval seeds once, before it loads the tasks, which draw then, too."""
+    import lm_eval.evaluator
+
+    from specbatch.evals.lm import SpecBatchLM
+
+    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # slow, and not compared
+    (tasks_folder / "drawing.py").write_text(DRAWING)
+    keys = "custom_dataset: !function drawing.splits\ndoc_to_text: !function drawing.text\ndoc_to_target: a"
+    (tasks_folder / "drawing.yaml").write_text(f"task: drawing\n{keys}\ntest_split: test\n")
+    theirs, ours = make_engine(lambda prompt: "1"), make_engine(lambda prompt: "1")
+    manager = lm_eval.tasks.TaskManager(include_path=tasks_folder, include_defaults=False)
+    lm_eval.simple_evaluate(SpecBatchLM(theirs, "drawing"), tasks=["drawing"], task_manager=manager)
+    prepare(EvalOptions("drawing")).run(ours)
+    assert ours.calls[0]["prompts"] == theirs.calls[0]["prompts"]
+
+
 def test_limit_takes_the_first_questions(report: Any, evaluate: Any) -> None:
     part = evaluate(limit=3)
     hashes = [row["prompt_hash"] for row in report.questions]
