@@ -121,6 +121,7 @@ def write_tiny(
 
 NO_SYSTEM, TRIMS, OUTER_BOS = "tiny, no system messages", "tiny, its template trims", "tiny, BOS is not in its template"
 PENALTY, SHORT, REASONS = "tiny, repetition_penalty 1.3 in its files", "tiny, 512 tokens long", "tiny, reasons"
+SAYS_BOS, SAYS_NO_BOS = "tiny, add_bos_token, not in tokenizer.json", "tiny, no add_bos_token, in tokenizer.json"
 CLEANED, SAMPLES = "tiny, cleans up spaces", "tiny, samples by its files"
 BRIEF, CONCLUDES = "tiny, max_new_tokens 7 in its files", "tiny, ends its reasoning"
 TINY: dict[str, dict[str, Any]] = {
@@ -132,6 +133,8 @@ TINY: dict[str, dict[str, Any]] = {
     "tiny, byte fallback": {"backend": _byte_fallback},
     PENALTY: {"generation": {"repetition_penalty": 1.3}},
     SHORT: {"longest": 512},
+    SAYS_BOS: {"bos": False, "described": {"bos_token": "<s>", "add_bos_token": True}},
+    SAYS_NO_BOS: {"template": CHATML, "described": {"add_bos_token": False}},
     CLEANED: {"described": {"clean_up_tokenization_spaces": True}, "favored": list(".,?!' ")},
     SAMPLES: {"generation": {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.8}},
     BRIEF: {"generation": {"max_new_tokens": 7}},

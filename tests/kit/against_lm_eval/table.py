@@ -70,9 +70,9 @@ class Bench:
 LINK = "evaluation.md#models-for-measuring-accuracy"
 HEADER = """# Cases against lm-eval
 
-Each case runs twice on a CPU in float32: with lm-eval {lm_eval}'s own backend (`HFLM`; transformers {transformers},
-torch {torch}), one prompt at a time, and with specbatch, by the options that mean the same. Compared are the token ids of
-every prompt, limits, stop strings and sampling parameters, the answers (of texts that are scored: log-likelihoods to
+Each case runs twice on a CPU in float32, with lm-eval {lm_eval}'s own backend (`HFLM`; transformers {transformers},
+torch {torch}), one prompt at a time, and with specbatch, by the options that mean the same. Compared are the token ids
+of every prompt, limits, stop strings and sampling parameters, the answers (of texts that are scored: log-likelihoods to
 1e-4, and whether a text is the greedy one), what each filter made of each answer, the metrics of each question, scores
 with standard errors, and numbers of examples and questions. Of sampled answers only what was asked for is compared.
 
