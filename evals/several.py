@@ -62,7 +62,11 @@ def prepare_several(options: EvalOptions) -> dict[str, PreparedEval]:
         raise refuse("output", str(output), "has the results of one task; name a new folder for several")
     if output is not None and len({*folders}) < len(folders):
         raise refuse("task", options.task, "has two tasks whose folders have the same name; evaluate one by itself")
-    each = [replace(options, task=name, output=own) for name, own in zip(names, folders, strict=True)]
+    each = [
+        # Finished tasks are kept: `overwrite` starts those over that were interrupted.
+        replace(options, task=name, output=own, overwrite=options.overwrite and _is_interrupted(own))
+        for name, own in zip(names, folders, strict=True)
+    ]
     return {ready.task.name: ready for ready in prepare_each(each)}
 
 
@@ -84,6 +88,10 @@ def has_results(folder: Path, names: Sequence[str]) -> bool:
     """Whether `folder` has results of a run of these tasks, which may be interrupted."""
     folders = [folder, *(_folder(folder, name) for name in names)] if len(names) > 1 else [folder]
     return any((own / name).exists() for own in folders for name in (PARTIAL, RECORD))
+
+
+def _is_interrupted(folder: Path | None) -> bool:
+    return folder is not None and (folder / PARTIAL).exists()
 
 
 def _folder(output: Path, name: str) -> Path:

@@ -8,8 +8,9 @@ package, which a user's file may include, keep their functions.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -73,6 +74,7 @@ class UserTasks:
             if isinstance(entry, str):
                 raise refuse("task", name, f"group {group} names task {entry}, which does not exist")
             if self.owns(entry):
+                self._refuse_twice(entry)
                 self._check_file(entry.name, entry.yaml_path)
                 self.checked.add(entry.name)
             yield entry
@@ -85,8 +87,19 @@ class UserTasks:
 
     @cached_property
     def _texts(self) -> dict[Path, str]:
-        paths = sorted({path for folder in self.folders for path in folder.rglob("*.yaml")})
-        return {path: path.read_text(errors="replace") for path in paths if path.is_file()}
+        texts = {}
+        for path in sorted({path for folder in self.folders for path in folder.rglob("*.yaml")}):
+            with suppress(OSError):
+                texts[path] = path.read_text(errors="replace")
+        return texts
+
+    def _refuse_twice(self, entry: Any) -> None:
+        """Refuse a name that two files of a folder define, of which lm-eval takes the first with a log line."""
+        line = re.compile(rf"^(task|group)\s*:\s*[\"']?{re.escape(entry.name)}[\"']?\s*$", re.MULTILINE)
+        for folder in self.folders:
+            files = [path for path, text in self._texts.items() if path.is_relative_to(folder) and line.search(text)]
+            if len(files) > 1:
+                raise refuse("task", entry.name, f"is defined in {files[0]} and in {files[1]}; rename one of them")
 
     def _read(self, path: Path) -> dict[str, Any]:
         """A file with what it includes; functions are texts."""
@@ -98,6 +111,9 @@ class UserTasks:
 
     def _check_file(self, name: str, path: Path) -> None:
         merged = self._read(path)
+        members = merged.get("task")
+        if "group" in merged and not (isinstance(members, list) and members):
+            raise refuse("task", str(path), f"group {name} needs a list of tasks (task: [NAME, ...])")
         for file, own in _chain(path):
             if own.get("unsafe_code"):
                 self.unsafe.add(name)
@@ -129,10 +145,7 @@ class UserTasks:
         name = shots.get("sampler") if isinstance(shots, dict) else None
         if isinstance(name, str) and name not in SAMPLER_REGISTRY and not _is_function(name, self.runs_code):
             raise refuse("task", str(file), f"fewshot_config: no sampler {name!r}; use {_some(SAMPLER_REGISTRY)}")
-        members = config.get("task")
-        if "group" in config and not (isinstance(members, list) and members):
-            raise refuse("task", str(file), f"group {config['group']} needs a list of tasks (task: [NAME, ...])")
-        for member in _dicts(members):
+        for member in _dicts(config.get("task")):
             inherited = has_results or bool(member.get("process_results"))
             self._check_config(file, member, has_results=inherited)
 
@@ -236,8 +249,9 @@ def _reached(name: str, index: Mapping[str, Any], groups: tuple[str, ...] = ()) 
     if entry.kind.name == "TAG":
         for member in sorted(entry.tags):
             yield from _reached(member, index, (*groups, name))
-    elif entry.kind.name == "GROUP" and not _is_trusted(entry.yaml_path):
-        yield from _members(entry.cfg or {}, index, (*groups, name))
+    elif entry.kind.name == "GROUP":
+        found = _members(entry.cfg or {}, index, (*groups, name))
+        yield from found if not _is_trusted(entry.yaml_path) else (one for one in found if not isinstance(one[0], str))
 
 
 def _members(config: Mapping[str, Any], index: Mapping[str, Any], groups: tuple[str, ...]) -> Iterator[tuple[Any, str]]:
@@ -245,7 +259,7 @@ def _members(config: Mapping[str, Any], index: Mapping[str, Any], groups: tuple[
     for member in members if isinstance(members, list) else []:
         own = member if isinstance(member, dict) else {"task": member}
         name = str(own.get("group", own.get("task")))
-        if name not in index and "group" in own:
+        if name not in index and "group" in own and own.get("task"):
             yield from _members(own, index, (*groups, name))
         elif name in index or not {"task", "dataset_path"} <= {*own}:
             yield from _reached(name, index, groups)

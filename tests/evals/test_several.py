@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,16 @@ def test_finished_tasks_are_not_run_again(engine: Any, tmp_path: Path) -> None:
     assert (engine.calls, len(again.reports)) == ([], 2)
     with pytest.raises(SpecbatchError, match=r"^output=.*: exists and is not empty; name a new folder"):
         run_eval(engine, EvalOptions("one_digit_sums", output=tmp_path / "out"))
+
+
+def test_only_interrupted_tasks_start_over(engine: Any, tmp_path: Path) -> None:
+    options = EvalOptions(",".join(BOTH.split(",")[::-1]), limit=3, output=tmp_path / "out")
+    first = run_all(engine, options).reports
+    (tmp_path / "out/one_digit_sums/record.json").unlink()
+    (tmp_path / "out/one_digit_sums/answers.partial.jsonl").touch()
+    again = run_all(engine, replace(options, overwrite=True)).reports
+    assert again["one_digit_choices"] == first["one_digit_choices"]
+    assert again["one_digit_sums"].scores == first["one_digit_sums"].scores
 
 
 def test_prompts_and_scores_of_several_tasks_are_lm_evals(

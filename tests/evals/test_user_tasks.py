@@ -165,6 +165,7 @@ def test_refused_definitions(
             "task: [{group: inner, task: [nothere]}]",
             "task='group': group inner names task nothere, which does not exist",
         ),
+        ("task: [mine, {group: nothere}]", "task='group': group group names task nothere, which does not exist"),
         ("task: [mine, group]", "task='group': group group contains itself"),
         ("task: []", "group.yaml': group group needs a list of tasks"),
         ("task: mine", "group.yaml': group group needs a list of tasks"),
@@ -193,7 +194,34 @@ def test_a_bad_file_does_not_hide_other_tasks(folder: Path) -> None:
         load(folder, "nothing")
     with pytest.raises(SpecbatchError, match=r"^include_path='.*nothing': is no folder"):
         load(folder / "nothing")
+    with pytest.raises(SpecbatchError, match=r"^task='nothing.yaml': cannot be read: .*nothing.yaml: No such file"):
+        load_task("nothing.yaml")
     assert not (folder / "it_ran").exists()
+
+
+def test_a_name_that_two_files_define_is_refused(folder: Path, tmp_path: Path) -> None:
+    """lm-eval takes the first one of a folder; of several folders the last one that has it."""
+    write(folder, "")
+    (tmp_path / "later").mkdir()
+    path = tmp_path / "later" / "other.yaml"
+    path.write_text(
+        (folder / "mine.yaml").read_text().replace("base.txt", str(folder / "base.txt")) + "num_fewshot: 1\n"
+    )
+    assert load_task("mine", include_path=(folder, tmp_path / "later")).num_fewshot == 1
+    path.rename(folder / "other.yaml")
+    with pytest.raises(
+        SpecbatchError, match=r"^task='mine': is defined in .*mine.yaml and in .*other.yaml; rename one"
+    ):
+        load(folder)
+
+
+def test_groups_cannot_hide_that_a_task_executes_answers(folder: Path, tasks_folder: Path) -> None:
+    (tasks_folder / "unsafe.yaml").write_text("task: unsafe\nunsafe_code: true\n")
+    (tasks_folder / "code.yaml").write_text("group: code\ntask: [unsafe, not_there]\n")
+    for member in ("{task: unsafe, unsafe_code: false}", "{group: code, unsafe_code: false}"):
+        write(folder, f"task: [{member}]", "group", "group")
+        with pytest.raises(SpecbatchError, match=r"^task='unsafe': executes code written by the model"):
+            load(folder, "group")
 
 
 def test_python_runs_if_it_is_allowed(folder: Path) -> None:
