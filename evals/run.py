@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
@@ -29,6 +30,7 @@ from specbatch.algorithms import NO_SPECULATION
 from specbatch.atomic_file import writing
 from specbatch.errors import SpecbatchError, refuse, reporting
 from specbatch.evals.finished import PARTIAL, Answer, Row, Scored, finished_rows, with_earlier
+from specbatch.evals.lm_eval_files import save_lm_eval_files
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
 from specbatch.evals.results import answer_rows, scored_rows, scores, verdicts
@@ -172,12 +174,14 @@ class PreparedEval:
                 first_ids=self.task.first_ids(),
             )
             engine.reset_record()
+            started = time.time()
             results = self._evaluate(model, log)
             with self._quiet():
                 report = self._report(engine, model, results)
             if options.output is not None:
                 report.record.workload[JOB] = self._job(kept)
                 report.save(options.output)
+                save_lm_eval_files(options.output, [results], report.record, engine.tokenizer, options, started)
         return report
 
     def _others(self, answer: Answer | Scored) -> int:

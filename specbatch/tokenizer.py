@@ -106,6 +106,16 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template."""
+        return None if self._chat_template is None else self._chat_template.source
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Texts of special tokens by name, such as "pad_token"."""
+        return self._special_tokens
+
     def template_writes(self, text: str) -> bool:
         """Whether there is a chat template, with `text` in its source."""
         return self._chat_template is not None and text in self._chat_template.source

@@ -6,6 +6,7 @@
   Each number is the mean over the repeats that both measured.
 * Answers of `generate` are paired by prompt. A job that was interrupted and resumed is judged by the metrics that
   follow from its prompts, not by its times.
+* Of another engine, in files of lm-eval, there are answers alone.
 * Intervals: see `specbatch.records.intervals`; of accuracy, see `specbatch.records.mcnemar`.
 """
 
@@ -22,14 +23,14 @@ from typing import Any
 
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.output_files import read_output
-from specbatch.records.answers import EvalAnswers, load_answers
+from specbatch.records.answers import EvalAnswers
 from specbatch.records.archive import unpacked
 from specbatch.records.estimates import CONFIDENCE
 from specbatch.records.intervals import Interval, in_common, interval
 from specbatch.records.markdown import markdown_table
 from specbatch.records.mcnemar import changes, is_binary
 from specbatch.records.metrics import METRICS, Better, Metric
-from specbatch.records.runs import Pairs, PointKey, Replicates, Run, differences, load_run, match
+from specbatch.records.runs import Pairs, PointKey, Replicates, Run, answers_of, differences, load_run, match
 from specbatch.records.verdicts import NOT_INTERLEAVED, NOT_JUDGED, ONE_REPEAT, Speedup, speedup_of, verdict_of
 from specbatch.sweeps.report.conclusion import conclusion
 from specbatch.sweeps.report.notes import replay_notes
@@ -198,7 +199,9 @@ def compare(base: Path, *runs: Path) -> Comparison:
             differs[label] = settings
     if not rows:
         names = " and ".join(str(run.path) for run in every)
-        raise SpecbatchError(f"{names} have no metric in common: every point of one of them failed")
+        raise SpecbatchError(
+            f"{names} have no metric in common: one of them was not scored, or every point of it failed"
+        )
     order = {place: at for at, place in enumerate(dict.fromkeys(row.place for row in rows))}
     rows.sort(key=lambda row: order[row.place])
     paths = dict(zip(labels, (run.path for run in every), strict=True))
@@ -221,7 +224,12 @@ def _pair(
     """Rows, notes and settings that differ, of a run and the base. files: where their files are, of archives the
     unpacked ones."""
     pairs = match(old, new)
+    others = [run for run in (old, new) if run.other_engine]
     notes = [
+        f"ANSWERS ONLY: {run.path} ({run.other_engine}): lm-eval's files have no times and no accept lengths"
+        for run in others
+    ]
+    notes += [
         f"ONLY IN {path}: {place}"
         for path, places in ((old.path, pairs.only_before), (new.path, pairs.only_after))
         for place in places
@@ -236,20 +244,26 @@ def _pair(
         for path, point in zip((old.path, new.path), points, strict=True):
             where = f"{path} {place}".rstrip()
             notes += _failures(point, where)
-            notes += [] if point.error else list(_notes(point, where))
+            notes += [] if point.error or point.records[0].other_engine else list(_notes(point, where))
         notes += _same_tokens(*points)
         if not any(point.error for point in points):
             if all(len(point.paths) == 1 for point in points):
                 places = zip(files, (old, new), points, strict=True)
-                answers = (load_answers("run", point.paths[0], run.path, found) for found, run, point in places)
+                answers = (answers_of("run", run.path, point, found) for found, run, point in places)
                 rows += _answers(label, place, *answers)
-            rows += _numbers(label, place, *points)
+            if not others:
+                rows += _numbers(label, place, *points)
     return rows, notes, _settings(pairs)
 
 
 def _settings(pairs: Pairs) -> dict[str, list[str]]:
-    """What differs; of a server and this engine not the settings that a server does not have."""
+    """What differs; of a server or another engine and this one not the settings that only this one has."""
     found = differences(pairs)
+    engines = [point.records[0].other_engine for points in pairs.both.values() for point in points]
+    if any(engines):
+        names = ["model", "lm_eval version", *(("engine",) if all(engines) else ())]
+        names += [name for name in found if all(engines) and name.startswith("model_args.")]
+        return {name: texts for name, texts in found.items() if name in names}
     servers = {["server" in point.records[0].config for point in points].count(True) for points in pairs.both.values()}
     if 1 not in servers:
         return found
@@ -291,7 +305,7 @@ def _answers(label: str, place: PointKey, old: EvalAnswers | None, new: EvalAnsw
         if score.better == "lower" and score.value:
             speedup = Speedup(values[pair] / score.value, None, None, verdict_of(found, score.better), 1)
         yield _row(label, place, metric, (score.value, values[pair]), found, speedup=speedup)
-    if old.generates:
+    if all(answers.generates and not answers.record.other_engine for answers in (old, new)):
         plain = Interval(None, None, "shares of the answers")
         metric = _answer_metric("truncated answers", "lower", unit="%", scale=100.0)
         yield _row(label, place, metric, (old.truncated, new.truncated), plain)

@@ -64,6 +64,9 @@ def accuracy(
     if rules.at_least is not None:
         passed = score.value >= rules.at_least
         yield Check(name, point, passed, f"{score.value:.4f}", f">= {rules.at_least:g}")
+    if new.record.other_engine and "unparsed_at_most" in rules.model_fields_set:
+        works = "lm-eval's files have no share of unparsed answers; leave it out"
+        raise refuse("unparsed_at_most", rules.unparsed_at_most, works)
     if score.unparsed is not None:
         passed = score.unparsed <= rules.unparsed_at_most
         allowed = f"<= {rules.unparsed_at_most:.2%}"

@@ -26,6 +26,10 @@ class Equality:
 def compare_answers(before: EvalAnswers, after: EvalAnswers) -> Equality:
     """Compare tokens, or in a task that scores texts their log-likelihoods. Refused: other questions, and answers
     without tokens."""
+    for report in (before, after):
+        if report.record.other_engine:
+            works = f"lm-eval's files of {report.record.other_engine} have no token ids; leave [answers] out"
+            raise refuse("equal", True, works)
     old, new = (_rows(report) for report in (before, after))
     if apart := sorted(key for key in {*old, *new} if _prompt(old.get(key)) != _prompt(new.get(key))):
         raise unpaired([question for question, _ in apart])

@@ -20,11 +20,11 @@ from specbatch.evals.gate.checks import Check, PendingCheck, judged
 from specbatch.evals.gate.equal import compare_answers
 from specbatch.evals.gate.policy import Policy, load_policy
 from specbatch.jobs.output_files import read_output
-from specbatch.records.answers import EvalAnswers, load_answers
+from specbatch.records.answers import EvalAnswers
 from specbatch.records.archive import unpacked
 from specbatch.records.intervals import counts_alike
 from specbatch.records.metrics import METRICS
-from specbatch.records.runs import Pairs, Replicates, load_run, match
+from specbatch.records.runs import Pairs, Replicates, answers_of, load_run, match
 
 SCHEMA = 1
 
@@ -78,12 +78,15 @@ def run_gate(policy_file: Path, run: Path, baseline: Path | None = None) -> Gate
     policy = load_policy(policy_file)
     after = load_run("run", run, read_output)
     pairs: Pairs | None = None
+    mixed = False
     if policy.needs_baseline:
         if baseline is None:
             raise _needs_baseline(policy_file, policy)
         before = load_run("baseline", baseline, read_output)
         pairs = match(before, after)
-        if pairs.only_after:
+        # A folder of another engine may hold more tasks than the evaluation that it is compared with.
+        mixed = (before.other_engine is None) != (after.other_engine is None)
+        if pairs.only_after and not (mixed and after.other_engine):
             places = "; ".join(map(str, pairs.only_after))
             raise refuse("baseline", str(baseline), f"lacks {places}; measure it there too")
         _refuse_other_device(policy, pairs)
@@ -106,7 +109,7 @@ def run_gate(policy_file: Path, run: Path, baseline: Path | None = None) -> Gate
         Check("measured", str(place), False, f"{count} missing", "every repeat", detail="interrupted or failed")
         for place, count in after.missing.items()
     ]
-    for place in [] if pairs is None else pairs.only_before:
+    for place in [] if pairs is None or (mixed and not after.other_engine) else pairs.only_before:
         found.append(Check("measured", str(place), False, "missing", "a number", "there"))
     return GateResult(policy_file, run, baseline, judged(found, policy.significance), tests)
 
@@ -121,12 +124,12 @@ class _Side:
 
     def answers(self, point: Replicates) -> EvalAnswers:
         path, *others = point.paths
-        report = load_answers(self.setting, path, self.run, self.files)
-        if report is None:
-            raise refuse(self.setting, str(path), "holds no answers of specbatch eval, which rules for answers need")
         if others:
             works = f"holds {1 + len(others)} runs, and the rules for answers apply to a single run; name one of them"
             raise refuse(self.setting, str(path.parent), works)
+        report = answers_of(self.setting, self.run, point, self.files)
+        if report is None:
+            raise refuse(self.setting, str(path), "holds no answers of specbatch eval, which rules for answers need")
         if report.record.simulated_accept_length is not None:
             raise refuse(self.setting, str(path), "its acceptance was simulated, so its answers are not the model's")
         return report

@@ -32,6 +32,7 @@ from specbatch.cli.flags import flags_of, in_flags, no_argument
 from specbatch.cli.gate import gate
 from specbatch.cli.generate import generate
 from specbatch.cli.help import Command
+from specbatch.cli.lm_eval import PASSES_ON, lm_eval
 from specbatch.cli.models import models
 from specbatch.cli.output import say
 from specbatch.cli.report import report
@@ -173,6 +174,7 @@ def _help(command: Callable[..., None]) -> str:
 app.command("eval", cls=Command, help=_help(evaluate))(bounded(evaluate))
 for command in (check, sweep, report, bench, trace, compare, acceptance, gate, train_draft, generate, send_one, doctor):
     app.command(command.__name__.replace("_", "-"), cls=Command, help=_help(command))(bounded(command))
+app.command("lm-eval", cls=Command, help=_help(lm_eval), context_settings=PASSES_ON)(bounded(lm_eval))
 app.add_typer(models, name="models")
 
 

@@ -189,6 +189,7 @@ def _evaluate(
     options: EvalOptions, engine: EngineOptions, config: EngineConfig, workers: Cluster | None
 ) -> EvalReport | SeveralReports:
     """Answer what is not finished in the output folder."""
+    from specbatch.evals.lm_eval_files import gather_lm_eval_files
     from specbatch.evals.several import SeveralReports, folders_of, prepare_several
 
     assert options.output is not None
@@ -227,6 +228,7 @@ def _evaluate(
         return next(iter(reports.values()))
     result = SeveralReports({name: reports[name] for name in every})
     result.save(options.output)
+    gather_lm_eval_files(options.output, [ready.options.output for ready in every.values() if ready.options.output])
     return result
 
 

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from specbatch.replicas.cluster import Cluster
 
 
-RUN_HELP = "A folder of sweep, bench, eval or check, a part of one, or OUT.jsonl of generate."
+RUN_HELP = (
+    "A folder of sweep, bench, eval or check, a part of one, OUT.jsonl of generate, or a folder of another engine that "
+    "lm-eval has written."
+)
 
 
 @contextmanager

@@ -75,6 +75,13 @@ class RunRecord:
         return self.caps.get("deterministic") == "on"
 
     @property
+    def other_engine(self) -> str | None:
+        """The engine of a run of which only the answers are known (`specbatch.records.lm_eval_results`); None for a run
+        of this package."""
+        name: str | None = self.config.get("engine")
+        return name
+
+    @property
     def error(self) -> str | None:
         """Why nothing was measured; None if it was. Some failed requests are no such reason, all of them are."""
         if (known := self.workload.get("error")) is not None or self.metrics.get("requests"):

@@ -1,8 +1,8 @@
 """Loads runs for comparison: their points, the repeats of each point, and which points of two runs match.
 
-A run is a folder of `sweep`, `bench`, `eval` or `check`, a part of one (`out/v2`, `out/v2/c32`), or the output file of
-`generate`. Records with the same key and the same settings are repeats of one point, also where they come from several
-runs: `before/1`, `before/2`, ... as `before`.
+A run is a folder of `sweep`, `bench`, `eval` or `check`, a part of one (`out/v2`, `out/v2/c32`), the output file of
+`generate`, or a folder of another engine that lm-eval has written. Records with the same key and the same settings are
+repeats of one point, also where they come from several runs: `before/1`, `before/2`, ... as `before`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from specbatch.errors import SpecbatchError, refuse
+from specbatch.records.answers import EvalAnswers, load_answers
 from specbatch.records.archive import unpacked
 from specbatch.records.differences import conflicts, flatten, shortened_pair
+from specbatch.records.lm_eval_results import ResultsFile
 from specbatch.records.run_record import CAPS, RunRecord
 from specbatch.records.store import EARLIER, ReadRows, find_records, load_output, output_of
 from specbatch.records.sweep_plan import unfinished
@@ -107,6 +109,21 @@ class Run:
     def configurations(self) -> set[str]:
         return {key.configuration for key in self.points}
 
+    @property
+    def other_engine(self) -> str | None:
+        """As `RunRecord.other_engine`."""
+        return next(iter(self.points.values())).records[0].other_engine
+
+    def by_task(self) -> dict[PointKey, Replicates]:
+        """The points of evaluations by task. Refused: two of one task."""
+        found: dict[PointKey, Replicates] = {}
+        for point in self.points.values():
+            key = PointKey(str(point.records[0].workload.get("task", "")))
+            if key in found:
+                raise SpecbatchError(f"{self.path} holds several runs of {key.section}; name one of them")
+            found[key] = point
+        return found
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -122,6 +139,9 @@ def load_run(setting: str, path: Path, read_rows: ReadRows) -> Run:
 
     Refused: no record, an unreadable one, records of one point with different settings or workloads.
     """
+    if output_of(path) is None and (file := ResultsFile.find(setting, path)) is not None:
+        found = {PointKey(task): Replicates([file.path], [record]) for task, record in file.records().items()}
+        return Run(path, found if len(found) > 1 else {PointKey(): point for point in found.values()}, Counter())
     points: dict[PointKey, Replicates] = {}
     for folder, record in read_records(setting, path, read_rows):
         point = points.setdefault(_key(record), Replicates([], []))
@@ -152,11 +172,25 @@ def read_records(setting: str, path: Path, read_rows: ReadRows) -> list[tuple[Pa
     return sorted(found, key=lambda item: _order(item[1]))
 
 
+def answers_of(setting: str, run: Path, point: Replicates, files: Path) -> EvalAnswers | None:
+    """The answers of the only repeat of a point; None where another command than eval wrote it.
+
+    run, files: the run that holds the point, and where its files are (`specbatch.records.archive.unpacked`)
+    """
+    (path,), (record,) = point.paths, point.records
+    if record.other_engine is not None:
+        return ResultsFile(setting, path).answers(record.workload["task"])
+    return load_answers(setting, path, run, files)
+
+
 def match(before: Run, after: Run) -> Pairs:
-    """Pair the points of two runs. If each run has one configuration, these are compared whatever their names.
+    """Pair the points of two runs. If each run has one configuration, these are compared whatever their names. Points
+    of another engine, of which only the answers are known, are paired by task; their prompts are compared later.
 
     Refused: no common point; points of different models or workloads.
     """
+    if before.other_engine or after.other_engine:
+        return _match_tasks(before, after)
     single = len(before.configurations) == len(after.configurations) == 1
     old, new = (
         {key._replace(configuration="") if single else key: point for key, point in run.points.items()}
@@ -174,6 +208,20 @@ def match(before: Run, after: Run) -> Pairs:
             works = "compare runs of the same model, prompts, lengths and sampling"
             raise SpecbatchError(f"these runs differ{where}: {'; '.join(different)}; {works}")
     return Pairs(both, [key for key in old if key not in new], [key for key in new if key not in old])
+
+
+def _match_tasks(before: Run, after: Run) -> Pairs:
+    old, new = before.by_task(), after.by_task()
+    both = {key: (old[key], new[key]) for key in old if key in new}
+    if not both:
+        raise SpecbatchError(
+            f"{before.path} and {after.path} have no task in common: {_names(old)}, and {_names(new)}; "
+            "compare evaluations of the same task"
+        )
+    only = [key for key in old if key not in new], [key for key in new if key not in old]
+    if len(old) == len(new) == 1:
+        both = {PointKey(): points for points in both.values()}
+    return Pairs(both, *only)
 
 
 def differences(pairs: Pairs) -> dict[str, list[str]]:

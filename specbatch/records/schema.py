@@ -1,4 +1,5 @@
-"""Schema of the files of a run: record.json, requests.jsonl, questions.jsonl, sweep.json and the output of `generate`.
+"""Schema of the files of a run: record.json, requests.jsonl, questions.jsonl, sweep.json and the output of `generate`;
+and of lm-eval's files, as far as they are read.
 
 Commands that read records rely on what is declared here: `checked` refuses a file, perhaps edited by hand, that breaks
 it, with the field and its value. Fields that are not declared are kept and may hold anything.
@@ -394,6 +395,34 @@ class AnswersTable(_Table):
     kind: str = "generate_until"
     sampling: _Sampling | None = None
     scores: list[ScoreTable]  # none of answers that were not scored
+
+
+class _SampleCount(_Table):
+    original: Count
+    effective: Count
+
+
+class LmEvalResults(_Table):
+    """results_DATE.json of lm-eval."""
+
+    results: dict[str, dict[str, Any]]
+    configs: dict[str, dict[str, Any]]
+    sizes: dict[str, _SampleCount] = Field(alias="n-samples", min_length=1)
+    group_subtasks: dict[str, list[str]] = {}
+    higher_is_better: dict[str, dict[str, bool | None] | None] = {}
+    config: dict[str, Any] = {}
+    model_name: str | None = None
+    model_source: str | None = None
+    lm_eval_version: str = "of an unknown version"
+
+
+class LmEvalSample(_Table):
+    """A line of samples_TASK_DATE.jsonl of lm-eval. Before version 0.4.7 it has neither filter nor metrics."""
+
+    doc_id: Count
+    prompt_hash: str
+    filter: str | None = None
+    metrics: list[str] | None = None
 
 
 class Plan(_Table):

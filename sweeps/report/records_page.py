@@ -20,7 +20,8 @@ FILES = {
     "(concurrency N, repeat N), `summary.csv`, `summary.md`",
     "bench": "a folder of `sweep` for each section, `summary.csv`, `summary.md`",
     "eval": "`record.json`, `requests.jsonl`, `questions.jsonl` (a line per answer, with its scores), `summary.csv`, "
-    "`summary.md`; with `--configs` the folder of a sweep, with such files for each point, and `summary.json`",
+    "`summary.md`, and [lm-eval's files](evaluation.md#files-for-lm-evals-tools) in `MODEL/`; with `--configs` the "
+    "folder of a sweep, with such files but lm-eval's for each point, and `summary.json`",
     "check": "`record.json`, `requests.jsonl`, `prompts.jsonl` (a line per prompt: where it diverges), `summary.md`",
     "generate": "`OUT`, and `OUT.record.json`",
 }

@@ -31,6 +31,8 @@ class StubTokenizer:
 
     name, vocab_size, eos_ids, bos_id = "bytes", 257, frozenset({256}), None
     has_chat_template = True
+    chat_template = None
+    special_tokens: dict[str, str] = {}  # noqa: RUF012
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

@@ -40,6 +40,7 @@ COMMANDS = [
     "generate",
     "send-one",
     "doctor",
+    "lm-eval",
     "models",
 ]
 

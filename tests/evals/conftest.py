@@ -35,6 +35,8 @@ class FakeTokenizer:
     bos_id: int | None = 256
     eos_id: int | None = 258
     has_chat_template = True
+    chat_template = None
+    special_tokens: dict[str, str] = {}  # noqa: RUF012
     chat_begin = "<s>"
 
     def encode(self, text: str, *, add_special_tokens: bool = True, as_transformers: bool = False) -> list[int]:

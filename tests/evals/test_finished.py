@@ -132,14 +132,14 @@ def test_finished_evaluation_is_not_overwritten(
 ) -> None:
     """The same one is found as it is, another one is refused."""
     first = evaluate(output=tmp_path / "out", limit=1)
-    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.*")}
     engine = make_engine(mixed_reply)
     again = evaluate(engine=engine, output=tmp_path / "out", limit=1)
     assert (again.as_dict(), again.questions, engine.calls) == (first.as_dict(), first.questions, [])
     for other in ({"overwrite": True}, {"limit": 2}, {"max_new_tokens": 7}):
         with pytest.raises(SpecbatchError, match="exists and is not empty; name a new folder"):
             evaluate(output=tmp_path / "out", **{"limit": 1} | other)
-    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.*")} == before
 
 
 def test_failed_answer_is_generated_again(

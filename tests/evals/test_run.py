@@ -61,7 +61,7 @@ def test_row_per_question(report: Any) -> None:
 
 def test_output_files(report: Any, report_folder: Path) -> None:
     names = {path.name for path in report_folder.iterdir()}
-    assert names == {"questions.jsonl", "record.json", "requests.jsonl", "summary.csv", "summary.md"}
+    assert names == {"fake", "questions.jsonl", "record.json", "requests.jsonl", "summary.csv", "summary.md"}
     assert lines(report_folder / "questions.jsonl") == report.questions
     workload = json.loads((report_folder / "record.json").read_text())["workload"]
     assert (workload["command"], workload["task"], workload["num_fewshot"]) == ("eval", "gsm8k", 5)

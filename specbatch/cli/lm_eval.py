@@ -1,0 +1,65 @@
+"""`specbatch lm-eval`: lm-eval's own command, which finds this engine as `--model specbatch`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument
+
+from specbatch.cli.output import say
+from specbatch.errors import SpecbatchError
+
+if TYPE_CHECKING:
+    from specbatch.records.run_record import RunRecord
+
+PASSES_ON = {"ignore_unknown_options": True}  # Typer's settings of this command
+
+
+def lm_eval(
+    arguments: Annotated[
+        list[str], Argument(metavar="ARGUMENTS...", help="As for lm_eval; `lm_eval run --help` lists them.")
+    ],
+) -> None:
+    """Run lm-eval's command with this engine as a model.
+
+    specbatch lm-eval --model specbatch --model_args pretrained=qwen2.5-coder-1.5b,spec=v2 --tasks gsm8k_platinum
+
+    The arguments are those of lm_eval, and so are tasks, tables and files. --model_args takes the options of specbatch
+    commands by name (spec=v2, algorithm=eagle3, draft=HEAD, dtype=bfloat16, max_running=64), and num_concurrent,
+    max_gen_toks, add_bos_token, enable_thinking, think_end_token and truncation, as lm-eval's models have them. Accept
+    length and throughput follow the table.
+
+    lm-eval downloads its tasks from the hub. specbatch eval has GSM8K without a network.
+    """
+    from lm_eval.__main__ import cli_evaluate
+
+    from specbatch.cli.lm_eval_model import SpecBatchModel
+
+    before = sys.argv
+    sys.argv = ["lm_eval", *arguments]
+    try:
+        with SpecBatchModel.built() as models:
+            try:
+                cli_evaluate()
+            except (KeyError, ValueError) as error:
+                # Before there is a model, lm-eval raises them for its arguments.
+                if models or isinstance(error, SpecbatchError):
+                    raise
+                text = " ".join(str(error.args[0] if error.args else error).split())
+                raise SpecbatchError(f"lm-eval: {text}") from error
+            for model in models:
+                for line in model.notes:
+                    say(f"note: {line}")
+                print(_speed(model.record()))
+    finally:
+        sys.argv = before
+
+
+def _speed(record: RunRecord) -> str:
+    """The speed of all requests of the run, as the table of `eval` has it."""
+    from specbatch.evals.report import GENERATING, SCORING, cells_of
+    from specbatch.records.markdown import markdown_table
+
+    cells = cells_of(record, GENERATING if record.metrics.get("output_tokens") else SCORING)
+    return markdown_table([{"requests": f"{record.metrics.get('requests') or 0:.0f}", **cells}])
