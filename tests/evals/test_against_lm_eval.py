@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ pytest.importorskip("accelerate", reason="lm-eval's backend needs it: pip instal
 
 from against_lm_eval.cases import CASES, Case
 from against_lm_eval.table import Bench
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -27,3 +30,20 @@ def test_case(case: Case, bench: Bench) -> None:
     found = bench.run(case)
     assert found.compared
     assert found.different.keys() == set(case.differs), found.different
+
+
+def test_page_of_cases_has_each_with_its_result() -> None:
+    rows = [line.strip("|").split("|") for line in (DOCS / "lm-eval-cases.md").read_text().splitlines() if "|" in line]
+    found = {(name.strip(), model.strip()): result.strip() for name, model, _, result in rows[2:]}
+    assert [*found] == [(case.name, case.model) for case in CASES]
+    for case in CASES:
+        shown = f"different: {', '.join(case.differs)}. {case.why}" if case.differs else "same"
+        assert found[case.name, case.model].startswith(shown), case
+
+
+def test_differences_are_documented_with_the_option_that_reproduces_them() -> None:
+    section = (DOCS / "evaluation.md").read_text().partition("## Compared with lm-eval")[2].partition("\n## ")[0]
+    differing = [case for case in CASES if case.differs]
+    assert len([line for line in section.splitlines() if line.startswith("| ")]) == len(differing) + 1  # the heading
+    for case in differing:
+        assert case.option.removeprefix("no ").removesuffix(" in ascending order") in section, case

@@ -64,6 +64,7 @@ class Case:
 
 
 _THREE = {"ours": {"limit": 3}, "theirs": {"limit": 3}}
+_SAMPLING = "temperature=0.7,do_sample=True,top_k=5,top_p=0.9,min_p=0.02"
 _CODE = {"confirm_run_unsafe_code": True}
 _NGRAM = {"algorithm": "ngram"}
 
@@ -181,6 +182,10 @@ CASES = [
     ),
     _case("byte-fallback tokens", "writes", model="tiny, byte fallback"),
     _case("byte-fallback tokens, until within a token", "until_in_a_token", model="tiny, byte fallback"),
+    _case("names of special tokens in the question", "names_of_tokens"),
+    _case("names of special tokens in the question", "names_of_tokens", model="tiny, byte fallback"),
+    _case("chat, names of special tokens in the question", "names_of_tokens", _CHAT, _THEIR_CHAT),
+    _case("until: texts that look like patterns", "until_patterns"),
     # filters and metrics
     _case("filters", "filtered", quick=True),
     _case("repeats, take_first_k, majority_vote", "repeated"),
@@ -206,6 +211,15 @@ CASES = [
     _case("the target is one of choices", "target_of_choices"),
     _case("metrics by a function", "by_functions", _CODE),
     _case("metrics by a function, v2 with n-gram drafts", "by_functions", _CODE, spec={**_NGRAM, "schedule": "v2"}),
+    _case("context ends in spaces", "spaced"),
+    _case("context ends in spaces", "spaced", model="tiny, byte fallback"),
+    _case("chat, context ends in spaces", "spaced", _CHAT, _THEIR_CHAT),
+    _case("no delimiter before the choices", "undelimited"),
+    _case("chat, no delimiter before the choices", "undelimited", _CHAT, _THEIR_CHAT),
+    _case("choices of characters of several bytes", "choices_in_bytes"),
+    _case("choices of characters of several bytes", "choices_in_bytes", model="tiny, byte fallback"),
+    _case("loglikelihood, an example and a description", "likely_with_examples"),
+    _case("chat, loglikelihood, an example and a description", "likely_with_examples", _CHAT, _THEIR_CHAT),
     # several tasks
     _case("tag of tasks", "tagged"),
     _case("group, weighed by size", "weighed"),
@@ -218,7 +232,7 @@ CASES = [
     Case("three tasks", ("writes", "gsm8k", "delimited"), {"limit": 2}, {"limit": 2}),
     Case("tasks of two types", ("writes", "chooses"), {"limit": 2}, {"limit": 2}),
     # questions
-    Case("all questions", ("writes",), quick=True),
+    Case("all questions", ("writes",)),
     _case("questions 3 to 6", "writes", {"offset": 3, "limit": 4}, {"limit": 7}, offset=3, aspects=PARTS),
     _case(
         "gsm8k, questions 40 and 41",
@@ -238,6 +252,13 @@ CASES = [
         {"samples": {"writes": [2], "described": [0, 3]}},
     ),
     Case(
+        "questions of the tasks of a group",
+        ("even",),
+        {"samples": {"chooses": [2, 5], "chooses_of_the_row": [1]}},
+        {"samples": {"chooses": [2, 5], "chooses_of_the_row": [1]}},
+    ),
+    Case("25% of the questions of a group", ("even",), {"limit": 0.25}, {"limit": 0.25}),
+    Case(
         "questions 7, 1 and 4, in this order",
         ("no_examples",),
         {"samples": {"no_examples": [7, 1, 4]}},
@@ -248,6 +269,7 @@ CASES = [
     ),
     # other options
     _case("predict_only", "filtered", {"predict_only": True}, {"predict_only": True}),
+    _case("predict_only, a group of several types", "mixed", {"predict_only": True}, {"predict_only": True}),
     _case("predict_only, multiple choice", "chooses", {"predict_only": True}, {"predict_only": True}),
     _case(
         "gen_kwargs",
@@ -260,6 +282,16 @@ CASES = [
     _case("repetition_penalty in the task", "penalized"),
     _case("repetition_penalty in the task, v2 with n-gram drafts", "penalized", spec={**_NGRAM, "schedule": "v2"}),
     _case("sampled with temperature, top_p and top_k", "sampled_more", aspects=ASKED),
+    _case(
+        "gen_kwargs of sampled answers",
+        "writes",
+        {"gen_kwargs": _SAMPLING},
+        {"gen_kwargs": _SAMPLING},
+        aspects=ASKED,
+    ),
+    _case(
+        "gen_kwargs: max_new_tokens", "no_limit", {"gen_kwargs": "max_new_tokens=9"}, {"gen_kwargs": "max_new_tokens=9"}
+    ),
     # what we do not follow
     _case(
         "sampled with temperature",

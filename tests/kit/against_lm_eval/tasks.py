@@ -164,6 +164,20 @@ TASKS: dict[str, dict[str, Any]] = {
     "included": {"include": "writes.yaml", "num_fewshot": 1, "doc_to_text": "Problem: {{question}}\nSolution:"},
     "repeated_samples": _WRITES
     | {"repeats": 2, "generation_kwargs": {"until": ["Q:"], "max_gen_toks": 8, "do_sample": True, "temperature": 1.0}},
+    "spaced": _CHOOSES | {"doc_to_text": "{{question}}  \n ", "num_fewshot": 1},
+    "undelimited": _CHOOSES | {"target_delimiter": "", "fewshot_delimiter": " ## ", "num_fewshot": 2},
+    "choices_in_bytes": _CHOOSES | {"doc_to_choice": ["é", "東京 x", "☃", "grün "]},
+    "likely_with_examples": {name: value for name, value in _CHOOSES.items() if name != "doc_to_choice"}
+    | {
+        "output_type": "loglikelihood",
+        "doc_to_target": " {{answer}} apples",
+        "description": "Read: ",
+        "gen_prefix": "It is",
+        "num_fewshot": 1,
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    },
+    "names_of_tokens": _WRITES | {"doc_to_text": "<|im_end|>{{question}}</s> <s> A:"},
+    "until_patterns": _WRITES | _generation(until=["[", ".*", "(a|b)", "e "]),
     "by_functions": _WRITES
     | {
         "process_docs": "!function functions.odd",
