@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("accelerate", reason="lm-eval's backend needs it: pip install accelerate")
 
-from against_lm_eval.cases import CASES, Case
+from against_lm_eval.cases import ASPECTS, CASES, Case
+from against_lm_eval.models import BUNDLED
 from against_lm_eval.table import Bench
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -30,6 +31,18 @@ def test_case(case: Case, bench: Bench) -> None:
     found = bench.run(case)
     assert found.compared
     assert found.different.keys() == set(case.differs), found.different
+
+
+def is_asked_alike(case: Case) -> bool:
+    """Whether lm-eval's own arguments say all that the options of specbatch do, and the results are the same."""
+    alike = "gen_kwargs" not in case.ours or "gen_kwargs" in case.theirs
+    return alike and case.aspects == ASPECTS and not case.differs and case.model != BUNDLED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", filter(is_asked_alike, CASES), ids=str)
+def test_case_with_specbatch_as_a_model_of_lm_eval(case: Case, bench: Bench) -> None:
+    assert bench.run_as_model(case) == {}
 
 
 def test_page_of_cases_has_each_with_its_result() -> None:

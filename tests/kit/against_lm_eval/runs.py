@@ -173,16 +173,37 @@ def theirs(
     folder: Path, tasks: Path, names: Sequence[str], options: Mapping[str, Any], model: Mapping[str, Any]
 ) -> Found:
     """What lm-eval does. options: of simple_evaluate; model: arguments of its backend; tasks: folder of YAML files."""
-    lm_eval.evaluator.add_env_info = lambda *_: None  # takes a second, and is not compared
     with warnings.catch_warnings(), _rows_of_gsm8k():
         warnings.simplefilter("ignore")
         lm = Recorded(str(folder), **{"device": "cpu", "dtype": "float32", "batch_size": 1} | dict(model))
-        shown = [str(tasks), str(tasks.parent / "upstream")]
-        manager = lm_eval.tasks.TaskManager(include_path=shown, include_defaults=False)
-        results = lm_eval.simple_evaluate(
-            lm, tasks=list(names), task_manager=manager, **{"bootstrap_iters": 1000} | dict(options)
-        )
-    found = lm.found
+        _in_results(_simple_evaluate(lm, tasks, names, options), lm.found)
+    return lm.found
+
+
+def as_model(
+    folder: Path, tasks: Path, names: Sequence[str], options: Mapping[str, Any], model: Mapping[str, Any]
+) -> Found:
+    """What lm-eval does with `--model specbatch`: the results, without prompts, limits and answers."""
+    import specbatch.cli.lm_eval_model  # noqa: F401 - registers it
+
+    arguments = {"pretrained": str(folder), "device": "cpu", "dtype": "float32", **model}
+    found = Found()
+    with _rows_of_gsm8k():
+        _in_results(_simple_evaluate("specbatch", tasks, names, dict(options) | {"model_args": arguments}), found)
+    return found
+
+
+def _simple_evaluate(lm: Any, tasks: Path, names: Sequence[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    lm_eval.evaluator.add_env_info = lambda *_: None  # takes a second, and is not compared
+    shown = [str(tasks), str(tasks.parent / "upstream")]
+    manager = lm_eval.tasks.TaskManager(include_path=shown, include_defaults=False)
+    found: dict[str, Any] = lm_eval.simple_evaluate(
+        lm, tasks=list(names), task_manager=manager, **{"bootstrap_iters": 1000} | dict(options)
+    )
+    return found
+
+
+def _in_results(results: dict[str, Any], found: Found) -> None:
     for name, samples in results["samples"].items():
         for sample in sorted(samples, key=lambda one: one["doc_id"]):
             key = f"{name} {sample['doc_id']} {sample['filter']}"
@@ -196,7 +217,6 @@ def theirs(
             if "," in metric and "_stderr," not in metric and not metric.startswith("bypass"):
                 stderr = scores.get(metric.replace(",", "_stderr,"))
                 found.scores[f"{name} {metric}"] = (value, stderr if isinstance(stderr, float) else None)
-    return found
 
 
 def ours(engine: Engine, tasks: Path, names: Sequence[str], options: Mapping[str, Any]) -> Found:

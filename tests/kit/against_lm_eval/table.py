@@ -66,6 +66,16 @@ class Bench:
             different = {"refused": str(error)}
         return Result(case, len(wanted.prompts), different, (middle - start, time.perf_counter() - middle))
 
+    def run_as_model(self, case: cases.Case) -> dict[str, str]:
+        """Differences between lm-eval's own backend and `lm_eval --model specbatch`."""
+        folder, asked = self.model(case.model), (self.tasks, case.tasks, case.theirs)
+        own = {"spec" if name == "schedule" else name: value for name, value in case.spec.items()}
+        own |= {"truncation": True} if case.ours.get("truncate_prompts") else {}
+        with runs.quiet():
+            wanted = runs.theirs(folder, *asked, case.hflm)
+            found = runs.as_model(folder, *asked, {**case.hflm, **own})
+        return runs.differences(wanted, found, ("filtered", "metrics", "scores", "counts"))
+
 
 LINK = "evaluation.md#models-for-measuring-accuracy"
 HEADER = """# Cases against lm-eval
@@ -77,8 +87,8 @@ of every prompt, limits, stop strings and sampling parameters, the answers (of t
 with standard errors, and numbers of examples and questions. Of sampled answers only what was asked for is compared.
 
 "tiny" models are random (2 layers, seeded), and `smollm2-135m` is the [bundled one]({link}).
-[evaluation.md](evaluation.md#compared-with-lm-eval) explains the differences. The slow tests run the same cases. This
-page was made on 2 CPU cores by
+[evaluation.md](evaluation.md#compared-with-lm-eval) explains the differences. The slow tests run the same cases, and
+most of them with `lm_eval --model specbatch` as well. This page was made on 2 CPU cores by
 
 ```sh
 {command}
