@@ -199,9 +199,8 @@ def compare(base: Path, *runs: Path) -> Comparison:
             differs[label] = settings
     if not rows:
         names = " and ".join(str(run.path) for run in every)
-        raise SpecbatchError(
-            f"{names} have no metric in common: one of them was not scored, or every point of it failed"
-        )
+        reason = "every point of one of them failed, or its answers were not scored"
+        raise SpecbatchError(f"{names} have no metric in common: {reason}")
     order = {place: at for at, place in enumerate(dict.fromkeys(row.place for row in rows))}
     rows.sort(key=lambda row: order[row.place])
     paths = dict(zip(labels, (run.path for run in every), strict=True))

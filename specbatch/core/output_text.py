@@ -38,11 +38,11 @@ class IncrementalText:
     def shared(self, other: str) -> int:
         """How many characters the text and another one have in common at their beginnings."""
         text = self.text
-        if text.startswith(other):
-            return len(other)
+        if text.startswith(other) or other.startswith(text):
+            return min(len(text), len(other))
         start = len(self.settled) if other.startswith(self.settled) else 0
         pairs = enumerate(zip(text[start:], other[start:], strict=False), start)
-        return next((place for place, (ours, theirs) in pairs if ours != theirs), min(len(text), len(other)))
+        return next(place for place, (ours, theirs) in pairs if ours != theirs)
 
     def push(self, token: int) -> None:
         self._tokens.append(token)
