@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from lm_eval.models.utils import normalize_gen_kwargs
-
 from specbatch.core.sampling_params import SAMPLED, SamplingParams, refuse_unsampled
 from specbatch.errors import refuse
 from specbatch.evals.options import MAX_NEW_TOKENS
@@ -104,6 +102,8 @@ def generation_of(
     Refused: what `check_arguments` refuses; do_sample without a temperature; chosen parameters that have no effect
     because answers are greedy.
     """
+    from lm_eval.models.utils import normalize_gen_kwargs
+
     check_arguments(wanted, where)
     kwargs = normalize_gen_kwargs(wanted, default_max_gen_toks=MAX_NEW_TOKENS)
     found: dict[str, Any] = {

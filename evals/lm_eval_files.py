@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.atomic_file import write_atomic, writing
 from specbatch.config import EngineConfig
-from specbatch.evals.generation import parsed
 from specbatch.records.run_record import RunRecord
 
 if TYPE_CHECKING:
@@ -169,6 +168,8 @@ def _merged(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _config(record: RunRecord, options: EvalOptions) -> dict[str, Any]:
+    from specbatch.evals.generation import parsed  # imports lm_eval
+
     return {
         "model": MODEL,
         "model_args": model_args(record.config),

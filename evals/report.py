@@ -178,7 +178,8 @@ class EvalReport(EvalAnswers):
         replicas = f" in {self.record.replicas} replicas" if self.record.replicas > 1 else ""
         mode = ", deterministic" if self.record.is_deterministic else ""
         yield f"Model: {config['model']}, {caps['dtype']} on {caps['device']}{replicas}{mode}. {by}"
-        yield f"Data: {self.data_source}. Few-shot examples: {self.examples}."
+        part = f", from question {self.offset} on" if self.offset else ""
+        yield f"Data: {self.data_source}{part}. Few-shot examples: {self.examples}."
         if self.warning:
             yield f"Warning: {self.warning}."
         for note in self.notes:

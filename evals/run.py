@@ -398,9 +398,9 @@ def _claimed(kept: PartialRows | None, overwrite: bool) -> Iterator[tuple[Mappin
             done = f"kept the finished answers ({{}}) in {kept.path}; {works}"
             with reporting(lambda: kept.or_lost(done.format(len(kept.rows)))):
                 yield kept.rows, keep
-        except KeyboardInterrupt:
-            if kept.rows:
-                raise
-            kept.remove()
-            raise KeyboardInterrupt from None
+        except KeyboardInterrupt as stop:
+            if not kept.rows:
+                kept.remove()
+                stop.args = ()
+            raise
         kept.remove()

@@ -72,12 +72,19 @@ def prepare_several(options: EvalOptions) -> dict[str, PreparedEval]:
 
 @contextmanager
 def folders_of(every: Iterable[PreparedEval]) -> Iterator[None]:
-    """Create the folders of several tasks, and at the end remove those without results."""
+    """Create the folders of several tasks, and at the end remove those without results. An interruption reports what
+    is kept in their parent."""
     folders = [ready.options.output for ready in every if ready.options.output is not None]
     try:
         for folder in folders:
             open_folder(folder)
         yield
+    except KeyboardInterrupt:
+        kept = [folder for folder in folders if any((folder / name).exists() for name in (PARTIAL, RECORD))]
+        if len(folders) == 1 or not kept:
+            raise
+        reason = f"kept the finished answers of {len(kept)} of {len(folders)} tasks in {folders[0].parent}"
+        raise KeyboardInterrupt(f"{reason}; the same command with this --out continues") from None
     finally:
         for folder in folders if len(folders) > 1 else []:
             with suppress(OSError):  # it has results

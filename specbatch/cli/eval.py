@@ -214,7 +214,7 @@ def _evaluate(
         for note in ready.notes():
             say(f"{of}note: {note}")
     if left:
-        with folders_of(left.values()), open_replicas(config, workers) as running:
+        with folders_of(every.values()), open_replicas(config, workers) as running:
             for name, ready in left.items():
                 of, kept = f"{name}: " if several else "", ready.finished(config)
                 done = 0 if kept is None else len(kept.rows)

@@ -226,3 +226,17 @@ def test_kill_loses_no_finished_answer(make_engine: Any, tmp_path: Path) -> None
     assert len(engine.calls[0]["prompts"]) == 40 - finished
     assert [row["doc_id"] for row in found.questions] == list(range(40))
     assert found.record.workload["earlier_answers"] == finished
+
+
+def test_an_interruption_without_answers_says_nothing_of_answers(
+    make_engine: Any, mixed_reply: Any, scored_file: Path, tmp_path: Path
+) -> None:
+    engine = make_engine(mixed_reply)
+    engine.stop_after = 0
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        run_eval(engine, EvalOptions("gsm8k", data=scored_file, output=tmp_path / "out"))
+    assert not any((tmp_path / "out").iterdir())
+    error: BaseException | None = stopped.value
+    while error is not None:  # the command line prints the message of the first one that has one
+        assert error.args == ()
+        error = error.__context__

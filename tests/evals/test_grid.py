@@ -172,6 +172,24 @@ def test_point_answers_as_many_questions_for_each_concurrent_request(evaluate_al
 
 
 @pytest.mark.slow
+def test_points_have_parts_of_the_questions(scored_file: Path) -> None:
+    task = EvalOptions("gsm8k", data=scored_file, offset=3)
+
+    def counts(task: EvalOptions, **how: Any) -> list[int]:
+        options = GridOptions(task, (1, 2), **how)
+        return [len(options.at(concurrency).questions("gsm8k", 40)) for concurrency in (1, 2)]
+
+    assert counts(task) == [37, 37]
+    assert counts(task, prompts_per_concurrency=3) == [4, 6]
+    assert counts(replace(task, limit=5), prompts_per_concurrency=3) == [4, 5]
+    assert counts(replace(task, limit=0.25)) == [10, 10]
+    some = replace(task, offset=0, samples={"gsm8k": [7, 1, 9, 3, 5]})
+    assert counts(some, prompts_per_concurrency=3) == [4, 5]
+    assert GridOptions(some, (1,), prompts_per_concurrency=3).at(1).questions("gsm8k", 40) == [1, 3, 5, 7]
+    with pytest.raises(SpecbatchError, match=r"^limit=0.25: with prompts_per_concurrency use a whole number"):
+        GridOptions(replace(task, limit=0.25), (1,), prompts_per_concurrency=3)
+
+
 def test_repeats_are_interleaved_and_give_an_interval(evaluate_all: Run) -> None:
     rows = evaluate_all(repeats=2).rows()
     assert [row["repeats"] for row in rows] == [2, 2, 2]

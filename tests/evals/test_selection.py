@@ -72,7 +72,7 @@ def test_parts_have_the_prompts_of_the_whole(asked: Any) -> None:
     whole, prompts = asked(limit=9)
     assert len({prompt.rpartition("\n")[0] for prompt in prompts}) > 1  # the examples differ by question
     rows: list[Any] = []
-    for offset, limit in ((0, 4), (4, 3), (7, 2)):
+    for offset, limit in ((0, 4), (4, 5)):
         part, own = asked(offset=offset, limit=limit)
         assert own == prompts[offset : offset + limit]
         assert (part.offset, part.limit, [score.n for score in part.scores]) == (offset, limit, [limit])
@@ -81,7 +81,9 @@ def test_parts_have_the_prompts_of_the_whole(asked: Any) -> None:
     assert [{name: row[name] for name in kept} for row in rows] == [
         {name: row[name] for name in kept} for row in whole.questions
     ]
-    assert numbers(asked(offset=38)[0]) == [38, 39]
+    last, _ = asked(offset=38)
+    assert numbers(last) == [38, 39]
+    assert ", from question 38 on. Few-shot examples: 2" in last.table()
 
 
 @pytest.mark.parametrize("limit", [0.025, 0.999, 1.0, 3, 1000])

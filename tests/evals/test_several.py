@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,10 @@ def test_each_task_has_a_folder_and_all_have_a_table(engine: Any, tmp_path: Path
 def test_finished_tasks_are_not_run_again(engine: Any, tmp_path: Path) -> None:
     options = EvalOptions(BOTH, limit=3, output=tmp_path / "out")
     engine.stop_after = 2
-    with pytest.raises(KeyboardInterrupt):
+    kept = (
+        f"kept the finished answers of 1 of 2 tasks in {tmp_path / 'out'}; the same command with this --out continues"
+    )
+    with pytest.raises(KeyboardInterrupt, match=re.escape(kept)):
         run_all(engine, options)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["one_digit_sums"]
     engine.stop_after = None
