@@ -5,7 +5,7 @@
 # Expected: a task with `do_sample: false` and `temperature: 0.0` gets the most likely tokens, whatever values the model's
 #   author recommends for sampling.
 # Seen: a penalty of 1.1 in the file changes 7 of 8 answers. The results do not name it.
-# Matters: chat models are published with such files (Qwen2.5-Instruct: repetition_penalty 1.05 to 1.1), so greedy scores of
+# Matters: chat models are published with such files (Qwen2.5-Instruct: repetition_penalty 1.05), so greedy scores of
 #   this backend are not those of engines that take the task's arguments as they are, and speculative decoding looks as if
 #   it changed the answers. specbatch does not apply the file, and its notes name what would have changed
 #   (docs/evaluation.md, "Compared with lm-eval").
