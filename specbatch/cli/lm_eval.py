@@ -30,16 +30,17 @@ def lm_eval(
     max_gen_toks, add_bos_token, enable_thinking, think_end_token and truncation, as lm-eval's models have them. Accept
     length and throughput follow the table.
 
-    lm-eval downloads its tasks from the hub. specbatch eval has GSM8K without a network.
+    lm-eval downloads its tasks from the hub, except GSM8K and GSM8K-Platinum, whose rows come from this package.
     """
     from lm_eval.__main__ import cli_evaluate
 
     from specbatch.cli.lm_eval_model import SpecBatchModel
+    from specbatch.evals.rows import GivenRows
 
     before = sys.argv
     sys.argv = ["lm_eval", *arguments]
     try:
-        with SpecBatchModel.built() as models:
+        with SpecBatchModel.built() as models, GivenRows(None, None).answering_for_the_hub():
             try:
                 cli_evaluate()
             except (KeyError, ValueError) as error:

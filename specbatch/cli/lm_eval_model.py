@@ -44,6 +44,7 @@ _OF_ANSWERS: dict[str, tuple[str, type]] = {
 }
 _BATCH = ("batch_size", "max_batch_size")  # lm-eval's options of these names
 _IN_PROCESS = "the engine runs in this process and needs no server; leave it out, or use --model local-completions"
+_DEVICE = "cuda:0"  # lm-eval's default; its models for transformers also run without CUDA then
 _CODE = "trust_remote_code"  # permits what does not happen here: code of a checkpoint never runs
 
 
@@ -56,6 +57,7 @@ class SpecBatchModel(SpecBatchLM):
     num_concurrent  most requests in flight, also the default of max_running
     batch_size, max_batch_size  the same, where num_concurrent is not given; "auto" and lm-eval's default of 1 leave it
                     to the engine
+    device          lm-eval's default leaves it to the engine, too
 
     The engine is closed when the model is deleted, or by `close`.
     """
@@ -65,6 +67,8 @@ class SpecBatchModel(SpecBatchLM):
 
     def __init__(self, **arguments: Any) -> None:
         asked = {name: value for name, value in arguments.items() if value is not None and name != _CODE}
+        if asked.get("device") == _DEVICE:
+            del asked["device"]
         config, options = _settings(asked)
         self._options, self._in_chat = options, False
         stack = ExitStack()

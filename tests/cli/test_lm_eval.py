@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import lm_eval.__main__
 import lm_eval.tasks
 import pytest
@@ -36,7 +37,8 @@ def run(model: Path) -> Iterator[Run]:
     manager = lm_eval.tasks.TaskManager
 
     def own(include_path: Any = None, metadata: Any = None, **_: Any) -> Any:
-        return manager(include_path=TASKS, include_defaults=False, metadata=metadata)
+        folders = [TASKS, Path(lm_eval.tasks.__file__).parent / "gsm8k_platinum"]
+        return manager(include_path=folders, include_defaults=False, metadata=metadata)
 
     def call(model_args: str, *options: object, exit_code: int = 0, name: str = "specbatch") -> Result:
         words = ["--model", name, "--model_args", model_args, "--device", "cpu", *map(str, options)]
@@ -125,8 +127,16 @@ def test_options_of_the_engine_and_of_answers(run, model, tmp_path, monkeypatch)
     assert config.device == "cpu"
 
 
+def test_gsm8k_needs_no_network(run, model, monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asks the hub"))
+    found = run(f"model={model},num_concurrent=512,max_gen_toks=4", "--tasks", "gsm8k_platinum", "--num_fewshot", "0")
+    assert "|gsm8k_platinum|      3|flexible-extract|     0|exact_match|" in found.stdout
+
+
 def test_a_limit_where_the_task_has_none(model):
-    made = lm_eval_model.SpecBatchModel(pretrained=str(model), device="cpu", max_gen_toks=5, batch_size=1)
+    made = lm_eval_model.SpecBatchModel(  # on any device, as by lm-eval's default
+        pretrained=str(model), device="cuda:0", max_gen_toks=5, batch_size=1
+    )
     assert made._generation({"until": []}).params["max_new_tokens"] == 5
     assert made._generation({"until": [], "max_gen_toks": 7}).params["max_new_tokens"] == 7
     assert made.max_length == 1024
