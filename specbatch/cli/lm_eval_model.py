@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
@@ -68,7 +69,7 @@ class SpecBatchModel(SpecBatchLM):
     _kept: ClassVar[list[SpecBatchModel] | None] = None
 
     def __init__(self, **arguments: Any) -> None:
-        asked = {name: value for name, value in arguments.items() if value is not None and name != _CODE}
+        asked = {name: _plain(value) for name, value in arguments.items() if value is not None and name != _CODE}
         if asked.get("device") == _DEVICE:
             del asked["device"]
         asked.setdefault("seed", torch.initial_seed() % (MOST_SEED + 1))  # lm-eval has set it from --seed
@@ -157,6 +158,11 @@ class SpecBatchModel(SpecBatchLM):
 
             self._on_answer = on_answer
             yield
+
+
+def _plain(value: Any) -> Any:
+    """Paths, dtypes and devices, which Python programs give, as the command writes them."""
+    return str(value).removeprefix("torch.") if isinstance(value, Path | torch.dtype | torch.device) else value
 
 
 def _settings(arguments: Mapping[str, Any]) -> tuple[EngineConfig, EvalOptions]:

@@ -11,6 +11,7 @@ from typing import Any
 import lm_eval.__main__
 import lm_eval.tasks
 import pytest
+import torch
 from checkpoints import TINY, write_folder
 from torch.utils import collect_env
 from typer.testing import CliRunner, Result
@@ -136,6 +137,12 @@ def test_device_and_seed_of_lm_eval(run, model, monkeypatch):
     run(f"pretrained={model}", "--seed", "7", device="cuda:0")  # lm-eval's default, also without a GPU
     run(f"pretrained={model},seed=3", "--seed", "7")
     assert [(config.device, config.seed) for config in built] == [("auto", 7), ("cpu", 3)]
+
+
+def test_python_values(model):
+    made = lm_eval_model.SpecBatchModel(pretrained=model, device=torch.device("cpu"), dtype=torch.float32)
+    assert (made.record().config["model"], made.record().config["dtype"]) == (str(model), "float32")
+    made.close()
 
 
 def test_a_limit_where_the_task_has_none(model):
