@@ -50,9 +50,9 @@ def lm_eval(
                 _, *places = traceback.walk_tb(error.__traceback__)
                 if any(frame.f_globals["__name__"].startswith("specbatch.") for frame, _ in places):
                     raise
-                text, (frame, line) = " ".join(_text(error).split()), places[-1]
+                text, (frame, number) = " ".join(_text(error).split()), places[-1]
                 # Python of a task runs when there is a model.
-                where = f" ({frame.f_code.co_filename}, line {line})" if models else ""
+                where = f" ({frame.f_code.co_filename}, line {number})" if models else ""
                 raise SpecbatchError(f"lm-eval: {text}{where}") from error
             for model in models:
                 for line in model.notes:
