@@ -99,7 +99,8 @@ def save_lm_eval_files(
 
 def gather_lm_eval_files(folder: Path, parts: Sequence[Path]) -> None:
     """Move what `save_lm_eval_files` wrote into the folders of several tasks to `folder`, as the files of one run:
-    programs that look for results in all folders would count a task twice.
+    programs that look for results in all folders would count a task twice. Tasks that the run was continued with join
+    those of before.
 
     Interrupted at any point, another call finishes it. Numbers about speed are left out, as each is of one task.
     Raises UnwritableError.
@@ -111,6 +112,7 @@ def gather_lm_eval_files(folder: Path, parts: Sequence[Path]) -> None:
     target = place / every[-1].name
     with writing(place):
         place.mkdir(exist_ok=True)
+    every = [*sorted(file for file in place.glob("results_*.json") if file != target), *every]
     bodies = [json.loads(file.read_text(encoding="utf-8")) for file in (target, *every) if file.exists()]
     body = {**bodies[-1], "date": min(one["date"] for one in bodies)}
     for name in _TABLES:

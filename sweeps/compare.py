@@ -199,7 +199,7 @@ def compare(base: Path, *runs: Path) -> Comparison:
             differs[label] = settings
     if not rows:
         names = " and ".join(str(run.path) for run in every)
-        reason = "every point of one of them failed, or its answers were not scored"
+        reason = "every point of one of them failed, its answers were not scored, or it is a group without an own score"
         raise SpecbatchError(f"{names} have no metric in common: {reason}")
     order = {place: at for at, place in enumerate(dict.fromkeys(row.place for row in rows))}
     rows.sort(key=lambda row: order[row.place])
@@ -247,8 +247,8 @@ def _pair(
         notes += _same_tokens(*points)
         if not any(point.error for point in points):
             if all(len(point.paths) == 1 for point in points):
-                places = zip(files, (old, new), points, strict=True)
-                answers = (answers_of("run", run.path, point, found) for found, run, point in places)
+                places = zip(("base", "run"), files, (old, new), points, strict=True)
+                answers = (answers_of(setting, run.path, point, found) for setting, found, run, point in places)
                 rows += _answers(label, place, *answers)
             if not others:
                 rows += _numbers(label, place, *points)

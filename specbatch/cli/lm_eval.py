@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument
@@ -13,12 +14,13 @@ from specbatch.errors import SpecbatchError
 if TYPE_CHECKING:
     from specbatch.records.run_record import RunRecord
 
-PASSES_ON = {"ignore_unknown_options": True}  # Typer's settings of this command
+# Typer's settings of this command: `run --help` is lm-eval's help, too.
+PASSES_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 def lm_eval(
     arguments: Annotated[
-        list[str], Argument(metavar="ARGUMENTS...", help="As for lm_eval; `lm_eval run --help` lists them.")
+        list[str], Argument(metavar="ARGUMENTS...", help="As for lm_eval; `specbatch lm-eval run --help` lists them.")
     ],
 ) -> None:
     """Run lm-eval's command with this engine as a model.
@@ -33,6 +35,7 @@ def lm_eval(
     lm-eval downloads its tasks from the hub, except GSM8K and GSM8K-Platinum, whose rows come from this package.
     """
     from lm_eval.__main__ import cli_evaluate
+    from yaml import YAMLError
 
     from specbatch.cli.lm_eval_model import SpecBatchModel
     from specbatch.evals.rows import GivenRows
@@ -43,18 +46,26 @@ def lm_eval(
         with SpecBatchModel.built() as models, GivenRows(None, None).answering_for_the_hub():
             try:
                 cli_evaluate()
-            except (KeyError, ValueError) as error:
-                # Before there is a model, lm-eval raises them for its arguments.
-                if models or isinstance(error, SpecbatchError):
+            except (AssertionError, KeyError, TypeError, ValueError, YAMLError) as error:
+                # lm-eval raises them for its arguments. One that passed through this package is no such error.
+                _, *places = traceback.walk_tb(error.__traceback__)
+                if any(frame.f_globals["__name__"].startswith("specbatch.") for frame, _ in places):
                     raise
-                text = " ".join(str(error.args[0] if error.args else error).split())
-                raise SpecbatchError(f"lm-eval: {text}") from error
+                text, (frame, number) = " ".join(_text(error).split()), places[-1]
+                # Python of a task runs when there is a model.
+                where = f" ({frame.f_code.co_filename}, line {number})" if models else ""
+                raise SpecbatchError(f"lm-eval: {text}{where}") from error
             for model in models:
                 for line in model.notes:
                     say(f"note: {line}")
                 print(_speed(model.record()))
     finally:
         sys.argv = before
+
+
+def _text(error: Exception) -> str:
+    """What an error says, of a KeyError without quotes."""
+    return str(error.args[0] if isinstance(error, KeyError) and error.args else error) or type(error).__name__
 
 
 def _speed(record: RunRecord) -> str:

@@ -12,13 +12,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
+import torch
 from lm_eval.api.registry import register_model
 
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions
 from specbatch.cli.output import open_replicas
-from specbatch.errors import SpecbatchError, refuse
+from specbatch.errors import MOST_SEED, SpecbatchError, refuse
 from specbatch.evals.generation import LIMITS, Generation
 from specbatch.evals.lm import SpecBatchLM
 from specbatch.evals.lm_eval_files import MODEL, TokenizerInfo, model_info
@@ -44,8 +46,8 @@ _OF_ANSWERS: dict[str, tuple[str, type]] = {
 }
 _BATCH = ("batch_size", "max_batch_size")  # lm-eval's options of these names
 _IN_PROCESS = "the engine runs in this process and needs no server; leave it out, or use --model local-completions"
-_DEVICE = "cuda:0"  # lm-eval's default; its models for transformers also run without CUDA then
 _CODE = "trust_remote_code"  # permits what does not happen here: code of a checkpoint never runs
+_DEVICE = "cuda:0"  # lm-eval's default, also on a machine without a GPU, where its model for transformers uses the CPU
 
 
 @register_model(MODEL)
@@ -57,7 +59,8 @@ class SpecBatchModel(SpecBatchLM):
     num_concurrent  most requests in flight, also the default of max_running
     batch_size, max_batch_size  the same, where num_concurrent is not given; "auto" and lm-eval's default of 1 leave it
                     to the engine
-    device          lm-eval's default leaves it to the engine, too
+    device          lm-eval's default, cuda:0, leaves it to the engine, too
+    seed            of sampled answers; by default torch's, which lm-eval's --seed sets
 
     The engine is closed when the model is deleted, or by `close`.
     """
@@ -66,9 +69,10 @@ class SpecBatchModel(SpecBatchLM):
     _kept: ClassVar[list[SpecBatchModel] | None] = None
 
     def __init__(self, **arguments: Any) -> None:
-        asked = {name: value for name, value in arguments.items() if value is not None and name != _CODE}
+        asked = {name: _plain(value) for name, value in arguments.items() if value is not None and name != _CODE}
         if asked.get("device") == _DEVICE:
             del asked["device"]
+        asked.setdefault("seed", torch.initial_seed() % (MOST_SEED + 1))  # lm-eval has set it from --seed
         config, options = _settings(asked)
         self._options, self._in_chat = options, False
         stack = ExitStack()
@@ -156,6 +160,11 @@ class SpecBatchModel(SpecBatchLM):
             yield
 
 
+def _plain(value: Any) -> Any:
+    """Paths, dtypes and devices, which Python programs give, as the command writes them."""
+    return str(value).removeprefix("torch.") if isinstance(value, Path | torch.dtype | torch.device) else value
+
+
 def _settings(arguments: Mapping[str, Any]) -> tuple[EngineConfig, EvalOptions]:
     """The engine's configuration and how answers are made. Refused: unknown arguments, and values of a wrong type."""
     if (server := arguments.get("base_url")) is not None:
@@ -197,11 +206,12 @@ def _with_types(settings: Mapping[str, Any]) -> EngineOptions:
     """The options of these values, which lm-eval's parser has typed by their form. A list is that of an option with
     commas."""
     options = EngineOptions()
+    shown = {own: other for other, own in _OTHER_NAMES.items() if own != "model"}
     for name, value in settings.items():
         texts = str in (get_args(kind := ENGINE_OPTIONS[name].type) or (kind,))
         given = ",".join(map(str, value)) if texts and isinstance(value, list | tuple) else value
         try:
             options = options.updated({name: given}, "")
         except SpecbatchError as error:
-            raise refuse("model_args", f"{name}={value}", str(error.works)) from None
+            raise refuse("model_args", f"{shown.get(name, name)}={value}", str(error.works)) from None
     return options

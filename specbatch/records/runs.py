@@ -168,7 +168,8 @@ def read_records(setting: str, path: Path, read_rows: ReadRows) -> list[tuple[Pa
             found = [(path / place.relative_to(folder), record) for place, record in find_records(setting, folder)]
     if not found:
         works = "holds no record.json" if path.exists() else "no such file or folder"
-        raise refuse(setting, str(path), f"{works}; name what eval, sweep, bench, check or generate wrote")
+        works += "; name what eval, sweep, bench, check or generate wrote, or results of lm-eval"
+        raise refuse(setting, str(path), works)
     return sorted(found, key=lambda item: _order(item[1]))
 
 

@@ -12,6 +12,7 @@ import datasets
 import lm_eval.__main__
 import lm_eval.tasks
 import pytest
+import torch
 from checkpoints import TINY, write_folder
 from torch.utils import collect_env
 from typer.testing import CliRunner, Result
@@ -40,11 +41,15 @@ def run(model: Path) -> Iterator[Run]:
         folders = [TASKS, Path(lm_eval.tasks.__file__).parent / "gsm8k_platinum"]
         return manager(include_path=folders, include_defaults=False, metadata=metadata)
 
-    def call(model_args: str, *options: object, exit_code: int = 0, name: str = "specbatch") -> Result:
-        words = ["--model", name, "--model_args", model_args, "--device", "cpu", *map(str, options)]
+    def call(
+        model_args: str, *options: object, exit_code: int = 0, name: str = "specbatch", device: str = "cpu"
+    ) -> Result:
+        words = ["--model", name, "--model_args", model_args, "--device", device, *map(str, options)]
         if "--tasks" not in words:
             words += ["--tasks", "one_digit_sums"]
-        result = CliRunner().invoke(app, ["lm-eval", *words, "--limit", "2"], env={"COLUMNS": "1000"})
+        if "--samples" not in words:
+            words += ["--limit", "2"]
+        result = CliRunner().invoke(app, ["lm-eval", *words], env={"COLUMNS": "1000"})
         assert result.exit_code == exit_code, result.output
         assert lm_eval_model.SpecBatchModel._kept is None
         return result
@@ -133,10 +138,23 @@ def test_gsm8k_needs_no_network(run, model, monkeypatch):
     assert "|gsm8k_platinum|      3|flexible-extract|     0|exact_match|" in found.stdout
 
 
+def test_device_and_seed_of_lm_eval(run, model, monkeypatch):
+    built: list[Any] = []
+    before = lm_eval_model.open_replicas
+    monkeypatch.setattr(lm_eval_model, "open_replicas", lambda config: built.append(config) or before(config))
+    run(f"pretrained={model}", "--seed", "7", device="cuda:0")  # lm-eval's default, also without a GPU
+    run(f"pretrained={model},seed=3", "--seed", "7")
+    assert [(config.device, config.seed) for config in built] == [("auto", 7), ("cpu", 3)]
+
+
+def test_python_values(model):
+    made = lm_eval_model.SpecBatchModel(pretrained=model, device=torch.device("cpu"), dtype=torch.float32)
+    assert (made.record().config["model"], made.record().config["dtype"]) == (str(model), "float32")
+    made.close()
+
+
 def test_a_limit_where_the_task_has_none(model):
-    made = lm_eval_model.SpecBatchModel(  # on any device, as by lm-eval's default
-        pretrained=str(model), device="cuda:0", max_gen_toks=5, batch_size=1
-    )
+    made = lm_eval_model.SpecBatchModel(pretrained=str(model), device="cpu", max_gen_toks=5, batch_size=1)
     assert made._generation({"until": []}).params["max_new_tokens"] == 5
     assert made._generation({"until": [], "max_gen_toks": 7}).params["max_new_tokens"] == 7
     assert made.max_length == 1024
@@ -193,8 +211,28 @@ def test_mistakes_are_one_line(model_args, says, run):
 
 def test_mistakes_in_arguments_of_lm_eval_are_one_line(run):
     assert refused(run("model=m", "--tasks", "no_such", exit_code=2)) == "lm-eval: Tasks not found: no_such"
+    wrong = run("model=m,max_length=abc", exit_code=2)
+    assert refused(wrong) == "model_args='max_length=abc': this is not a value of that option"
     says = "lm-eval: Attempted to load model 'specbtch', but no model for this name found!"
     assert refused(run("model=m", exit_code=2, name="specbtch")).startswith(says)
+
+
+def test_an_error_of_lm_eval_after_the_model_is_built(run, model):
+    outside = run(f"model={model}", "--samples", '{"one_digit_sums": [9999]}', exit_code=2)
+    assert refused(outside).startswith("lm-eval: Elements of --samples should be in the interval [0,k-1]")
+
+
+def test_a_file_that_is_no_yaml(run, tmp_path):
+    (tmp_path / "bad.yaml").write_text("task: bad\n  x: 1\n")
+    assert "mapping values are not allowed" in refused(run("model=m", "--tasks", tmp_path / "bad.yaml", exit_code=2))
+
+
+def test_a_fault_of_the_engine_is_not_blamed_on_lm_eval(run, model, monkeypatch):
+    def fail(*_: object) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(lm_eval_model.SpecBatchLM, "generate_until", fail)
+    assert isinstance(run(f"model={model}", exit_code=1).exception, ValueError)
 
 
 def test_one_import_registers_the_model(model):
@@ -229,3 +267,11 @@ def test_help():
     result = CliRunner().invoke(app, ["lm-eval", "--help"], env={"COLUMNS": "100"})
     assert result.exit_code == 0
     assert "--model specbatch" in result.stdout
+
+
+@pytest.mark.parametrize("words", [["run", "--help"], ["--model", "specbatch", "--help"]])
+def test_help_of_lm_eval(words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pytest"])
+    result = CliRunner().invoke(app, ["lm-eval", *words])
+    assert result.exit_code == 0
+    assert "--wandb_args" in result.stdout

@@ -284,3 +284,16 @@ def test_the_files_of_several_tasks_are_one_run(evaluate, tmp_path, monkeypatch)
     assert sorted(path.name for path in parts[0].iterdir()) == [
         "questions.jsonl", "record.json", "requests.jsonl", "summary.csv", "summary.md",
     ]  # fmt: skip
+
+
+def test_a_task_that_a_finished_run_is_continued_with(evaluate, tmp_path):
+    parts = [tmp_path / name for name in ("one_digit_choices", "gsm8k")]
+    evaluate("one_digit_choices", reply=lambda _: "3", output=parts[0], limit=3)
+    alone = files_of(parts[0])
+    lm_eval_files.gather_lm_eval_files(tmp_path, parts[:1])
+    evaluate(output=parts[1])
+    added = files_of(parts[1])
+    lm_eval_files.gather_lm_eval_files(tmp_path, parts)
+    results, samples = files_of(tmp_path)  # one file
+    assert samples == alone[1] | added[1]
+    assert results["n-samples"] == alone[0]["n-samples"] | added[0]["n-samples"]

@@ -224,6 +224,12 @@ def test_damaged_files_are_refused_in_one_line(name, text, says, tmp_path):
     line = refused("compare", tmp_path, tmp_path)
     assert says in line
     assert path.name in line
+    assert line.startswith("error: BASE=")
+
+
+def test_a_group_that_does_not_aggregate_its_tasks(tmp_path):
+    write_run(tmp_path, {"t": samples_of(RIGHT)}, group_subtasks={"all": ["t"]})
+    assert "it is a group without an own score" in refused("compare", tmp_path, tmp_path)
 
 
 def test_answers_without_scores(tmp_path, policy):
