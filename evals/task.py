@@ -12,7 +12,7 @@ import random
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache, cached_property, partial
 from io import StringIO
@@ -22,6 +22,7 @@ from typing import Any
 
 from specbatch.errors import SpecbatchError, one_line, refuse
 from specbatch.evals.options import EvalOptions
+from specbatch.evals.rehearsal import rehearse
 from specbatch.evals.rows import Examples, GivenRows
 from specbatch.evals.selection import asking
 from specbatch.evals.unparsed import observe_filters
@@ -155,24 +156,33 @@ def load_tasks(names: Sequence[str], options: EvalOptions, kinds: Collection[str
             _with_examples(name, *one, options, given, state, notes.get(name, []), several=several)
             for name, one in zip(names, loaded, strict=True)
         ]
-        for task in found:
-            _build_users(task, options, user)
-    return found
+        return [replace(task, notes=(*task.notes, *_tried(task, options, user))) for task in found]
 
 
-def _build_users(task: EvalTask, options: EvalOptions, user: UserTasks) -> None:
-    """Refuse a task of the user whose prompts cannot be built, before a model is loaded."""
-    for name, one in task.tasks.items():
-        numbers = options.questions(name, task.sizes[name])
-        if not numbers or name.partition("::")[0] not in user.checked:
-            continue
-        try:
-            with asking({name: one}, {name: numbers}, lambda *_: None), template_errors(name):
-                one.build_all_requests()
-        except SpecbatchError:
-            raise
-        except Exception as error:
-            raise refuse("task", name, f"its prompts cannot be built ({one_line(error)}); correct it") from error
+def _tried(task: EvalTask, options: EvalOptions, user: UserTasks) -> Iterator[str]:
+    """Refuse tasks of the user whose prompts cannot be built, or whose answers cannot be scored, before a model is
+    loaded. Yields notes."""
+    chosen = {name: numbers for name, numbers in task.chosen(options).items() if numbers}
+    tasks = {name: task.tasks[name] for name in chosen if user.checked & {task.name, name.partition("::")[0]}}
+    for name, one in tasks.items():
+        if name.partition("::")[0] in user.checked:
+            _build(name, one, chosen[name])
+    if user.runs_code or any(numbers[-1] >= task.sizes[name] for name, numbers in chosen.items()):
+        return
+    for name, one in tasks.items():
+        yield from rehearse(name, {name: one}, {}, chosen)
+    if task.groups and tasks.keys() == task.tasks.keys():
+        yield from rehearse(task.name, tasks, task.groups, chosen)
+
+
+def _build(name: str, task: Any, numbers: Sequence[int]) -> None:
+    try:
+        with asking({name: task}, {name: numbers}, lambda *_: None), template_errors(name):
+            task.build_all_requests()
+    except SpecbatchError:
+        raise
+    except Exception as error:
+        raise refuse("task", name, f"its prompts cannot be built ({one_line(error)}); correct it") from error
 
 
 def _with_examples(
@@ -326,7 +336,11 @@ def _find(names: Sequence[str], user: UserTasks, kinds: Collection[str]) -> tupl
     known = [own, *(upstream / folder for folder in _QUICK)]
 
     def manager_of(folders: Sequence[Path], *, defaults: bool) -> tuple[Any, list[str]]:
-        manager = TaskManager(include_path=[*folders, *user.folders], include_defaults=defaults)
+        try:
+            manager = TaskManager(include_path=[*folders, *user.folders], include_defaults=defaults)
+        except TypeError:
+            user.refuse_names()
+            raise
         index, of_files = manager.task_index, iter(user.add_files(manager.task_index))
         found = []
         for name in names:
@@ -386,7 +400,7 @@ def _load(name: str, manager: Any, kinds: Collection[str], user: UserTasks) -> t
     """lm-eval's tasks and groups by name."""
     entry = manager.task_index[name]
     try:
-        with template_errors(name):
+        with template_errors(name), user.without_scripts(name, manager.task_index):
             loaded = manager.load([name])
     except SpecbatchError:
         raise
