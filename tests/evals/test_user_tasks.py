@@ -201,9 +201,7 @@ def test_refused_groups(folder: Path, text: str, complaint: str) -> None:
     assert not (folder / "it_ran").exists()
 
 
-@pytest.mark.parametrize(
-    "taken_back", ["task: [{task: mine, process_results: null}]", "task: [mine]\nprocess_results:"]
-)
+@pytest.mark.parametrize("text", ["task: [{task: mine, process_results: null}]", "task: [mine]\nprocess_results:"])
 def test_a_group_cannot_make_a_metrics_script_run(folder: Path, tasks_folder: Path, text: str) -> None:
     """A task with a function of lm-eval for its results never calls its metrics, whose names can be any."""
     for place in ("own", "own/own"):
