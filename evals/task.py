@@ -7,6 +7,8 @@ seconds.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import random
 import re
@@ -70,6 +72,7 @@ class EvalTask:
     warning  why the few-shot examples are not lm-eval's training rows; "" if they are, or if there are none
     notes    what else the user should know, one sentence each without the full stop
     random_state   of the global generators when the task had been loaded
+    definition     hash of what the user's files say, and of the rows; "" for tasks of lm-eval
     """
 
     name: str
@@ -81,6 +84,7 @@ class EvalTask:
     random_state: RandomState
     warning: str = ""
     notes: tuple[str, ...] = ()
+    definition: str = ""
 
     @property
     def task(self) -> Any:
@@ -156,7 +160,10 @@ def load_tasks(names: Sequence[str], options: EvalOptions, kinds: Collection[str
             _with_examples(name, *one, options, given, state, notes.get(name, []), several=several)
             for name, one in zip(names, loaded, strict=True)
         ]
-        return [replace(task, notes=(*task.notes, *_tried(task, options, user))) for task in found]
+        return [
+            replace(task, notes=(*task.notes, *_tried(task, options, user)), definition=_definition(task, user))
+            for task in found
+        ]
 
 
 def _tried(task: EvalTask, options: EvalOptions, user: UserTasks) -> Iterator[str]:
@@ -173,6 +180,17 @@ def _tried(task: EvalTask, options: EvalOptions, user: UserTasks) -> Iterator[st
         yield from rehearse(name, {name: one}, {}, chosen)
     if task.groups and tasks.keys() == task.tasks.keys():
         yield from rehearse(task.name, tasks, task.groups, chosen)
+
+
+def _definition(task: EvalTask, user: UserTasks) -> str:
+    if task.name not in user.checked and not user.checked & {*task.tasks}:
+        return ""
+    parts = [
+        ({**one.dump_config(), "metadata": None}, list(one.eval_docs), list(one.fewshot_docs() or ()))
+        for one in task.tasks.values()
+    ]
+    text = json.dumps(parts, default=lambda value: getattr(value, "__qualname__", str(value)))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _build(name: str, task: Any, numbers: Sequence[int]) -> None:

@@ -66,6 +66,25 @@ def test_a_task_runs_by_its_name_and_by_its_file(folder: Path, make_engine: Any)
         assert (report.task, [score.value for score in report.scores], report.notes) == ("mine", [1 / 3], [])
 
 
+@pytest.mark.parametrize("part", ["file", "rows", "member"])
+def test_a_changed_task_is_another_evaluation(folder: Path, tmp_path: Path, make_engine: Any, part: str) -> None:
+    """A complete folder has its results no longer, although the prompts may be the same."""
+    path = write(folder, "")
+    write(folder, "task: [mine]", "group", "group")
+    engine = make_engine(lambda prompt: "2")
+    options = EvalOptions("group" if part == "member" else "mine", include_path=(folder,), output=tmp_path / "out")
+    report = run_eval(engine, options)
+    assert run_eval(engine, options) == report
+    assert len(engine.calls) == 1
+    if part == "rows":
+        rows = folder / "rows.jsonl"
+        rows.write_text(rows.read_text().replace('"2"', '"3"'))
+    else:
+        path.write_text(path.read_text() + "target_delimiter: ''\n")
+    with pytest.raises(SpecbatchError, match=r"^output=.*: exists and is not empty; name a new folder"):
+        run_eval(engine, options)
+
+
 def test_a_file_of_lm_evals_package_may_name_functions(folder: Path) -> None:
     """Its task executes answers only if the file says so, which a file that includes it cannot take back."""
     text = f"include: {UPSTREAM}/hendrycks_math/hendrycks_math_algebra.yaml\n"
