@@ -22,7 +22,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from specbatch.errors import SpecbatchError, one_line, refuse
+from specbatch.errors import SpecbatchError, each_once, one_line, refuse
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.rehearsal import rehearse
 from specbatch.evals.rows import Examples, GivenRows
@@ -147,6 +147,7 @@ def load_tasks(names: Sequence[str], options: EvalOptions, kinds: Collection[str
     user = UserTasks(options.include_path, list(map(Path, filter(_is_file, names))), options.confirm_run_unsafe_code)
     with quiet(sandboxed=not options.confirm_run_unsafe_code):
         manager, names = _find(names, user, kinds)
+        each_once("task", names)  # files may define the same task
         seed_globals()
         loaded: list[tuple[dict[str, Any], dict[str, Any]]] = []
         with given.answering_for_the_hub():

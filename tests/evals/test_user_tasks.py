@@ -66,6 +66,13 @@ def test_a_task_runs_by_its_name_and_by_its_file(folder: Path, make_engine: Any)
         assert (report.task, [score.value for score in report.scores], report.notes) == ("mine", [1 / 3], [])
 
 
+def test_two_files_of_the_same_task_are_refused(folder: Path) -> None:
+    path = write(folder, "")
+    (folder / "other.yaml").write_text(path.read_text())
+    with pytest.raises(SpecbatchError, match=r"^task='mine,mine': mine is given twice"):
+        module.load_tasks([str(path), str(folder / "other.yaml")], EvalOptions("mine"))
+
+
 @pytest.mark.parametrize("part", ["file", "rows", "member"])
 def test_a_changed_task_is_another_evaluation(folder: Path, tmp_path: Path, make_engine: Any, part: str) -> None:
     """A complete folder has its results no longer, although the prompts may be the same."""
