@@ -110,7 +110,7 @@ def run_grid(
         log(f"data: {ready.task.data_source}")
         if ready.task.warning:
             log(f"warning: {ready.task.warning}")
-    plan, every = _plan(configs, options), list(points(configs, options))
+    plan, every = _plan(configs, options, ready.task.definition), list(points(configs, options))
     if options.task.overwrite:
         _remove(folder, configs)
     check_plan(folder, plan, "an evaluation")
@@ -274,8 +274,8 @@ def _keep(report: EvalReport, point: Point, plan: dict[str, Any], folder: Path) 
     save(folder, plan, point, report.record)
 
 
-def _plan(configs: Mapping[str, EngineConfig], options: GridOptions) -> dict[str, Any]:
-    """Everything that the points are made from, as JSON."""
+def _plan(configs: Mapping[str, EngineConfig], options: GridOptions, definition: str) -> dict[str, Any]:
+    """Everything that the points are made from, as JSON. definition: of a task of the user."""
     settings = {item.name: getattr(options.task, item.name) for item in fields(options.task)}
     plan = {
         "configurations": {name: config.as_dict() for name, config in configs.items()},
@@ -283,6 +283,7 @@ def _plan(configs: Mapping[str, EngineConfig], options: GridOptions) -> dict[str
         "repeats": options.repeats,
         "prompts_per_concurrency": options.prompts_per_concurrency,
         "eval": {key: value for key, value in settings.items() if key not in ("output", "overwrite", "concurrency")},
+        **({"definition": definition} if definition else {}),
     }
     found: dict[str, Any] = json.loads(json.dumps(plan, default=str))
     return found

@@ -104,6 +104,7 @@ class PreparedEval:
     def _job(self, kept: PartialRows | None) -> dict[str, Any] | None:
         """All settings that the results depend on; None without an output folder."""
         sources = {"data_source": self.task.data_source, "fewshot_source": self.task.fewshot_source}
+        sources |= {"definition": self.task.definition} if self.task.definition else {}
         asked = {"bootstrap_iters": self.options.bootstrap_iters, "predict_only": self.options.predict_only}
         usual = {item.name: item.default for item in fields(EvalOptions)}
         asked = {name: value for name, value in asked.items() if value != usual[name]}

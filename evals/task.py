@@ -7,12 +7,14 @@ seconds.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import random
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache, cached_property, partial
 from io import StringIO
@@ -20,8 +22,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from specbatch.errors import SpecbatchError, one_line, refuse
+from specbatch.errors import SpecbatchError, each_once, one_line, refuse
 from specbatch.evals.options import EvalOptions
+from specbatch.evals.rehearsal import rehearse
 from specbatch.evals.rows import Examples, GivenRows
 from specbatch.evals.selection import asking
 from specbatch.evals.unparsed import observe_filters
@@ -69,6 +72,7 @@ class EvalTask:
     warning  why the few-shot examples are not lm-eval's training rows; "" if they are, or if there are none
     notes    what else the user should know, one sentence each without the full stop
     random_state   of the global generators when the task had been loaded
+    definition     hash of what the user's files say, and of the rows; "" for tasks of lm-eval
     """
 
     name: str
@@ -80,6 +84,7 @@ class EvalTask:
     random_state: RandomState
     warning: str = ""
     notes: tuple[str, ...] = ()
+    definition: str = ""
 
     @property
     def task(self) -> Any:
@@ -142,6 +147,7 @@ def load_tasks(names: Sequence[str], options: EvalOptions, kinds: Collection[str
     user = UserTasks(options.include_path, list(map(Path, filter(_is_file, names))), options.confirm_run_unsafe_code)
     with quiet(sandboxed=not options.confirm_run_unsafe_code):
         manager, names = _find(names, user, kinds)
+        each_once("task", names)  # files may define the same task
         seed_globals()
         loaded: list[tuple[dict[str, Any], dict[str, Any]]] = []
         with given.answering_for_the_hub():
@@ -155,24 +161,47 @@ def load_tasks(names: Sequence[str], options: EvalOptions, kinds: Collection[str
             _with_examples(name, *one, options, given, state, notes.get(name, []), several=several)
             for name, one in zip(names, loaded, strict=True)
         ]
-        for task in found:
-            _build_users(task, options, user)
-    return found
+        return [
+            replace(task, notes=(*task.notes, *_tried(task, options, user)), definition=_definition(task, user))
+            for task in found
+        ]
 
 
-def _build_users(task: EvalTask, options: EvalOptions, user: UserTasks) -> None:
-    """Refuse a task of the user whose prompts cannot be built, before a model is loaded."""
-    for name, one in task.tasks.items():
-        numbers = options.questions(name, task.sizes[name])
-        if not numbers or name.partition("::")[0] not in user.checked:
-            continue
-        try:
-            with asking({name: one}, {name: numbers}, lambda *_: None), template_errors(name):
-                one.build_all_requests()
-        except SpecbatchError:
-            raise
-        except Exception as error:
-            raise refuse("task", name, f"its prompts cannot be built ({one_line(error)}); correct it") from error
+def _tried(task: EvalTask, options: EvalOptions, user: UserTasks) -> Iterator[str]:
+    """Refuse tasks of the user whose prompts cannot be built, or whose answers cannot be scored, before a model is
+    loaded. Yields notes."""
+    chosen = {name: numbers for name, numbers in task.chosen(options).items() if numbers}
+    tasks = {name: task.tasks[name] for name in chosen if user.checked & {task.name, name.partition("::")[0]}}
+    for name, one in tasks.items():
+        if name.partition("::")[0] in user.checked:
+            _build(name, one, chosen[name])
+    if user.runs_code or any(numbers[-1] >= task.sizes[name] for name, numbers in chosen.items()):
+        return
+    for name, one in tasks.items():
+        yield from rehearse(name, {name: one}, {}, chosen)
+    if task.groups and tasks.keys() == task.tasks.keys():
+        yield from rehearse(task.name, tasks, task.groups, chosen)
+
+
+def _definition(task: EvalTask, user: UserTasks) -> str:
+    if task.name not in user.checked and not user.checked & {*task.tasks}:
+        return ""
+    parts = [
+        ({**one.dump_config(), "metadata": None}, list(one.eval_docs), list(one.fewshot_docs() or ()))
+        for one in task.tasks.values()
+    ]
+    text = json.dumps(parts, default=lambda value: getattr(value, "__qualname__", str(value)))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _build(name: str, task: Any, numbers: Sequence[int]) -> None:
+    try:
+        with asking({name: task}, {name: numbers}, lambda *_: None), template_errors(name):
+            task.build_all_requests()
+    except SpecbatchError:
+        raise
+    except Exception as error:
+        raise refuse("task", name, f"its prompts cannot be built ({one_line(error)}); correct it") from error
 
 
 def _with_examples(
@@ -326,7 +355,11 @@ def _find(names: Sequence[str], user: UserTasks, kinds: Collection[str]) -> tupl
     known = [own, *(upstream / folder for folder in _QUICK)]
 
     def manager_of(folders: Sequence[Path], *, defaults: bool) -> tuple[Any, list[str]]:
-        manager = TaskManager(include_path=[*folders, *user.folders], include_defaults=defaults)
+        try:
+            manager = TaskManager(include_path=[*folders, *user.folders], include_defaults=defaults)
+        except TypeError:
+            user.refuse_names()
+            raise
         index, of_files = manager.task_index, iter(user.add_files(manager.task_index))
         found = []
         for name in names:
@@ -386,7 +419,7 @@ def _load(name: str, manager: Any, kinds: Collection[str], user: UserTasks) -> t
     """lm-eval's tasks and groups by name."""
     entry = manager.task_index[name]
     try:
-        with template_errors(name):
+        with template_errors(name), user.without_scripts(name, manager.task_index):
             loaded = manager.load([name])
     except SpecbatchError:
         raise

@@ -50,14 +50,10 @@ class UserTasks:
 
     def add_files(self, index: dict[str, Any]) -> list[str]:
         """Add the tasks and groups of `files` to lm-eval's index, and return their names."""
-        from lm_eval.tasks._index import TaskIndex
-
         names = []
         for path in self.files:
-            found: dict[str, Any] = {}
             config = self._read(path)
-            with _explained("task", path):
-                TaskIndex.process_cfg(config, path, found)
+            found = self._entries(path)
             name = str(config.get("group") or config.get("task"))
             names.append(name)
             index |= {key: entry for key, entry in found.items() if key == name}
@@ -79,11 +75,42 @@ class UserTasks:
                 self.checked.add(entry.name)
             yield entry
 
+    @contextmanager
+    def without_scripts(self, name: str, index: Mapping[str, Any]) -> Iterator[None]:
+        """In this block lm-eval loads `name` without scripts of metrics, if a file of the user is part of it: whether a
+        task needs a metric depends on all files and groups that define it, as one can take back `process_results`."""
+        from lm_eval.api import task as module
+
+        find = module.get_metric
+
+        def get_metric(metric: Any, hf_evaluate_metric: bool = False) -> Any:
+            if hf_evaluate_metric or not _is_metric(metric):
+                raise refuse("task", name, f"{_no_metric(metric)}; take it out, or allow it with {CONFIRM}")
+            return find(metric)
+
+        if not self.runs_code and any(isinstance(one, str) or self.owns(one) for one, _ in _reached(name, index)):
+            module.get_metric = get_metric
+        try:
+            yield
+        finally:
+            module.get_metric = find
+
     def explain(self, name: str) -> None:
         """Refuse the file that defines `name` if lm-eval has passed over it because it cannot be read."""
         for path, text in self._texts.items():
             if name in text.replace('"', " ").replace("'", " ").split():
-                self._read(path)
+                self._entries(path)
+
+    def refuse_names(self) -> None:
+        """Refuse a file of the folders with a name that is no text, which lm-eval cannot sort among the others."""
+        for path in self._texts:
+            with suppress(SpecbatchError):  # lm-eval passes over a file that cannot be read
+                found = self._entries(path)
+                if names := [name for name in found if not isinstance(name, str)]:
+                    break
+        else:
+            return
+        raise refuse("include_path", str(path), f"the name of a task is {names[0]!r}, which is no text; quote it")
 
     @cached_property
     def _texts(self) -> dict[Path, str]:
@@ -108,6 +135,16 @@ class UserTasks:
         with _explained("task", path):
             config: dict[str, Any] = load_yaml(path, resolve_func=False)
         return config
+
+    def _entries(self, path: Path) -> dict[str, Any]:
+        """What lm-eval's index has of a file."""
+        from lm_eval.tasks._index import TaskIndex
+
+        found: dict[str, Any] = {}
+        config = self._read(path)
+        with _explained("task", path):
+            TaskIndex.process_cfg(config, path, found)
+        return found
 
     def _check_file(self, name: str, path: Path) -> None:
         merged = self._read(path)
@@ -167,8 +204,6 @@ def refuse_broken_scoring(name: str, task: Any) -> None:
 def _python_in(config: Mapping[str, Any], *, has_results: bool) -> Iterator[tuple[str, Any]]:
     """Keys of a file's configuration whose values run Python."""
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
-    from lm_eval.api import metrics  # noqa: F401  # registers them
-    from lm_eval.api.registry import metric_registry
 
     for key in _FUNCTIONS:
         if config.get(key) is not None:
@@ -177,7 +212,7 @@ def _python_in(config: Mapping[str, Any], *, has_results: bool) -> Iterator[tupl
     if isinstance(shots, dict) and shots.get("process_docs") is not None:
         yield "fewshot_config: process_docs", shots["process_docs"]
     path, how = config.get("dataset_path"), config.get("dataset_kwargs")
-    if path in _PACKAGED_DATASETS_MODULES and path not in _READERS:
+    if isinstance(path, str) and path in _PACKAGED_DATASETS_MODULES and path not in _READERS:
         yield "dataset_path", path
     if isinstance(how, dict) and how.get("trust_remote_code"):
         yield "dataset_kwargs: trust_remote_code", how["trust_remote_code"]
@@ -186,7 +221,7 @@ def _python_in(config: Mapping[str, Any], *, has_results: bool) -> Iterator[tupl
     for item in _dicts(config.get("metric_list")):
         if item.get("hf_evaluate"):
             yield "metric_list: hf_evaluate", item["hf_evaluate"]
-        if not has_results and item.get("metric") not in metric_registry:
+        if not has_results and not _is_metric(item.get("metric")):
             yield "metric_list: metric", item.get("metric")
     for chain in _dicts(config.get("filter_list")):
         for item in _dicts(chain.get("filter")):
@@ -194,10 +229,21 @@ def _python_in(config: Mapping[str, Any], *, has_results: bool) -> Iterator[tupl
                 yield "filter_list: function", "custom"
 
 
+def _is_metric(name: Any) -> bool:
+    from lm_eval.api import metrics  # noqa: F401  # registers them
+    from lm_eval.api.registry import metric_registry
+
+    return isinstance(name, str) and name in metric_registry
+
+
+def _no_metric(name: Any) -> str:
+    return f"metric_list: metric: lm-eval has no metric {name!r} and would run a script of that name, which is off"
+
+
 def _unsafe(file: Path, key: str, value: object) -> SpecbatchError:
     reason = f"{key}: {value!r} would run Python, which is off"
     if key == "metric_list: metric":
-        reason = f"{key}: lm-eval has no metric {value!r} and would run a script of that name, which is off"
+        reason = _no_metric(value)
     return refuse("task", str(file), f"{reason}; take it out, or allow it with {CONFIRM}")
 
 

@@ -205,6 +205,7 @@ def _evaluate(
             reports[name] = found
             say(f"{ready.options.output} is complete: an earlier run has finished this evaluation")
     left = {name: ready for name, ready in every.items() if name not in reports}
+    earlier = {name: ready.finished(config) for name, ready in left.items()}  # refuses other settings
     several = len(every) > 1
     for name, ready in left.items():
         of = f"{name}: " if several else ""
@@ -216,7 +217,7 @@ def _evaluate(
     if left:
         with folders_of(every.values()), open_replicas(config, workers) as running:
             for name, ready in left.items():
-                of, kept = f"{name}: " if several else "", ready.finished(config)
+                of, kept = f"{name}: " if several else "", earlier[name]
                 done = 0 if kept is None else len(kept.rows)
                 if done:
                     say(f"{of}continuing: {done} {'answers' if ready.task.generates else 'texts'} are finished")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import typer
 
 from specbatch.errors import MOST, MOST_SEED, at_least, refuse
-from specbatch.text_files import read_json
+from specbatch.text_files import UnreadableError, parse_json, read_text
 
 
 def bounded(command: Callable[..., None]) -> Callable[..., None]:
@@ -98,10 +97,11 @@ def read_samples(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     works = """use JSON or the path of a JSON file, such as '{"gsm8k": [0, 5, 7]}'"""
+    written = text if text.lstrip().startswith(("{", "[")) else read_text("samples", Path(text), works)
     try:
-        found = json.loads(text)
-    except ValueError:
-        found = read_json("samples", Path(text), works)
+        found = parse_json(written, unique=True)
+    except UnreadableError as error:
+        raise refuse("samples", text, f"{error}; {works}") from None
     if not isinstance(found, dict) or not found:
         raise refuse("samples", text, works)
     return found

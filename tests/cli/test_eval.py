@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from specbatch.errors import refuse
+
+TWICE = '{"gsm8k":[1],"gsm8k":[2]}'
+
 
 @pytest.fixture
 def evals(monkeypatch):
     """A stub evaluation of one question, which may be interrupted after it; holds its options."""
     from specbatch.evals import several
 
-    seen = {"interrupt": False, "complete": False}
+    seen = {"interrupt": False, "complete": False, "changed": False}
 
     class Report:
         def table(self):
@@ -47,7 +51,8 @@ def evals(monkeypatch):
             return ["a note"]
 
         def finished(self, config):
-            return None
+            if seen["changed"]:
+                raise refuse("output", "o", "was made with another --limit")
 
         def complete(self, config):
             return Report() if seen["complete"] else None
@@ -119,6 +124,13 @@ def test_complete_evaluation_is_shown_again(run, engine, evals, tmp_path):
     assert "| exact_match | 0.5 |" in result.stdout
 
 
+def test_changed_options_are_refused_before_the_model_is_loaded(run, engine, evals, tmp_path):
+    evals["changed"] = True
+    result = run("eval", "gsm8k", "arc_easy", "--out", tmp_path / "out")
+    assert (result.exit_code, engine.built) == (2, [])
+    assert "was made with another --limit" in result.stderr
+
+
 def test_several_tasks_share_the_model_and_a_table(run, engine, evals, tmp_path):
     words = ("--samples", '{"gsm8k": [3, 1]}', "--include-path", tmp_path, "--include-path", tmp_path / "other")
     result = run("eval", "gsm8k", "arc_easy,one_digit_sums", *words, "--out", tmp_path / "out")
@@ -140,6 +152,8 @@ def test_several_tasks_share_the_model_and_a_table(run, engine, evals, tmp_path)
         ("gsm8k gsm8k", "task='gsm8k,gsm8k': gsm8k is given twice"),
         ("gsm8k --samples [1]", "--samples='[1]': use JSON or the path of a JSON file, such as"),
         ("gsm8k --samples nothing.json", "--samples='nothing.json': cannot be read"),
+        (f"gsm8k --samples {TWICE}", f'--samples={TWICE!r}: has the key "gsm8k" more than once'),
+        ('gsm8k --samples {"gsm8k"', "--samples='{\"gsm8k\"': is not JSON (Expecting"),
         ("gsm8k --limit 1.5", "--limit=1.5: use a whole number of at least 1, or a share between 0 and 1"),
         (
             "one_digit_sums --configs v1 --predict-only",

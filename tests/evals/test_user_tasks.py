@@ -66,6 +66,32 @@ def test_a_task_runs_by_its_name_and_by_its_file(folder: Path, make_engine: Any)
         assert (report.task, [score.value for score in report.scores], report.notes) == ("mine", [1 / 3], [])
 
 
+def test_two_files_of_the_same_task_are_refused(folder: Path) -> None:
+    path = write(folder, "")
+    (folder / "other.yaml").write_text(path.read_text())
+    with pytest.raises(SpecbatchError, match=r"^task='mine,mine': mine is given twice"):
+        module.load_tasks([str(path), str(folder / "other.yaml")], EvalOptions("mine"))
+
+
+@pytest.mark.parametrize("part", ["file", "rows", "member"])
+def test_a_changed_task_is_another_evaluation(folder: Path, tmp_path: Path, make_engine: Any, part: str) -> None:
+    """A complete folder has its results no longer, although the prompts may be the same."""
+    path = write(folder, "")
+    write(folder, "task: [mine]", "group", "group")
+    engine = make_engine(lambda prompt: "2")
+    options = EvalOptions("group" if part == "member" else "mine", include_path=(folder,), output=tmp_path / "out")
+    report = run_eval(engine, options)
+    assert run_eval(engine, options) == report
+    assert len(engine.calls) == 1
+    if part == "rows":
+        rows = folder / "rows.jsonl"
+        rows.write_text(rows.read_text().replace('"2"', '"3"'))
+    else:
+        path.write_text(path.read_text() + "target_delimiter: ''\n")
+    with pytest.raises(SpecbatchError, match=r"^output=.*: exists and is not empty; name a new folder"):
+        run_eval(engine, options)
+
+
 def test_a_file_of_lm_evals_package_may_name_functions(folder: Path) -> None:
     """Its task executes answers only if the file says so, which a file that includes it cannot take back."""
     text = f"include: {UPSTREAM}/hendrycks_math/hendrycks_math_algebra.yaml\n"
@@ -139,6 +165,17 @@ def test_a_file_of_lm_evals_package_may_name_functions(folder: Path) -> None:
         ),
         ("dataset_kwargs: {data_files: {test: no.jsonl}}", "its data cannot be read (Unable to find "),
         ("dataset_path: '.'\ndataset_kwargs: {}", "lm-eval cannot load it"),
+        ("dataset_path: [json]", "lm-eval cannot load it"),
+        ("metric_list: [{metric: [a]}]", "metric_list: metric: lm-eval has no metric ['a'] and would run a script"),
+        ("metric_list: [{metric: acc}]", "its answers cannot be scored (TypeError: unsupported operand type(s)"),
+        (
+            "filter_list: [{name: x, filter: [{function: multi_choice_regex}, {function: take_first}]}]",
+            "its answers cannot be scored (KeyError: 'choices'); correct it",
+        ),
+        ("filter_list: []", "filter_list is empty, so that nothing is scored"),
+        ("repeats: 0", "repeats: 0 is no whole number of at least 1"),
+        ("repeats: x", "repeats: 'x' is no whole number of at least 1"),
+        ("tag: 5", "mine.yaml': cannot be read: TypeError: 'int' object is not iterable"),
     ],
 )
 def test_refused_definitions(
@@ -173,6 +210,11 @@ def test_refused_definitions(
         ("task: [{group: x, task: [{task: mine, class: f}]}]", "group.yaml': class: 'f' would run Python"),
         ("task: [mine]\nmetric_list: [{metric: nosuch}]", "group.yaml': metric_list: metric: lm-eval has no metric"),
         ("task: [code]", "code.yaml': line 3, process_docs: '!function code.rows' would run Python"),
+        (
+            "task: [mine]\naggregate_metric_list: exact_match",
+            "task='group': its answers cannot be scored (AttributeErr",
+        ),
+        ("task: [{task: mine, metric_list: [{metric: acc}]}]", "task='mine': its answers cannot be scored (TypeError"),
     ],
 )
 def test_refused_groups(folder: Path, text: str, complaint: str) -> None:
@@ -183,6 +225,40 @@ def test_refused_groups(folder: Path, text: str, complaint: str) -> None:
         load(folder, "group")
     assert complaint in str(refused.value)
     assert not (folder / "it_ran").exists()
+
+
+@pytest.mark.parametrize("text", ["task: [{task: mine, process_results: null}]", "task: [mine]\nprocess_results:"])
+def test_a_group_cannot_make_a_metrics_script_run(folder: Path, tasks_folder: Path, text: str) -> None:
+    """A task with a function of lm-eval for its results never calls its metrics, whose names can be any."""
+    for place in ("own", "own/own"):
+        (folder / place).mkdir()
+    (folder / "own" / "own.py").write_text(PYTHON)
+    (tasks_folder / "code.py").write_text("def results(doc, answers):\n    return {'own': 1.0}\n")
+    (tasks_folder / "trusted.yaml").write_text("process_results: !function code.results\n")
+    metrics = f"metric_list: [{{metric: {folder}/own, aggregation: mean, higher_is_better: true}}]"
+    write(folder, f"include: [base.txt, {tasks_folder}/trusted.yaml]\n{metrics}\n")
+    write(folder, f"{text}\n", "group", "group")
+    with pytest.raises(SpecbatchError, match=r"^task='group': metric_list: metric: lm-eval has no metric .*own."):
+        load(folder, "group")
+    assert not (folder / "own" / "it_ran").exists()
+
+
+def test_metrics_that_are_not_computed_are_noted(folder: Path) -> None:
+    write(folder, "output_type: loglikelihood\ngeneration_kwargs: null\nmetric_list: [{metric: acc}, {metric: bleu}]")
+    assert load(folder).notes == ("metric bleu is not computed: mine is of type loglikelihood",)
+    write(folder, "task: [mine]\naggregate_metric_list: [{metric: acc}, {metric: nosuch}]", "group", "group")
+    assert load(folder, "group").notes[1:] == (
+        "group group has no nosuch: none of its tasks has this metric and filter",
+    )
+
+
+@pytest.mark.parametrize("name", ["5", "null"])
+def test_a_name_that_is_no_text_is_refused(folder: Path, name: str) -> None:
+    """lm-eval fails for every task then."""
+    write(folder, "")
+    (folder / "other.yaml").write_text(f"task: {name}\n")
+    with pytest.raises(SpecbatchError, match=r"^include_path='.*other.yaml': the name of a task is (5|None), "):
+        load(folder)
 
 
 def test_a_bad_file_does_not_hide_other_tasks(folder: Path) -> None:
