@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from specbatch.core.sampling_params import SAMPLED, SamplingParams, refuse_unsampled
 from specbatch.errors import refuse
 from specbatch.evals.options import MAX_NEW_TOKENS
-from specbatch.settings import is_number
+from specbatch.settings import Rule, is_number
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given counts
 _PARAMS = {  # sampling parameters by the arguments that set them
@@ -21,7 +21,7 @@ _PARAMS = {  # sampling parameters by the arguments that set them
     **{name: name for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")},
     "min_new_tokens": "min_tokens",
 }
-_RULES = {item.name: item.metadata.get("rule") for item in fields(SamplingParams)}
+_RULES: dict[str, Rule] = {item.name: item.metadata["rule"] for item in fields(SamplingParams) if item.metadata}
 # Arguments with the value that changes nothing, which some tasks have.
 _WITHOUT_EFFECT = {
     "num_beams": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0, "length_penalty": 1, "use_cache": True,
