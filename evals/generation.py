@@ -7,12 +7,13 @@ normalizes them (`normalize_gen_kwargs`) and passes the others to `generate`. Wh
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from specbatch.core.sampling_params import SAMPLED, SamplingParams, refuse_unsampled
 from specbatch.errors import refuse
 from specbatch.evals.options import MAX_NEW_TOKENS
-from specbatch.settings import is_number
+from specbatch.settings import Rule, is_number
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given counts
 _PARAMS = {  # sampling parameters by the arguments that set them
@@ -20,6 +21,7 @@ _PARAMS = {  # sampling parameters by the arguments that set them
     **{name: name for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")},
     "min_new_tokens": "min_tokens",
 }
+_RULES: dict[str, Rule] = {item.name: item.metadata["rule"] for item in fields(SamplingParams) if item.metadata}
 # Arguments with the value that changes nothing, which some tasks have.
 _WITHOUT_EFFECT = {
     "num_beams": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0, "length_penalty": 1, "use_cache": True,
@@ -89,6 +91,9 @@ def check_arguments(wanted: Mapping[str, Any], where: Where) -> None:
     for name in LIMITS:
         if (limit := wanted.get(name)) is not None and not (str(limit).isdecimal() and int(limit) > 0):
             raise refuse(*where, f"sets {name}={limit!r}; use a whole number of at least 1")
+    for name, param in _PARAMS.items():
+        if (value := wanted.get(name)) is not None and not _RULES[param].fits(value):
+            raise refuse(*where, f"sets {name}={value!r}; {_RULES[param].works}")
 
 
 def generation_of(
@@ -99,8 +104,8 @@ def generation_of(
     chosen          sampling parameters that replace the task's, by name
     max_new_tokens  replaces the task's limit
 
-    Refused: what `check_arguments` refuses; do_sample without a temperature; chosen parameters that have no effect
-    because answers are greedy.
+    Refused: what `check_arguments` refuses; do_sample without a temperature; more tokens at least
+    than at most; chosen parameters that have no effect because answers are greedy.
     """
     from lm_eval.models.utils import normalize_gen_kwargs
 
@@ -130,6 +135,8 @@ def generation_of(
     if max_new_tokens is None and len({*map(int, limits.values())}) > 1:
         first, *others = (f"{name}={limit}" for name, limit in limits.items())
         notes.append(f"{first} counts and {', '.join(others)} does not, as in lm-eval")
-    found["max_new_tokens"] = max_new_tokens or kwargs["max_gen_toks"]
+    found["max_new_tokens"] = most = max_new_tokens or kwargs["max_gen_toks"]
+    if (least := found.get("min_tokens", 0)) > most:
+        raise refuse(*where, f"sets min_new_tokens={least}, but answers have at most {most} tokens; use at most {most}")
     given = tuple(name for name, value in wanted.items() if value is not None)
     return Generation(found, tuple(kwargs["until"]), given, tuple(notes))

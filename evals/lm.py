@@ -94,7 +94,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         self._finished = finished or {}
         self._on_answer = on_answer
         self._first_ids = first_ids or {}
-        self._special: dict[tuple[str, ...], dict[str, int]] = {}  # tokens by stop strings
+        self._showing: dict[tuple[str, ...], bool] = {}  # by stop strings: `_shows`
         self._requests: list[Instance] = []  # whose tokens reach `_loglikelihood_tokens`
         self._generations: dict[str, Generation] = {}  # by arguments
         self._notes: dict[str, None] = {}
@@ -302,14 +302,13 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     def _reasoning(self) -> Reasoning:
         return Reasoning(self._engine.tokenizer, self._think_end_token)
 
-    def _special_in(self, stops: tuple[str, ...]) -> dict[str, int]:
-        """Tokens that a decoded text leaves out, such as <|im_end|>, and that are in a stop string, by name."""
-        if stops not in self._special:
-            tokenizer = self._engine.tokenizer
-            names = [(name, token) for token, name in enumerate(tokenizer.vocabulary()) if name]
-            found = {name: token for name, token in names if any(name in stop for stop in stops)}
-            self._special[stops] = {name: token for name, token in found.items() if not tokenizer.decode([token] * 2)}
-        return self._special[stops]
+    def _shows(self, stops: tuple[str, ...]) -> bool:
+        """Whether a stop string can lie partly in the name of a token that a decoded text leaves out. As in lm-eval
+        0.4.13 stop strings are looked for in a text with these names."""
+        if stops not in self._showing:
+            names = self._engine.tokenizer.hidden
+            self._showing[stops] = any(name != stop and _meet(name, stop) for stop in stops for name in names)
+        return self._showing[stops]
 
     def _text(self, completion: Completion, prompt: str, stops: Sequence[str]) -> str:
         """What is scored of an answer. As in lm-eval 0.4.13, its stop strings cut the text of all tokens one after
@@ -348,9 +347,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     def _params(self, prompt: str, asked: Generation, index: int) -> SamplingParams:
         """The parameters of a request. Its seed depends on its index and not on which requests an earlier run had
         finished."""
-        reasoning, special = self._reasoning, self._special_in(asked.stops)
-        # A text that shows special tokens can have a stop string of which one is a part.
-        shows = any(name != stop and name in stop for stop in asked.stops for name in special)
+        reasoning, hidden = self._reasoning, self._engine.tokenizer.hidden
         reasons = (
             self._think_end_token is not None
             or reasoning.is_opened_by(prompt)
@@ -359,9 +356,9 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         return SamplingParams(
             **asked.params,
             stop=() if reasons else asked.stops,
-            stop_token_ids=tuple(special[stop] for stop in asked.stops if stop in special),
+            stop_token_ids=tuple(hidden[stop] for stop in asked.stops if stop in hidden),
             reasoning=reasoning.opens,
-            skip_special_tokens=not (reasoning.hidden or shows),
+            skip_special_tokens=not (reasoning.hidden or self._shows(asked.stops)),
             seed=row_seed(self._engine.config.seed, index),
         )
 
@@ -385,3 +382,11 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
                 f"tokens and up to {budgets[place]} answer tokens; use at least {needed}, {works}",
             )
         return prompts
+
+
+def _meet(one: str, other: str) -> bool:
+    """Whether two texts can share characters in a text that has both."""
+    if one in other or other in one:
+        return True
+    ends = range(1, min(len(one), len(other)))
+    return any(one.endswith(other[:end]) or other.endswith(one[:end]) for end in ends)

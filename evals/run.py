@@ -350,7 +350,7 @@ def _refuse_unused(options: EvalOptions, tasks: Sequence[EvalTask]) -> None:
     kinds = {str(one.OUTPUT_TYPE) for one in every}
     if GENERATING in kinds:
         return
-    unused = ["max_new_tokens", "gen_kwargs", "truncate_prompts"]
+    unused = ["max_new_tokens", "gen_kwargs", "truncate_prompts", "think_end_token"]
     if kinds == {ROLLING}:
         unused += ["chat_template", "num_fewshot", "system_instruction"]  # the texts are scored unchanged
     for setting, value in [(name, getattr(options, name)) for name in unused] + [*options.sampling.items()]:

@@ -206,6 +206,12 @@ class Tokenizer:
             strings[index] = token
         return strings
 
+    @cached_property
+    def hidden(self) -> dict[str, int]:
+        """Tokens that a decoded text leaves out, such as <|im_end|>, by name."""
+        added = self._backend.get_added_tokens_decoder()
+        return {item.content: token for token, item in added.items() if item.special}
+
     def token_bytes(self) -> list[bytes | None]:
         """The bytes of each token's text by id; None for special tokens and unused ids. Raises SpecbatchError if tokens
         do not join to a text."""
@@ -252,6 +258,10 @@ class ByteTokenizer(Tokenizer):
 
     def vocabulary(self) -> list[str]:
         return [self._name(index) for index in range(self.vocab_size)]
+
+    @cached_property
+    def hidden(self) -> dict[str, int]:
+        return {self._name(BYTE_EOS): BYTE_EOS}
 
     def token_bytes(self) -> list[bytes | None]:
         return [bytes([index]) if index < BYTE_EOS else None for index in range(self.vocab_size)]

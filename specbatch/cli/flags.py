@@ -20,7 +20,10 @@ _OTHER_NAMES = {
     "schedule": "spec",
     **{f"graphs.{item.name}": f"{item.name}_graph" for item in fields(Graphs)},
 }  # of settings, by the names that errors use
-_OF_FILES = ("answers", "baseline", "configs", "data", "dataset", "fewshot_data", "peers", "policy", "simulate_accept")
+_OF_FILES = (
+    "answers", "baseline", "configs", "data", "dataset", "fewshot_data", "gen_kwargs", "peers", "policy",
+    "simulate_accept",
+)  # fmt: skip
 
 
 class Flag(NamedTuple):
@@ -29,7 +32,7 @@ class Flag(NamedTuple):
     name     as the user writes it
     no       what switches it off, if it is a switch
     is_switch  whether it takes no value
-    of_file  whether what follows in an error is about the contents of a file
+    of_file  whether what follows in an error is about the contents of a file, or about arguments within the value
     """
 
     name: str

@@ -55,6 +55,8 @@ def test_names_of_other_commands():
     assert written(refuse("max_model_len", 9, "use more"), "train-draft") == "--max-len=9: use more"
     assert written(refuse("engine", "x", "use http"), "sweep") == "--engine='x': use http"
     assert written(refuse("dataset", "f:2", "turns=1"), "sweep") == "--dataset='f:2': turns=1"
+    arguments = refuse("gen_kwargs", "top_p", "use temperature=0.8,top_p=0.95")
+    assert written(arguments, "eval") == "--gen-kwargs='top_p': use temperature=0.8,top_p=0.95"
     assert written(refuse("kv_pages", 9, "use more"), "compare") == "kv_pages=9: use more"  # it has no such option
 
 

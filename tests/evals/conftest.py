@@ -38,6 +38,7 @@ class FakeTokenizer:
     chat_template = None
     special_tokens: dict[str, str] = {}  # noqa: RUF012
     chat_begin = "<s>"
+    hidden = SPECIAL
 
     def encode(self, text: str, *, add_special_tokens: bool = True, as_transformers: bool = False) -> list[int]:
         tokens = [self.bos_id] if add_special_tokens else []

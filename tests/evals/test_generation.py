@@ -59,6 +59,11 @@ def test_arguments_with_a_meaning_here(wanted: dict[str, Any], params: dict[str,
         ({"temperature": math.nan}, "sets temperature=nan"),
         ({"max_gen_toks": 0}, "sets max_gen_toks=0; use a whole number of at least 1"),
         ({"max_tokens": "many"}, "sets max_tokens='many'"),
+        ({"top_p": 2}, "sets top_p=2; use a value above 0 and up to 1"),  # also without an effect
+        ({"top_k": 1.5, "temperature": 1}, "sets top_k=1.5; use 0 (off) or a positive whole number"),
+        ({"repetition_penalty": 0}, "sets repetition_penalty=0; use a number from 0.01"),
+        ({"min_new_tokens": -1}, "sets min_new_tokens=-1; use a whole number"),
+        ({"min_new_tokens": 9, "max_gen_toks": 8}, "sets min_new_tokens=9, but answers have at most 8 tokens"),
     ],
 )
 def test_arguments_that_are_refused(wanted: dict[str, Any], reason: str) -> None:
@@ -102,7 +107,9 @@ def test_text_of_gen_kwargs(text: str, arguments: dict[str, Any]) -> None:
     assert parsed(text) == arguments
 
 
-@pytest.mark.parametrize("text", ["5", "temperature", '{"a"', "[1]", "num_beams=4", "until=", "max_gen_toks=0"])
+@pytest.mark.parametrize(
+    "text", ["5", "temperature", '{"a"', "[1]", "num_beams=4", "until=", "max_gen_toks=0", "min_p=2"]
+)
 def test_text_of_gen_kwargs_that_is_refused(text: str) -> None:
     with pytest.raises(SpecbatchError, match=r"^gen_kwargs="):
         parsed(text)

@@ -261,6 +261,7 @@ def test_generation_arguments_update_those_of_the_task(make_engine: Any, evaluat
         ({"fewshot_as_multiturn": True}, r"fewshot_as_multiturn=True: turns need a chat template; add chat_template"),
         ({"task": "one_digit_choices", "gen_kwargs": "top_k=1"}, r"gen_kwargs='top_k=1': task .* scores given texts"),
         ({"task": "one_digit_choices", "truncate_prompts": True}, r"truncate_prompts=True: task .* scores given texts"),
+        ({"task": "one_digit_choices", "think_end_token": "x"}, r"think_end_token='x': task .* scores given texts"),
     ],
 )
 def test_options_for_prompts_and_answers_that_are_refused(options: dict[str, Any], complaint: str) -> None:

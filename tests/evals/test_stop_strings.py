@@ -124,6 +124,10 @@ def of_lm_eval(name: str, tokens: list[int], until: list[str]) -> tuple[str, int
         (["cat", "<|im_end|>", *b"\n", "cat"], ["<|im_end|>\n"]),
         (["cat", "<|im_end|>", *b"\n", "<|sep|>", "cat"], ["b", "<|im_end|>\n<|sep|>"]),
         (["cat", *b"a", "<|im_end|>", "b\n", "cat"], ["ab"]),  # only the scored text has it
+        (["cat", "<|sep|>", "cat"], ["se"]),  # within the name of a special token
+        (["cat", "<|sep|>", "cat"], ["|>c"]),
+        (["cat", "<|sep|>", "cat"], ["t<"]),
+        (["cat", "</s>"], ["s"]),  # within that of the end token
         (["cat", "<tool>", "cat"], ["<tool>"]),
         (["cat", *b"</s>", "cat"], ["x"]),  # the end token in letters
         (["cat", "</s>", "cat"], ["x"]),
