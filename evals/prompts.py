@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.errors import refuse
-from specbatch.evals.task import GENERATING, load_task, quiet
+from specbatch.evals.lm_eval_process import quiet
+from specbatch.evals.task import GENERATING, load_task
 from specbatch.jobs.prompts import Prompt
 
 

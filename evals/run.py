@@ -31,11 +31,12 @@ from specbatch.atomic_file import writing
 from specbatch.errors import SpecbatchError, refuse, reporting
 from specbatch.evals.finished import PARTIAL, Answer, Row, Scored, finished_rows, with_earlier
 from specbatch.evals.lm_eval_files import save_lm_eval_files
+from specbatch.evals.lm_eval_process import quiet, template_errors
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
 from specbatch.evals.results import answer_rows, scored_rows, scores, verdicts
 from specbatch.evals.selection import asking
-from specbatch.evals.task import GENERATING, ROLLING, EvalTask, load_tasks, quiet, template_errors
+from specbatch.evals.task import GENERATING, ROLLING, EvalTask, load_tasks
 from specbatch.jobs.partial_output import PartialRows
 from specbatch.plurals import counted
 from specbatch.records.store import RECORD
@@ -49,6 +50,11 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]  # answers finished, answers wanted
 JOB = "job"  # of a record's workload: all settings that the results depend on
 Log = Callable[[str], None]
+# Options that a report states as they are.
+_STATED = (
+    "seed", "limit", "offset", "samples", "predict_only", "chat_template", "thinking", "think_end_token",
+    "system_instruction", "gen_kwargs", "add_bos_token", "truncate_prompts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -241,11 +247,6 @@ class PreparedEval:
             data_source=task.data_source,
             num_fewshot=task.num_fewshot,
             fewshot_source=task.fewshot_source,
-            seed=options.seed,
-            limit=options.limit,
-            chat_template=options.chat_template,
-            thinking=options.thinking,
-            think_end_token=options.think_end_token,
             kind=task.kind,
             sampling=model.sampling,
             max_new_tokens=model.budget if task.generates else None,
@@ -255,14 +256,8 @@ class PreparedEval:
             questions=answer_rows(rows, model.answers) + scored_rows(task, rows, results["samples"]),
             warning=task.warning,
             notes=[*self.notes(), *model.notes],
-            offset=options.offset,
-            samples=options.samples,
-            predict_only=options.predict_only,
-            system_instruction=options.system_instruction,
-            gen_kwargs=options.gen_kwargs,
             fewshot_as_multiturn=options.as_multiturn,
-            add_bos_token=options.add_bos_token,
-            truncate_prompts=options.truncate_prompts,
+            **{name: getattr(options, name) for name in _STATED},
             record=record,
         )
         report.questions.sort(key=lambda row: row["doc_id"])

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from specbatch.evals.lm_eval_process import quiet
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.prompts import task_prompts
 from specbatch.evals.run import run_eval
-from specbatch.evals.task import EvalTask, load_task, quiet
+from specbatch.evals.task import EvalTask, load_task
 from specbatch.jobs.questions import bundled_questions
 
 STORED = json.loads((Path(__file__).parent / "data" / "prompt_hashes.json").read_text())

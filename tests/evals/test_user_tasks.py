@@ -11,9 +11,10 @@ import pytest
 
 from specbatch.errors import SpecbatchError
 from specbatch.evals import task as module
+from specbatch.evals.lm_eval_process import quiet
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.run import run_eval
-from specbatch.evals.task import EvalTask, load_task, quiet
+from specbatch.evals.task import EvalTask, load_task
 
 UPSTREAM = Path(lm_eval.__file__).parent / "tasks"
 BASE = """
