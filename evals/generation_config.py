@@ -1,9 +1,9 @@
 """A model's `generation_config.json`: which of its values lm-eval's model for transformers would apply to answers.
 
 transformers' `generate` takes from this file what its caller leaves open, and where the file leaves it open, too, it
-samples from the 50 most likely tokens. So lm-eval penalizes repetitions, or samples, as nobody asked in the task. Here
-answers follow the task and the options only, and a run notes what would be different. Seen with lm-eval 0.4.13 and
-transformers 5.23, which applies these keys: see `tests/evals/test_generation_config.py`.
+samples from the 50 most likely tokens. So lm-eval penalizes repetitions, or samples from fewer tokens, where the task
+does not say so. Here answers follow the task and the options only, and a run notes what would be different. Seen with
+lm-eval 0.4.13 and transformers 5.23, which applies these keys: see `tests/evals/test_generation_config.py`.
 """
 
 from __future__ import annotations
