@@ -274,7 +274,7 @@ def test_sampled_tokens_with_a_seed(
     "name",
     slow_but(["ngram"], ["ngram", "ngram-corpus", "self", "eagle3", "block", "dspark", "dflash2-tree", "self-tree"]),
 )
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", slow_but([1.0], [0.0, 1.0]))
 def test_grammars(
     toy: Any, toy_engine: Callable[..., Any], request: pytest.FixtureRequest, name: str, temperature: float
 ) -> None:

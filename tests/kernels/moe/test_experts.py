@@ -171,8 +171,7 @@ def test_blocks_of_every_size(
     check(weighted_sum(outputs, weights, None), case.dense(), dtype)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-@pytest.mark.parametrize("rows", [32, 128])
+@pytest.mark.parametrize(("rows", "activation"), crossed([32, 128], ["swiglu", "relu2"]))
 def test_several_tiles_of_a_program(
     rows: int, activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
