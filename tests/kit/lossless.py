@@ -26,7 +26,7 @@ MEMORY = ("roomy", "tight", "no-cache")
 # Trees reserve so many slots that few requests run at a time, and short texts never need another page.
 RETRACTED = ("none", "model", "eagle", "eagle3", "mtp", "dflash", "dflash2", "dspark")
 
-NEW, LONGER = 10, 12  # tokens; the longer for retractions, and for draft lengths drawn at random
+NEW, LONGER = 8, 12  # tokens; the longer for retractions, and for draft lengths drawn at random
 FEW = SamplingParams(max_new_tokens=3, ignore_eos=True)
 _SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
