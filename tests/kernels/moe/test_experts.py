@@ -372,10 +372,13 @@ def of_rounded(x: FP8Activations, weight: Weight, owner: torch.Tensor, activatio
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(
     ("hidden", "inner", "activation", "per"),
-    [
-        *((136, 128, "swiglu", "block"), (64, 130, "relu2", "block"), (40, 256, "swiglu", "block")),
-        *((300, 40, "relu2", "block"), (136, 130, "swiglu", "output")),
-    ],
+    first_quick(
+        3,
+        [
+            *((64, 130, "relu2", "block"), (136, 130, "swiglu", "output"), (40, 256, "swiglu", "block")),
+            *((136, 128, "swiglu", "block"), (300, 40, "relu2", "block")),
+        ],
+    ),
 )
 def test_fp8_activations_match_reference(
     hidden: int, inner: int, activation: Activation, per: str, dtype: torch.dtype, device: torch.device
