@@ -10,6 +10,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
 os.environ["MKL_NUM_THREADS"] = os.environ.get("MKL_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]
 os.environ["OPENBLAS_NUM_THREADS"] = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]
 
+import atexit
 import gc
 import math
 import signal
@@ -80,8 +81,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else bindings report at the end that their objects are still there
+atexit.register(gc.unfreeze)  # else bindings report at the end that their objects are still there
 
 
 BOS, EOS = 1, 2

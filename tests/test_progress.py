@@ -7,6 +7,7 @@ import re
 import time
 
 import pytest
+from crossed import crossed
 
 from specbatch.point_times import MARGINAL, MARGINAL_ON_CPU
 from specbatch.progress import (
@@ -117,9 +118,11 @@ SPEEDS = {  # seconds of a request by concurrency
 }
 
 
-@pytest.mark.parametrize("sizes", [(1, 8, 32, 128), (1, 4), (1, 32), (32, 8, 1), (16,)], ids=str)
-@pytest.mark.parametrize("speed", SPEEDS)
-@pytest.mark.parametrize("in_waves", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "speed", "in_waves"),
+    crossed([[1, 8, 32, 128], [1, 4], [1, 32], [32, 8, 1], [16]], SPEEDS, [False, True]),
+    ids=str,
+)
 def test_remaining_time_of_a_sweep_is_right_from_a_third_on(clock, capsys, sizes, speed, in_waves):
     """Three configurations of different speeds, three rounds; a report for each request, or for all concurrent ones at
     once."""

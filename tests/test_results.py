@@ -13,7 +13,8 @@ import pytest
 RESULTS = Path(__file__).parents[1] / "results"
 ARCHIVES = sorted(RESULTS.rglob("*.tar.xz"))
 MOST_BYTES = 3_000_000  # of one archive: 60 bytes per request
-QUICK_BYTES = 250_000  # of one whose tables are remade in the quick tests
+QUICK_BYTES = 40_000  # of one whose tables are remade in the quick tests
+REPEATED = re.compile(r"-[2-9]$")  # folders of runs that repeat another one
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def remake() -> ModuleType:
         pytest.param(
             path,
             id=str(path.relative_to(RESULTS)),
-            marks=[pytest.mark.slow] if path.stat().st_size > QUICK_BYTES else [],
+            marks=[pytest.mark.slow] if path.stat().st_size > QUICK_BYTES or REPEATED.search(path.parent.name) else [],
         )
         for path in ARCHIVES
     ],

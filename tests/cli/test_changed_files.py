@@ -299,8 +299,10 @@ SCRIPT = ("generate", "in.jsonl", "-o", "out.jsonl", "--model", "toy", "--load-f
     "redirection",
     [
         ">/dev/full",
-        "2>&1 | true",
-        *(pytest.param(other, marks=pytest.mark.slow) for other in (">&-", "| true", "2>/dev/full", "<&- >&- 2>&-")),
+        *(
+            pytest.param(other, marks=pytest.mark.slow)
+            for other in ("2>&1 | true", ">&-", "| true", "2>/dev/full", "<&- >&- 2>&-")
+        ),
     ],
 )
 def test_streams_that_cannot_be_written(tmp_path: Path, redirection: str) -> None:

@@ -17,12 +17,12 @@ from specbatch.grammar.regex import compile_regex
 
 NAMES = [f"p{place}" for place in range(20_000)]
 SETS = "".join(f"\\x{code:02x}" for code in range(1, 128, 2))
-LIMIT_S = 0.3
+LIMIT_S = 0.15
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth of the usual time, so that what ignores it is seen soon."""
+    """A small part of the usual time, so that what ignores it is seen soon."""
     for module, name in ((regex_parser, "READING_S"), (regex, "COMPILING_S")):
         monkeypatch.setattr(module, name, LIMIT_S)
     monkeypatch.setattr("specbatch.grammar.json_schema.READING_S", LIMIT_S)

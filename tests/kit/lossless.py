@@ -26,7 +26,11 @@ MEMORY = ("roomy", "tight", "no-cache")
 # Trees reserve so many slots that few requests run at a time, and short texts never need another page.
 RETRACTED = ("none", "model", "eagle", "eagle3", "mtp", "dflash", "dflash2", "dspark")
 
-NEW, LONGER = 10, 12  # tokens; the longer for retractions, and for draft lengths drawn at random
+# Quick tests have their algorithm, and what is added to it, in other pairs.
+REPEATED = ("eagle3-auto", "peagle-auto", "eagle3-corpus-budget", "mtp-budget", "dflash-budget", "dflash-corpus")
+REPEATED += ("dflash-auto", "dspark-budget")
+
+NEW, LONGER = 8, 12  # tokens; the longer for retractions, and for draft lengths drawn at random
 FEW = SamplingParams(max_new_tokens=3, ignore_eos=True)
 _SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
@@ -95,14 +99,15 @@ only_quick = False  # whether slow cases are deselected, so that they need not b
 
 def cases(schedules: tuple[str, ...], graphs: tuple[str, ...]) -> list[Any]:
     """For `parametrize`. Quick: a diagonal with every value of each axis, whose pairs of drafter and target all
-    differ. Slow: all combinations, but with both kinds of graphs or none."""
+    differ, but for drafters that combine what others have. Slow: all combinations, but with both kinds of graphs or
+    none."""
     drafters, targets = tuple(SPECULATIONS), tuple(TARGETS)
 
     def shifted(values: tuple[str, ...], place: int, shift: int) -> str:
         """A cycle through the values that moves on by `shift` after each round."""
         return values[(place + shift * (place // len(values))) % len(values)]
 
-    quick = {
+    diagonal = {
         Case(
             shifted(drafters, place, 0),
             shifted(schedules, place, 1),
@@ -112,8 +117,9 @@ def cases(schedules: tuple[str, ...], graphs: tuple[str, ...]) -> list[Any]:
         )
         for place in range(max(len(drafters), len(targets)))
     }
+    quick = {case for case in diagonal if case.drafter not in REPEATED}
     axes = drafters, schedules, ("eager", "both"), MEMORY, targets
-    slow = set() if only_quick else {Case(*values) for values in itertools.product(*axes)}
+    slow = set() if only_quick else diagonal | {Case(*values) for values in itertools.product(*axes)}
     return [
         *(pytest.param(case, id=str(case)) for case in sorted(quick, key=str)),
         *(pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in sorted(slow - quick, key=str)),

@@ -45,7 +45,7 @@ def _cases() -> list[Any]:
             case,
             ranks := 2 if place % 4 == 1 and not case.has_budget else 1,
             id=f"{case} {ranks}",
-            marks=() if place < quick and place % 4 == 0 else pytest.mark.slow,
+            marks=() if place < quick and place % 8 == 0 else pytest.mark.slow,
         )
         for place, case in enumerate(chosen)
     ]

@@ -162,7 +162,7 @@ AS_AWQ, PLAIN_AUTO_ROUND = ({"packing_format": f"auto_round{suffix}"} for suffix
     ("packing", "changes", "stored"),
     [
         *(
-            ("gptq", {"sym": True} | method, word)
+            pytest.param("gptq", {"sym": True} | method, word, marks=() if word in (0, 9) else pytest.mark.slow)
             for method in ({}, GPTQ_V2, IN_AUTO_ROUND)
             for word in range(0, 16, 3)
         ),

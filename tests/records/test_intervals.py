@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from crossed import slow_but
 from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import make_record, metrics_of
@@ -96,7 +97,7 @@ def test_median_of_a_metric_is_not_compared_as_a_ratio_of_sums():
 
 @pytest.mark.parametrize("median", [False, True])
 @pytest.mark.parametrize("paired", [True, False])
-@pytest.mark.parametrize("prompts", [10, 20])
+@pytest.mark.parametrize("prompts", slow_but([10], [10, 20]))
 def test_intervals_over_few_prompts_hold(prompts, paired, median):
     """Equal drafts: 5% of the intervals may exclude no difference (600 samples)."""
     draw, decided = np.random.default_rng(6), 0

@@ -34,6 +34,8 @@ PROMPTS = [f"prompt {number}" * (1 + number % 3) for number in range(24)]
 SAMPLED = SamplingParams(max_new_tokens=12, temperature=0.8, ignore_eos=True)
 PAIRS = [([1, 2, 3 + number % 7], [4, 5 + number]) for number in range(150)]
 
+Answers = list[tuple[Any, ...]]
+
 
 @pytest.fixture(scope="module")
 def one() -> Any:
@@ -41,12 +43,18 @@ def one() -> Any:
         yield engine
 
 
+@pytest.fixture(scope="module")
+def wanted(one: Engine) -> Answers:
+    """What one engine answers."""
+    return tokens(one.generate(PROMPTS, SAMPLED))
+
+
 def replicas(count: int = 2, **how: Any) -> tuple[DataParallelEngine, ThreadReplicas]:
     starter = ThreadReplicas(count, **how)
     return DataParallelEngine(replace(CONFIG, data_parallel=count), starter=starter), starter
 
 
-def tokens(completions: list[Any]) -> list[tuple[Any, ...]]:
+def tokens(completions: list[Any]) -> Answers:
     return [(item.index, item.sample, item.prompt_token_ids, item.token_ids, item.text) for item in completions]
 
 
@@ -104,9 +112,8 @@ def test_a_record_has_the_numbers_of_one_engine(one: Engine) -> None:
     assert found.metrics["peak_concurrency"] == wanted.metrics["peak_concurrency"] == 4
 
 
-def test_a_stream_can_be_closed_and_requests_aborted(one: Engine) -> None:
+def test_a_stream_can_be_closed_and_requests_aborted(wanted: Answers) -> None:
     engine, _ = replicas()
-    wanted = tokens(one.generate(PROMPTS, SAMPLED))
     with engine:
         events = engine.stream(PROMPTS, replace(SAMPLED, max_new_tokens=60))
         next(events)
@@ -126,10 +133,11 @@ def test_a_stream_can_be_closed_and_requests_aborted(one: Engine) -> None:
 
 def test_an_asynchronous_stream_and_aborts_by_other_threads(one: Engine) -> None:
     engine, _ = replicas()
-    wanted = {(item.index, item.sample): item.text for item in one.generate(PROMPTS, replace(SAMPLED, n=2))}
+    prompts = PROMPTS[:12]
+    wanted = {(item.index, item.sample): item.text for item in one.generate(prompts, replace(SAMPLED, n=2))}
 
     async def texts(**how: Any) -> dict[tuple[int, int], str]:
-        stream = engine.stream_async(PROMPTS, replace(SAMPLED, n=2), **how)
+        stream = engine.stream_async(prompts, replace(SAMPLED, n=2), **how)
         return {(event.index, event.sample): event.text async for event in stream}
 
     async def closed_early() -> None:
@@ -175,9 +183,8 @@ def test_prompts_arrive_by_a_clock() -> None:
     assert all(item.metrics.ttft_s is not None and item.metrics.ttft_s < 1 for item in done)
 
 
-def test_engines_share_weights_and_replicas(one: Engine) -> None:
+def test_engines_share_weights_and_replicas(wanted: Answers) -> None:
     engine, starter = replicas()
-    wanted = tokens(one.generate(PROMPTS, SAMPLED))
     plain = replace(CONFIG, speculation=Speculation(), data_parallel=2)
     with engine, DataParallelEngine(plain, weights_of=engine) as other:
         assert tokens(other.generate(PROMPTS, SAMPLED)) == wanted == tokens(engine.generate(PROMPTS, SAMPLED))
@@ -188,9 +195,8 @@ def test_engines_share_weights_and_replicas(one: Engine) -> None:
     assert len(starter.links) == 3
 
 
-def test_a_refused_engine_leaves_the_others_and_their_replicas(one: Engine) -> None:
+def test_a_refused_engine_leaves_the_others_and_their_replicas(wanted: Answers) -> None:
     engine, starter = replicas(3)
-    wanted = tokens(one.generate(PROMPTS, SAMPLED))
     config = replace(CONFIG, data_parallel=3)
     with engine:
         for _ in range(2):
@@ -218,8 +224,7 @@ def test_replicas_log_what_they_all_say_once() -> None:
 # -- replicas that end -------------------------------------------------------------------------------------------------
 
 
-def test_prompts_of_a_replica_that_ends_run_again(one: Engine) -> None:
-    wanted = tokens(one.generate(PROMPTS, SAMPLED))
+def test_prompts_of_a_replica_that_ends_run_again(wanted: Answers) -> None:
     completed: list[int] = []
 
     def kill(number: int, message: Message) -> None:
@@ -238,8 +243,7 @@ def test_prompts_of_a_replica_that_ends_run_again(one: Engine) -> None:
     assert "replica 0 ended (killed); starting another" in lines
 
 
-def test_a_prompt_that_ends_three_replicas_is_given_up_and_the_others_finish(one: Engine) -> None:
-    wanted = tokens(one.generate(PROMPTS, SAMPLED))
+def test_a_prompt_that_ends_three_replicas_is_given_up_and_the_others_finish(wanted: Answers) -> None:
     poison = {5, 11}
 
     def kill(number: int, message: Message) -> None:
@@ -304,9 +308,7 @@ def test_replicas_that_are_idle_or_slow_are_not_stuck(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_a_place_at_which_nothing_works_is_left_out_and_costs_no_prompt(one: Engine) -> None:
-    wanted = tokens(one.generate(PROMPTS, SAMPLED))
-
+def test_a_place_at_which_nothing_works_is_left_out_and_costs_no_prompt(wanted: Answers) -> None:
     def fail(number: int, message: Message) -> None:
         if isinstance(message, Completed) and starter.places[number] == 1:
             raise RuntimeError("uncorrectable memory error")
@@ -385,14 +387,18 @@ def test_lines_about_a_replica_are_those_of_the_engine_that_it_worked_for() -> N
 def test_what_cannot_be_built_is_refused_as_by_one_engine() -> None:
     with pytest.raises(SpecbatchError, match="max_model_len=100000: the model supports at most 2048"):
         DataParallelEngine(replace(CONFIG, data_parallel=2, max_model_len=100_000), starter=ThreadReplicas(2))
-    for starter in (ThreadReplicas(2), None):  # None: processes
-        with pytest.raises(SpecbatchError, match=r"^memory_fraction=1e-05: .* may be used by each of 2 replicas and"):
-            DataParallelEngine(replace(CONFIG, data_parallel=2, memory_fraction=1e-5), starter=starter)
     with pytest.raises(SpecbatchError, match="data_parallel=2: an Engine is one replica; use DataParallelEngine"):
         Engine(replace(CONFIG, data_parallel=2))
 
 
-def test_replicas_that_cannot_be_replaced_are_left_out_and_the_last_one_ends_the_engine(one: Engine) -> None:
+@pytest.mark.parametrize("processes", slow_but([False], [False, True]))
+def test_memory_for_which_replicas_are_too_many_is_refused_as_by_one_engine(*, processes: bool) -> None:
+    starter = None if processes else ThreadReplicas(2)
+    with pytest.raises(SpecbatchError, match=r"^memory_fraction=1e-05: .* may be used by each of 2 replicas and"):
+        DataParallelEngine(replace(CONFIG, data_parallel=2, memory_fraction=1e-5), starter=starter)
+
+
+def test_replicas_that_cannot_be_replaced_are_left_out_and_the_last_one_ends_the_engine(wanted: Answers) -> None:
     def kill(number: int, message: Message) -> None:
         if number > 1 and isinstance(message, Built):
             raise RuntimeError("no memory")
@@ -401,7 +407,6 @@ def test_replicas_that_cannot_be_replaced_are_left_out_and_the_last_one_ends_the
     starter = ThreadReplicas(2, spoil=kill)
     with DataParallelEngine(replace(CONFIG, data_parallel=2), starter=starter, log=lines.append) as engine:
         starter.links[0].kill()
-        wanted = tokens(one.generate(PROMPTS, SAMPLED))
         while len(lines) < 2 or "going on with 1 other" not in lines[-1]:
             assert tokens(engine.generate(PROMPTS, SAMPLED)) == wanted
         starter.links[1].kill()

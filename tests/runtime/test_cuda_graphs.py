@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from crossed import slow_but
 from stand_ins import FakeRecorder, fake_graphs
 from targets import Targets
 
@@ -231,7 +232,7 @@ def test_prefill_is_warmed_up_with_and_without_a_prefix(
     assert all(0 <= start < end < width for start, end in seen)
 
 
-@pytest.mark.parametrize("name", SPECULATIONS)
+@pytest.mark.parametrize("name", slow_but(["self-tree", "eagle3", "block"], SPECULATIONS))
 def test_a_rehearsal_changes_nothing(
     toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -62,7 +62,7 @@ def test_record_holds_training_settings(trained, answers_file):
     assert list(map(int, written["history"]["measured"])) == list(range(0, STEPS + 1, STEPS // 4))
 
 
-@pytest.mark.parametrize("algorithm", first_quick(2, ["dflash", "mtp", "eagle3"]))
+@pytest.mark.parametrize("algorithm", first_quick(1, ["dflash", "mtp", "eagle3"]))
 def test_interrupted_training_continues_as_if_it_had_not_been(train, answers_file, tmp_path, algorithm):
     def stop_at(step: int) -> Callable[[int, int], None]:
         def report(done: int, total: int) -> None:

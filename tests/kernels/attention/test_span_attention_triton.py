@@ -19,25 +19,25 @@ from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.attention.verify_attention import DecodeAttentionRef, DecodeQueries, Mask
 from specbatch.kernels.elementwise.rope import rope_table
 
-PAGE, LENGTH = 16, 600
+PAGE, LENGTH, LONGER = 16, 416, 600
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 class Case:
-    """A cache of two sequences on scattered pages, and queries [LENGTH, heads, dim] of the second one."""
+    """A cache of two sequences on scattered pages, and queries [length, heads, dim] of the second one."""
 
     def __init__(
         self, dtype: torch.dtype, device: torch.device, heads: int = 4, kv: int = 2, dim: int = 16,
-        window: int | None = None, sinks: bool = False,
+        window: int | None = None, sinks: bool = False, length: int = LENGTH,
     ) -> None:  # fmt: skip
         self.window = window
         generator = torch.Generator().manual_seed(0)
-        pages = 2 * -(-LENGTH // PAGE)
+        pages = 2 * -(-length // PAGE)
         self.table = (torch.randperm(pages, generator=generator) + 1).view(2, -1).to(device)
         self.k, self.v = torch.randn(2, pages + 1, PAGE, kv, dim, generator=generator).to(device, dtype)
         self.sinks = 3 * torch.randn(heads, generator=generator).to(device) if sinks else None
-        self.q = torch.randn(LENGTH, heads, dim, generator=generator).to(device, dtype if dtype.itemsize > 1 else BF16)
+        self.q = torch.randn(length, heads, dim, generator=generator).to(device, dtype if dtype.itemsize > 1 else BF16)
 
     def prompt(self, start: int, end: int) -> torch.Tensor:
         spans = RaggedBatch([start], [end], [1], self.table, PAGE)
@@ -67,14 +67,14 @@ def test_prompts_and_verifies_match_the_reference(
     expected = prefill_attention_ref(case.q, case.k, case.v, case.table[1], 0, window or 0, case.sinks)
     torch.testing.assert_close(every, expected, rtol=0, atol=TOLERANCE[dtype])
     assert_same(case.prompt(250, 300), every[250:300])
-    for start, rows, splits in ((1, 1, 1), (255, 3, 1), (513, 16, 2), (511, 1, 3)):
+    for start, rows, splits in ((1, 1, 1), (255, 3, 1), (385, 16, 3), (383, 1, 2)):
         assert_same(case.verify(start, rows, splits), every[start : start + rows])
     if window is not None:  # whatever is before it
-        keys = torch.arange(513 - window + 1, device=device)
+        keys = torch.arange(385 - window + 1, device=device)
         for cache in (case.k, case.v):
             cache[case.table[1][keys // PAGE], keys % PAGE] = torch.nan
         for splits in (1, 2):
-            assert_same(case.verify(513, 16, splits), every[513:529])
+            assert_same(case.verify(385, 16, splits), every[385:401])
 
 
 def test_a_decode_pass_matches_the_reference(dtype: torch.dtype, device: torch.device) -> None:
@@ -183,8 +183,8 @@ def test_bits_depend_on_own_keys_alone(
     monkeypatch: pytest.MonkeyPatch, heads: int, kv: int, dim: int, keys: int, dtype: torch.dtype, window: int | None
 ) -> None:
     monkeypatch.setattr(span_attention_triton, "KEYS", keys)
-    case = Case(dtype, torch.device("cuda"), heads, kv, dim, window, sinks=window is not None)
-    every = case.prompt(0, LENGTH)
+    case = Case(dtype, torch.device("cuda"), heads, kv, dim, window, window is not None, LONGER)
+    every = case.prompt(0, LONGER)
     most = {FP8: 16, torch.float32: 32}.get(dtype, 64)
     for start, end in ((0, 1), (0, 257), (1, 300), (256, 600), (599, 600), (300, 420)):
         assert torch.equal(case.prompt(start, end), every[start:end]), f"chunk {start}..{end}"

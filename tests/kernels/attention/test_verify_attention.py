@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +158,9 @@ def test_tree_in_several_passes(device: torch.device, first: int, n: int, splits
     assert not torch.equal(seen, plain)
 
 
-@pytest.mark.parametrize("window", first_quick(2, [3, 12, 1, 64, 100]))
-@pytest.mark.parametrize("first", [0, 6])
+@pytest.mark.parametrize(
+    ("first", "window"), first_quick(2, [(6, 3), (0, 12), *product((0, 6), (1, 64, 100)), (0, 3), (6, 12)])
+)
 def test_tree_with_a_window(device: torch.device, window: int, first: int) -> None:
     """Windows count the positions of nodes, so that a node sees what it would see in a chain."""
     n = 9
@@ -208,7 +209,7 @@ def test_sinks(device: torch.device, splits: int, mask: Mask, count: int, dtype:
     assert not torch.equal(out, case.check(splits, mask))
 
 
-@pytest.mark.parametrize("first", [0, 6])
+@pytest.mark.parametrize("first", slow_but([6], [0, 6]))
 def test_tree_with_sinks(device: torch.device, first: int) -> None:
     n = 9
     case = Case(device, torch.float32, [first + 150, first, first + 5], n, sinks=True)

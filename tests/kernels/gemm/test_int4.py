@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from assembly import create_inline_asm
+from crossed import crossed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -147,20 +148,22 @@ def test_every_value_and_zero_point_is_exact(
     assert torch.equal(y.float(), (values - zeros).mul(scale).t().expand(rows, 256).to(device))
 
 
-@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(
-    ("rows", "n", "k", "group"),
-    [
-        (1, 130, 512, 128),
-        (4, 16, 192, 64),
-        (16, 64, 128, 128),
-        (17, 72, 96, 32),
-        (3, 40, 256, 64),
-        (20, 24, 256, 32),
-        (2, 256, 576, 64),
-        (19, 136, 480, 32),
-        (5, 33, 384, 128),
-    ],
+    ("tile", "rows", "n", "k", "group"),
+    crossed(
+        TILES,
+        [
+            (1, 130, 512, 128),
+            (4, 16, 192, 64),
+            (16, 64, 128, 128),
+            (17, 72, 96, 32),
+            (3, 40, 256, 64),
+            (20, 24, 256, 32),
+            (2, 256, 576, 64),
+            (19, 136, 480, 32),
+            (5, 33, 384, 128),
+        ],
+    ),
 )
 def test_few_rows_match_reference(
     tile: Int4FewRowsTile, rows: int, n: int, k: int, group: int, dtype: torch.dtype, device: torch.device

@@ -146,13 +146,13 @@ def test_logits_of_every_type(score: str, dtype: torch.dtype, tokens: int, devic
     check(logits, rule, 16)
 
 
-@pytest.mark.parametrize("tokens", [45, 530])
-def test_counts_are_summed_in_either_kernel(tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tokens", "few"), [(45, routing_triton.FEW_TILES), (45, 1), (530, routing_triton.FEW_TILES)])
+def test_counts_are_summed_in_either_kernel(
+    tokens: int, few: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rule = Routing(12, 3, shared=1)
-    logits = torch.randn(tokens, rule.logits, device=device)
-    check(logits, rule, 32)
-    monkeypatch.setattr(routing_triton, "FEW_TILES", 1)
-    check(logits, rule, 32)
+    monkeypatch.setattr(routing_triton, "FEW_TILES", few)
+    check(torch.randn(tokens, rule.logits, device=device), rule, 32)
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(40, 16), (40, 32), (5, 64)])

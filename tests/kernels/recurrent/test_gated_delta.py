@@ -176,13 +176,14 @@ def test_prompts_and_verifies(
     device: torch.device, twin: str, dtype: torch.dtype, sizes: tuple[int, int, int, int]
 ) -> None:
     case = Case(device, dtype, twin, sizes)
-    chunk = 16 if dtype == torch.float32 else 64
+    is_slow = twin == "deterministic" and device.type == "cpu"  # it goes row by row, and has no chunks
+    chunk = 4 if is_slow else 16 if dtype == torch.float32 else 64
     case.prompt([(3, 0, 2), (5, 0, chunk + 3), (1, 0, 1)])
     case.prompt([(1, 1, chunk + 2), (3, 2, 3)])
     case.verifies(1, False, 1)
     case.prompt([(3, 0, 5)])
     case.verifies(5, False, 1)
-    case.verifies(7, True, 2)
+    case.verifies(7, True, 1 if is_slow else 2)
 
 
 @pytest.mark.parametrize("twin", TWINS)
@@ -207,7 +208,7 @@ def test_short_chains(
     case = Case(device, dtype, twin, (2, 4, 24, 40), held=held, stored=stored)
     case.prompt([(3, 0, 5), (5, 0, 2)])
     for rows in dict.fromkeys((held, 1, max(1, held - 1))):
-        case.verifies(rows, False, 2)
+        case.verifies(rows, False, 1 + (rows == held))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -249,8 +250,8 @@ def test_chunks_in_flight(device: torch.device, monkeypatch: pytest.MonkeyPatch,
     """Fewer chunks are in flight where two programs share a processor."""
     monkeypatch.setattr(gated_delta_prefill_triton, "multiprocessors", lambda device: processors)
     case = Case(device, torch.float16, "kernel", (1, 2, 128, 64))
-    case.prompt([(4, 0, 200), (2, 0, 70)])
-    case.prompt([(2, 70, 140), (4, 200, 201)])
+    case.prompt([(4, 0, 140), (2, 0, 70)])
+    case.prompt([(2, 70, 75), (4, 140, 141)])
 
 
 @pytest.mark.parametrize("twin", ["reference", "kernel"])

@@ -35,7 +35,7 @@ def _differing(device: torch.device, name: str, dtype: torch.dtype, state: str, 
 @pytest.mark.parametrize("name", first_quick(2, ["qwen3.5", "lfm2", "nemotron-h"]))
 def test_logits_do_not_depend_on_company(device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     _run_kernels(monkeypatch)
-    assert _differing(device, name, FP32, "fp32", [7, 5], 1) == 0
+    assert _differing(device, name, FP32, "fp32", [5, 3], 1) == 0
 
 
 @pytest.mark.slow

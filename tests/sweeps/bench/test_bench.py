@@ -68,7 +68,7 @@ def cells(text: str, section: str, column: str) -> dict[tuple[str, str], str]:
     return {(row[0], row[1]): row[head.index(column)] for row in body}
 
 
-def test_sections_are_sweeps(run: Callable[..., Result]) -> None:
+def test_sections_are_sweeps(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     result = run()
     assert result.exit_code == 0, result.output
     rows = rows_of()
@@ -111,6 +111,7 @@ def test_sections_are_sweeps(run: Callable[..., Result]) -> None:
     with unpacked("records", Path("records.tar.xz")) as folder:
         assert write_tables(folder) == text
     # Each section is a sweep for the other commands.
+    monkeypatch.setattr("specbatch.sweeps.report.report.draw_all", lambda records: [])  # slow
     assert write_report(Path("out/closed"))[-1].exists()
     assert {key.section for key in load_run("before", Path("out"), read_output).points} == set(records)
 

@@ -43,6 +43,12 @@ def document(folder):
     return parser.fromstring((folder / "report.html").read_text())
 
 
+@pytest.fixture
+def no_plots(monkeypatch):
+    """Drawing takes most of the time of a report."""
+    monkeypatch.setattr("specbatch.sweeps.report.report.draw_all", lambda records: [])
+
+
 def html_of(records):
     return page(records, [], serving_rows(records), "specbatch report x")
 
@@ -63,8 +69,8 @@ def test_report_is_complete_and_reproducible(folder, tmp_path):
     assert after["report.html"].replace(again, command_of(folder, None).encode()) == before["report.html"]
 
 
-def test_summary_of_an_evaluation_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr("specbatch.sweeps.report.report.draw_all", lambda records: [])  # slow
+@pytest.mark.usefixtures("no_plots")
+def test_summary_of_an_evaluation_is_kept(tmp_path):
     copy = saved(tmp_path / "eval", swept("baseline"), swept("v1"))
     for path in [copy / "summary.md", *(point / "questions.jsonl" for point in copy.glob("*/c4/r1"))]:
         path.write_text("scores")
@@ -79,6 +85,7 @@ def test_summary_equals_that_of_a_sweep(folder, tmp_path):
     assert (copy / "summary.csv").read_bytes() == (folder / "summary.csv").read_bytes()
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_unmeasured_points_of_the_plan_are_named(tmp_path):
     copy = saved(tmp_path / "cut", swept("baseline"))
     plan = {"configurations": {"baseline": {}, "v2": {}}, "concurrency": [4, 99], "repeats": 1}
@@ -371,13 +378,16 @@ def test_nothing_overflows_in_a_browser(folder, tmp_path, width, columns):
     assert seen["columns"] == columns
 
 
-def test_files_that_no_report_has_written_are_not_replaced(folder, tmp_path):
+@pytest.mark.usefixtures("no_plots")
+def test_files_that_no_report_has_written_are_not_replaced(tmp_path):
+    folder = saved(tmp_path / "sweep", *RECORDS)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/summary.md").write_text("mine")
     with pytest.raises(SpecbatchError, match=r"output='.*mine': has summary\.md, which no report has written"):
         write_report(folder, tmp_path / "mine")
     assert files_of(tmp_path / "mine") == {"summary.md": b"mine"}
-    (folder / "report.html").unlink(missing_ok=True)
+    write_report(folder)
+    (folder / "report.html").unlink()
     write_report(folder, folder)  # over the report of before
 
 
