@@ -203,8 +203,8 @@ def test_data_sets_with_a_script(
         list(read_rows("input", f"hf:{on_hub(folder)}", "test", ("prompt",)))
 
 
-def test_task_files_of_others_are_not_read(tmp_path: Path, canary: Canary, monkeypatch: pytest.MonkeyPatch) -> None:
-    """lm-eval's `!function` tags import Python files, so only the installed tasks can be named."""
+def test_python_of_task_files_is_not_run(tmp_path: Path, canary: Canary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval's `!function` tags import Python files; without include_path a file is found by its path only."""
     import lm_eval.tasks
 
     from specbatch.evals.task import load_task
@@ -214,6 +214,9 @@ def test_task_files_of_others_are_not_read(tmp_path: Path, canary: Canary, monke
     (tmp_path / "canary.py").write_text(canary.source)
     (tmp_path / "mine.yaml").write_text("task: mine\noutput_type: generate_until\nprocess_docs: !function canary.f\n")
     monkeypatch.chdir(tmp_path)
-    for name in ("mine", "mine.yaml", str(tmp_path / "mine.yaml"), str(tmp_path)):
+    for name in ("mine", str(tmp_path)):
         with pytest.raises(SpecbatchError, match="no such task"):
-            load_task(name, num_fewshot=None, data=None, fewshot_data=None, seed=0)
+            load_task(name)
+    for name, folders in (("mine.yaml", ()), (str(tmp_path / "mine.yaml"), ()), ("mine", (tmp_path,))):
+        with pytest.raises(SpecbatchError, match="would run Python, which is off"):
+            load_task(name, include_path=folders)
