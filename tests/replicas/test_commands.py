@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ def rows(path: str) -> list[dict[str, Any]]:
 
 
 def files(folder: str) -> set[str]:
-    return {str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()}
+    paths = (str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
+    return {re.sub(r"_\d{4}-\d\d-\d\dT[\d.-]+\d", "_DATE", path) for path in paths}
 
 
 def tokens(path: str) -> list[Any]:
