@@ -198,7 +198,7 @@ def test_likelihood_task_continues(make_engine: Any, tmp_path: Path) -> None:
 SLOW = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:3]
 from conftest import FakeEngine
 from specbatch.evals.run import EvalOptions, run_eval
 
@@ -206,14 +206,15 @@ def slow(prompt):
     time.sleep(0.05)
     return " 1"
 
-run_eval(FakeEngine(slow), EvalOptions("gsm8k", limit=40, num_fewshot=1, output=Path(sys.argv[2])))
+run_eval(FakeEngine(slow), EvalOptions("gsm8k", limit=40, num_fewshot=1, output=Path(sys.argv[3])))
 """
 
 
 @pytest.mark.slow
 def test_kill_loses_no_finished_answer(make_engine: Any, tmp_path: Path) -> None:
     output, partial = tmp_path / "out", tmp_path / "out" / PARTIAL
-    process = subprocess.Popen([sys.executable, "-c", SLOW, str(Path(__file__).parent), str(output)], env=os.environ)
+    folders = (Path(__file__).parent, Path(__file__).parents[1] / "kit")  # of conftest and of what it imports
+    process = subprocess.Popen([sys.executable, "-c", SLOW, *map(str, folders), str(output)], env=os.environ)
     while process.poll() is None and (not partial.exists() or partial.read_bytes().count(b"\n") < 5):
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
