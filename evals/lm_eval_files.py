@@ -113,13 +113,13 @@ def gather_lm_eval_files(folder: Path, parts: Sequence[Path]) -> None:
     with writing(place):
         place.mkdir(exist_ok=True)
     every = [*sorted(file for file in place.glob("results_*.json") if file != target), *every]
-    bodies = [json.loads(file.read_text(encoding="utf-8")) for file in (target, *every) if file.exists()]
+    added = [_read(file) for file in every]
+    bodies = [_read(target), *added] if target.exists() else added
     body = {**bodies[-1], "date": min(one["date"] for one in bodies)}
     for name in _TABLES:
         if table := {task: value for one in bodies for task, value in one.get(name, {}).items()}:
             body[name] = table
-    seconds = (float(json.loads(file.read_text(encoding="utf-8"))[_SECONDS]) for file in every)
-    body[_SECONDS] = str(sum(seconds))
+    body[_SECONDS] = str(sum(float(one[_SECONDS]) for one in added))
     body["config"] = {name: value for name, value in body["config"].items() if name not in _NUMBERS}
     for file in every:
         with writing(file):
@@ -130,6 +130,11 @@ def gather_lm_eval_files(folder: Path, parts: Sequence[Path]) -> None:
         file.unlink()
         with suppress(OSError):  # other files are there
             file.parent.rmdir()
+
+
+def _read(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
 
 
 def _date_of(results: Path) -> str:
