@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 Chosen = Mapping[str, Sequence[int]]  # by task: numbers of questions, ascending
@@ -37,7 +38,8 @@ def _choose(name: str, task: Any, numbers: Sequence[int], built: Callable[[str, 
 
     def documents(numbers: Sequence[int]) -> list[tuple[int, Any]]:
         wanted = numbers if isinstance(numbers, range) else {*numbers}
-        return [(number, doc) for number, doc in enumerate(task.eval_docs) if number in wanted]
+        until = islice(task.eval_docs, numbers[-1] + 1 if numbers else 0)  # a data set takes time for each row
+        return [(number, doc) for number, doc in enumerate(until) if number in wanted]
 
     def build_all_requests(**how: Any) -> None:
         before = numbers.start if isinstance(numbers, range) else 0

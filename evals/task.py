@@ -226,7 +226,7 @@ def _with_examples(
 def _replaced(names: Sequence[str], manager: Any, user: UserTasks) -> dict[str, list[str]]:
     """Notes by the name of a task of the user that lm-eval has, too."""
     entries = {name: manager.task_index[name] for name in names if user.owns(manager.task_index[name])}
-    known = _names_in(_definitions(), names[0])[1] if entries else []
+    known = _names_in(_definitions())[1] if entries else []
     return {
         name: [f"task {name} of {entry.yaml_path} replaces lm-eval's task of this name"]
         for name, entry in entries.items()
@@ -278,17 +278,17 @@ def _find(names: Sequence[str], user: UserTasks, kinds: Collection[str]) -> tupl
 
     manager, found = manager_of(known, defaults=False)
     missing = {one: name for name in found for one in missing_in(name, manager.task_index)}
-    near = dict[str, list[str]]()
+    near: list[str] = []
     if missing:
         for name in missing:
             user.explain(name)
-        looked = {name: _names_in(upstream, name) for name in missing}
-        near = {name: [*manager.task_index, *names] for name, (_, names) in looked.items()}
-        if all(may_exist for may_exist, _ in looked.values()):
+        may_exist, of_tasks = _names_in(upstream, missing)
+        near = [*manager.task_index, *of_tasks]
+        if len(may_exist) == len(missing):
             manager, found = manager_of([own], defaults=True)
     for name in found:
         if name not in manager.task_index:
-            like = get_close_matches(name, near.get(name, []), n=4)
+            like = get_close_matches(name, near, n=4)
             meant = f"did you mean {', '.join(dict.fromkeys(like))}? " if like else ""
             works = f"use gsm8k, gsm8k_platinum, {EMBEDDED}, {CHOICES} or another task of lm-eval"
             raise refuse("task", name, f"no such task; {meant}{works}")
@@ -307,16 +307,19 @@ def _definitions() -> Path:
     return Path(lm_eval.__file__).parent / "tasks"
 
 
-def _names_in(folder: Path, name: str) -> tuple[bool, list[str]]:
-    """Whether `name` is a word of lm-eval's task definitions, and the names of tasks that they have in plain text.
+def _names_in(folder: Path, wanted: Iterable[str] = ()) -> tuple[set[str], list[str]]:
+    """Which of the `wanted` names are words of lm-eval's task definitions, and the names of tasks that they have in
+    plain text.
 
     It takes a second, where parsing the files takes half a minute.
     """
-    found, names, word = False, set[bytes](), name.encode()
+    found, names, words = set[str](), set[bytes](), {name: name.encode() for name in wanted}
     for path in folder.rglob("*"):
         if path.suffix in _SUFFIXES and path.is_file():
             content = path.read_bytes()
-            found = found or (word in content and word in _BETWEEN_WORDS.split(content))
+            if any(words[name] in content for name in words.keys() - found):
+                of_file = {*_BETWEEN_WORDS.split(content)}
+                found |= {name for name, word in words.items() if word in of_file}
             names.update(_TASK.findall(content))
     return found, sorted(item.decode() for item in names)
 

@@ -277,7 +277,7 @@ def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", either)
     found = task._names_in
-    monkeypatch.setattr(task, "_names_in", lambda _, name: found(folder, name))
+    monkeypatch.setattr(task, "_names_in", lambda _, wanted=(): found(folder, wanted))
     trusted = user_tasks._is_trusted
     monkeypatch.setattr(user_tasks, "_is_trusted", lambda path: path.is_relative_to(folder) or trusted(path))
     return folder
