@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 
 from specbatch.algorithms import ALGORITHMS, algorithms_with, causes_of_low_acceptance
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig, Speculation
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -12,7 +12,7 @@ import torch
 from limits import limited
 
 from specbatch import Engine, EngineConfig, Graphs, SamplingParams, SpecbatchError, Speculation
-from specbatch.acceptance_profile import AcceptanceProfile
+from specbatch.config.acceptance_profile import AcceptanceProfile
 from specbatch.errors import refuse
 from specbatch.training.recipe import Recipe
 

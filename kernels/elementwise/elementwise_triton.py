@@ -16,8 +16,8 @@ from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.elementwise.fp8_quantize import SMALLEST_MAX, FP8Activations, empty_fp8
-from specbatch.kernels.gemm.few_rows_triton import MOST_ROWS
-from specbatch.kernels.gemm.weight import FP8_MAX, SCALE_BLOCK
+from specbatch.kernels.gemm.quantized.few_rows_triton import MOST_ROWS
+from specbatch.kernels.gemm.quantized.weight import FP8_MAX, SCALE_BLOCK
 
 PROGRAM = 2048  # elements of a program
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from specbatch.kernels.dispatch import is_deterministic, runs_kernels
 from specbatch.kernels.elementwise.activations import relu_squared, silu_and_mul
 from specbatch.kernels.elementwise.norm import rms_norm
-from specbatch.kernels.gemm.fixed_rows import gemm_in_blocks
+from specbatch.kernels.gemm.deterministic.fixed_rows import gemm_in_blocks
 
 
 class Norm(NamedTuple):
@@ -78,7 +78,8 @@ class Linear:
     def _on_cuda(
         self, x: torch.Tensor, norm: Norm | None, residual: torch.Tensor | None, out: torch.Tensor | None
     ) -> torch.Tensor:
-        from specbatch.kernels.gemm import cublas_lt, fixed_order, skinny_gemm_triton
+        from specbatch.kernels.gemm.dense import cublas_lt, skinny_gemm_triton
+        from specbatch.kernels.gemm.deterministic import fixed_order
 
         if is_deterministic() and fixed_order.takes(self._weight):
             x = x if norm is None else rms_norm(x, *norm)
@@ -103,7 +104,8 @@ class Linear:
     def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """silu(g) * u for [g | u] = norm(x) @ weight.T + bias: x [T, in] -> [T, out / 2]."""
         if runs_kernels(x):
-            from specbatch.kernels.gemm import fixed_order, skinny_gemm_triton
+            from specbatch.kernels.gemm.dense import skinny_gemm_triton
+            from specbatch.kernels.gemm.deterministic import fixed_order
 
             if is_deterministic() and fixed_order.takes(self._weight):
                 return fixed_order.fixed_order_gated(rms_norm(x, *norm), self._weight, self.bias)
@@ -123,7 +125,7 @@ class Linear:
     def squared(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """relu(norm(x) @ weight.T + bias)^2: x [T, in] -> [T, out]."""
         if runs_kernels(x) and not is_deterministic():
-            from specbatch.kernels.gemm import skinny_gemm_triton
+            from specbatch.kernels.gemm.dense import skinny_gemm_triton
 
             if skinny_gemm_triton.is_skinny(len(x), self._weight):
                 return skinny_gemm_triton.skinny_linear(

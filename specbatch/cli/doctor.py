@@ -14,7 +14,7 @@ from specbatch.cli.options import ENGINE_OPTIONS, Json
 from specbatch.cli.output import show
 from specbatch.cli.terminal import print_markdown
 from specbatch.extras import is_installed, missing
-from specbatch.progress import progress
+from specbatch.progress.bars import progress
 from specbatch.records.environment import hardware, versions
 
 HUB = ("huggingface.co", 443)

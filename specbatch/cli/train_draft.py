@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from specbatch.atomic_file import is_leftover
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions, Json, Output, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_engine, say, show
 from specbatch.cli.values import layers
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import refuse
-from specbatch.progress import progress
+from specbatch.files.atomic_file import is_leftover
+from specbatch.progress.bars import progress
 from specbatch.training.recipe import ANSWER_TOKENS, HEADS, Recipe
 
 if TYPE_CHECKING:

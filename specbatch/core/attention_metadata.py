@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 
 from specbatch.core.embedded_prompt import EmbeddingOverrides
-from specbatch.kernels.attention.latent_attention import LatentLayout, latent_decode_attention, latent_prefill
-from specbatch.kernels.attention.prompt_inputs import PromptInputs, prompt_inputs
+from specbatch.kernels.attention.latent.latent_attention import LatentLayout, latent_decode_attention, latent_prefill
+from specbatch.kernels.attention.prefill.prompt_inputs import PromptInputs, prompt_inputs
 from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.attention.verify_attention import DecodeAttention, DecodeQueries, Mask, decode_attention
+from specbatch.kernels.attention.verify.verify_attention import DecodeAttention, DecodeQueries, Mask, decode_attention
 from specbatch.kernels.common.upload import upload
 from specbatch.kernels.recurrent.state_replay import StateReplay
 from specbatch.memory.kv_cache import KVCache

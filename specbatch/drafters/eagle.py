@@ -9,15 +9,15 @@ from specbatch.drafters.feature_head import FeatureChain, feature_chain, head_pl
 from specbatch.drafters.head_checks import expect, fit, usual_head, without_maps
 from specbatch.errors import of_draft
 from specbatch.models.decoder import Decoder
-from specbatch.models.draft_head import layer_config
-from specbatch.models.eagle import Eagle, eagle_shapes
+from specbatch.models.heads.draft_head import layer_config
+from specbatch.models.heads.eagle import Eagle, eagle_shapes
 from specbatch.runtime.device import find_device
 from specbatch.runtime.loader import Loader
 from specbatch.weights.draft_heads import dummy_config, dummy_draft, open_draft
 from specbatch.weights.folder import check_tensors
 
 if TYPE_CHECKING:
-    from specbatch.config import EngineConfig
+    from specbatch.config.engine_config import EngineConfig
     from specbatch.weights import Checkpoint, Log
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from specbatch.draft_shape import MOST
+from specbatch.config.draft_shape import MOST
 from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.feature_head import ChainKind, FeatureChain, feature_chain, head_plan
 from specbatch.drafters.head_checks import expect, fit, stated_drafts, usual_head, without_maps
@@ -18,17 +18,17 @@ from specbatch.drafters.layer_offset import compare_layer_offsets
 from specbatch.errors import of_draft, refuse
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.draft_head import Shapes
-from specbatch.models.eagle3 import NESTED, Eagle3, Eagle3Config, default_aux
-from specbatch.models.feature_layers import FeatureLayers
-from specbatch.models.speculators import speculative_tokens
+from specbatch.models.heads.draft_head import Shapes
+from specbatch.models.heads.eagle3 import NESTED, Eagle3, Eagle3Config, default_aux
+from specbatch.models.heads.feature_layers import FeatureLayers
+from specbatch.models.heads.speculators import speculative_tokens
 from specbatch.runtime.device import find_device
 from specbatch.runtime.loader import Loader
 from specbatch.weights.draft_heads import DraftFiles, dummy_config, dummy_draft, open_draft
 from specbatch.weights.folder import check_tensors
 
 if TYPE_CHECKING:
-    from specbatch.config import EngineConfig, Speculation
+    from specbatch.config.engine_config import EngineConfig, Speculation
     from specbatch.weights import Checkpoint, Log
 
 USUAL_VOCABULARY = 32000  # draft vocabulary of most published heads

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specbatch.config.draft_shape import DraftShape
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.embedded_prompt import EmbeddingOverrides
 from specbatch.core.request import Completion
 from specbatch.core.step_input import Proposal, StepInput
-from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import Diagnosis, DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.choose import DraftChain, draft_states, takes_argmax
 from specbatch.drafters.tree import Beams, expand
 from specbatch.errors import refuse
-from specbatch.kernels.attention.latent_attention import write_keys
+from specbatch.kernels.attention.latent.latent_attention import write_keys
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.drafting.draft_inputs import PendingInputs, beam_inputs, buffer_features, pending_inputs
 from specbatch.kernels.elementwise.gather_rows import gather_rows
@@ -35,12 +35,12 @@ from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
-from specbatch.models.draft_head import Attend, DraftHead, Shapes
+from specbatch.models.heads.draft_head import Attend, DraftHead, Shapes
 from specbatch.runtime.cuda_graphs import GraphCounters, Recorder, bucket_of, nothing, token_buckets
 from specbatch.runtime.loader import Loader
 
 if TYPE_CHECKING:
-    from specbatch.config import EngineConfig
+    from specbatch.config.engine_config import EngineConfig
 
 
 class HeadPrefill:

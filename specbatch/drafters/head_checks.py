@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from specbatch.algorithms import ALGORITHMS
 from specbatch.errors import refuse
 from specbatch.models.config import ModelConfig
-from specbatch.models.dflash import ARCHITECTURE, DEEPSPEC, SECOND
-from specbatch.models.draft_head import EMBEDDING, HEAD, LAYER, Shapes
+from specbatch.models.heads.dflash import ARCHITECTURE, DEEPSPEC, SECOND
+from specbatch.models.heads.draft_head import EMBEDDING, HEAD, LAYER, Shapes
 from specbatch.weights.draft_heads import DraftFiles
 
 if TYPE_CHECKING:
-    from specbatch.config import Speculation
+    from specbatch.config.engine_config import Speculation
     from specbatch.weights import Checkpoint, Log
 
 _MASK = "mask_hidden"  # a tensor of P-EAGLE heads alone

@@ -20,12 +20,12 @@ from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import no_drafts
 from specbatch.drafters.choose import DraftChain
 from specbatch.drafters.feature_head import FeatureChain, attention_of
-from specbatch.kernels.attention.latent_attention import write_keys
+from specbatch.kernels.attention.latent.latent_attention import write_keys
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.elementwise.gather_rows import gather_rows
 from specbatch.models.decoder import Features
-from specbatch.models.draft_head import DraftHead
-from specbatch.models.mtp import MtpHead
+from specbatch.models.heads.draft_head import DraftHead
+from specbatch.models.heads.mtp import MtpHead
 
 
 class LayerChain(FeatureChain):

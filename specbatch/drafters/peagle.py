@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbatch.config_values import count_of, table_of
+from specbatch.config.draft_shape import MOST
 from specbatch.core.attention_metadata import positions_from
 from specbatch.core.step_input import Proposal, StepInput
-from specbatch.draft_shape import MOST
 from specbatch.drafters.base import DraftPlan, no_drafts
 from specbatch.drafters.choose import choose_at_once
 from specbatch.drafters.eagle3 import eagle3_plan
 from specbatch.drafters.feature_head import FeatureChain
 from specbatch.errors import refuse
+from specbatch.files.config_values import count_of, table_of
 from specbatch.kernels.sampling.argmax_topk import Scores
-from specbatch.models.draft_head import DraftHead
+from specbatch.models.heads.draft_head import DraftHead
 from specbatch.weights.draft_heads import DraftFiles
 
 if TYPE_CHECKING:
-    from specbatch.config import EngineConfig
+    from specbatch.config.engine_config import EngineConfig
     from specbatch.weights import Checkpoint, Log
 
 _MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")  # as vLLM looks for it

@@ -15,8 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from specbatch.config import EngineConfig, Graphs, Speculation
-from specbatch.engine.ranks import checked
+from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.engine.ranks.ranks import checked
 from specbatch.errors import SpecbatchError
 from specbatch.weights.shapes import SHAPES
 

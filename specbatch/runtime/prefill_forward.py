@@ -15,8 +15,8 @@ from typing import Protocol, cast
 import torch
 
 from specbatch.core.attention_metadata import PrefillMetadata
-from specbatch.kernels.attention.latent_attention import LatentLayout, latent_prefill
-from specbatch.kernels.attention.prompt_inputs import PromptInputs, prompt_inputs
+from specbatch.kernels.attention.latent.latent_attention import LatentLayout, latent_prefill
+from specbatch.kernels.attention.prefill.prompt_inputs import PromptInputs, prompt_inputs
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.common.rehearsal import is_rehearsing
@@ -24,7 +24,7 @@ from specbatch.kernels.common.upload import upload
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
-from specbatch.models.layers import Attention, Recurrent
+from specbatch.models.layers.blocks import Attention, Recurrent
 from specbatch.runtime.cuda_graphs import (
     SHORT_TOKENS,
     GraphCounters,

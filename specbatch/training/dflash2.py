@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from specbatch.models.config import ModelConfig
-from specbatch.models.dflash import SECOND
-from specbatch.models.dflash2 import published_heads
+from specbatch.models.heads.dflash import SECOND
+from specbatch.models.heads.dflash2 import published_heads
 from specbatch.training.data import Batch, Example, indices
 from specbatch.training.dflash import DFlashHead, sizes_of
 from specbatch.training.head import Guess, Layer, Scores
@@ -32,7 +32,7 @@ CODEBOOK_STD = 0.02
 
 
 class Convolution(nn.Module):
-    """A causal convolution along blocks, before (side 0) and after (1) a part of a layer; see `models.dflash2`."""
+    """A causal convolution along blocks, before (side 0) and after (1) a part of a layer; see `heads.dflash2`."""
 
     def __init__(self, hidden: int, kernel: int, group: int) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from torch import nn
 
 from specbatch.errors import refuse
 from specbatch.models.config import ModelConfig
-from specbatch.models.eagle3 import default_aux
+from specbatch.models.heads.eagle3 import default_aux
 from specbatch.models.rope import DEFAULT_THETA, Rope
 from specbatch.training.chain import ChainHead, Memory, through
 from specbatch.training.data import Example, frequent

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from specbatch.atomic_file import replacing, scratch_folder, write_json
 from specbatch.errors import refuse
+from specbatch.files.atomic_file import replacing, scratch_folder, write_json
 from specbatch.models.config import ModelConfig
 from specbatch.training.answers import ANSWERS
 from specbatch.training.head import Head

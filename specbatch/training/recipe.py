@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specbatch.algorithms import ALGORITHMS
-from specbatch.draft_shape import MOST
+from specbatch.config.draft_shape import MOST
+from specbatch.config.settings import Rule, check_fields, is_whole, number, setting, whole
 from specbatch.errors import MOST_SEED, refuse
-from specbatch.settings import Rule, check_fields, is_whole, number, setting, whole
 
 HEADS = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.training)
 _OWN: dict[str, dict[str, float | None]] = {  # settings of one algorithm, with defaults; None: depends on the target

@@ -13,13 +13,13 @@ import torch
 
 from specbatch import weights
 from specbatch.algorithms import ALGORITHMS
-from specbatch.atomic_file import write_json
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.core.request import SamplingParams
 from specbatch.errors import at_least, refuse, reporting
+from specbatch.files.atomic_file import write_json
 from specbatch.jobs.prompts import Prompt, read_prompts
-from specbatch.progress import Report
+from specbatch.progress.bars import Report
 from specbatch.records.environment import hardware, versions
 from specbatch.runtime.device import find_device, find_dtype, type_name
 from specbatch.training import files

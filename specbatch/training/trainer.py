@@ -15,9 +15,9 @@ import torch
 
 from specbatch.algorithms import ALGORITHMS
 from specbatch.core.async_copy import AsyncCopy
-from specbatch.engine.device_worker import DeferredInterrupts
+from specbatch.engine.device.device_worker import DeferredInterrupts
 from specbatch.errors import refuse
-from specbatch.progress import Report
+from specbatch.progress.bars import Report
 from specbatch.training.data import Batch, Example, endless, groups
 from specbatch.training.head import Head
 from specbatch.training.recipe import Recipe

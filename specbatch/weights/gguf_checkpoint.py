@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.errors import refuse
+from specbatch.files.text_files import UnreadableError, open_regular
 from specbatch.models.config import ModelConfig
-from specbatch.text_files import UnreadableError, open_regular
-from specbatch.tokenizer import Tokenizer
+from specbatch.text.tokenizer import Tokenizer
 from specbatch.weights.cache import cache_folder, file_hash, keep, staging
 from specbatch.weights.checkpoint import Log
 from specbatch.weights.folder import FolderCheckpoint, check_tensors

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specbatch.config_values import count_of, positive_of
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.text_files import UnreadableError
+from specbatch.files.config_values import count_of, positive_of
+from specbatch.files.text_files import UnreadableError
 from specbatch.weights import gguf_mixtures
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from specbatch.config_values import flag_of
 from specbatch.errors import refuse
-from specbatch.kernels.gemm.weight import MX_BLOCK
-from specbatch.models import mxfp4
+from specbatch.files.config_values import flag_of
+from specbatch.kernels.gemm.quantized.weight import MX_BLOCK
+from specbatch.models.formats import mxfp4
 from specbatch.weights.gguf_values import dequantize_tensor
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specbatch.atomic_file import write_atomic, write_json
-from specbatch.config_values import flag_of
 from specbatch.errors import refuse
+from specbatch.files.atomic_file import write_atomic, write_json
+from specbatch.files.config_values import flag_of
 from specbatch.weights.gguf_file import GgufFile
 
 _ADD_BOS = "tokenizer.ggml.add_bos_token"

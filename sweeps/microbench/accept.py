@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from specbatch.core.sampling import Sampling, SamplingFlags
-from specbatch.engine.acceptance import accept_and_commit_ref
+from specbatch.engine.device.acceptance import accept_and_commit_ref
 from specbatch.kernels.drafting.ngram import ngram_match_ref
 from specbatch.kernels.drafting.ngram_triton import ngram_match
 from specbatch.kernels.sampling.accept import BatchRows, Proposal

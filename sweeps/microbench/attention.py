@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.kernels.attention.qkv import QKVLayout
-from specbatch.kernels.attention.verify_attention import DecodeQueries, Mask
-from specbatch.kernels.attention.verify_attention_triton import verify_attention
+from specbatch.kernels.attention.verify.verify_attention import DecodeQueries, Mask
+from specbatch.kernels.attention.verify.verify_attention_triton import verify_attention
 from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.sweeps.microbench.runner import Call, Case, Table
 

@@ -18,8 +18,8 @@ import torch
 import typer
 
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.kernels.gemm.cublas_lt import Gemm, Sizes, tiles_and_options
-from specbatch.kernels.gemm.cublas_lt_configs import Algorithm, algorithm_for
+from specbatch.kernels.gemm.dense.cublas_lt import Gemm, Sizes, tiles_and_options
+from specbatch.kernels.gemm.dense.cublas_lt_configs import Algorithm, algorithm_for
 from specbatch.sweeps.machine.timing import captured, interleaved_seconds
 from specbatch.sweeps.microbench.runner import Call, Row, Table, in_a_row
 

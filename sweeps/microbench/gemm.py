@@ -25,15 +25,15 @@ from specbatch.errors import refuse
 from specbatch.kernels.elementwise.activations import silu_and_mul
 from specbatch.kernels.elementwise.fp8_quantize import quantize_fp8
 from specbatch.kernels.elementwise.norm import rms_norm
-from specbatch.kernels.gemm import skinny_gemm_triton
-from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
-from specbatch.kernels.gemm.fp8_linear import fp8_linear, linear
-from specbatch.kernels.gemm.int4 import Int4Tiles, int4_linear, int4_tiles
+from specbatch.kernels.gemm.dense import skinny_gemm_triton
+from specbatch.kernels.gemm.dense.one_row_triton import OneRowTile
+from specbatch.kernels.gemm.dense.skinny_gemm_configs import Tile
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.kernels.gemm.one_row_triton import OneRowTile
-from specbatch.kernels.gemm.skinny_gemm_configs import Tile
+from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
+from specbatch.kernels.gemm.quantized.fp8_linear import fp8_linear, linear
+from specbatch.kernels.gemm.quantized.int4 import Int4Tiles, int4_linear, int4_tiles
+from specbatch.kernels.gemm.quantized.weight import Weight
 from specbatch.kernels.gemm.split_k_triton import workspace
-from specbatch.kernels.gemm.weight import Weight
 from specbatch.sweeps.microbench.runner import Case, Table
 
 HIDDEN, QKV, INNER, VOCABULARY, LAYERS = 4096, 6144, 12288, 151936, 36

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels.attention.prefill_backends import PrefillAttention, prefill_backend
+from specbatch.kernels.attention.prefill.prefill_backends import PrefillAttention, prefill_backend
 from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.elementwise.elementwise_triton import rms_norm, silu_and_mul

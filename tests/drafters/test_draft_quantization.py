@@ -14,16 +14,16 @@ import torch
 from targets import MTP, QUANTIZED, SIZES, TARGETS, TargetCheckpoint
 
 from specbatch import Engine, SpecbatchError
-from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.core.request import SamplingParams
-from specbatch.kernels.gemm.fp8_linear import FP8Linear
-from specbatch.kernels.gemm.weight import Weight, quantize_fp8_weight
-from specbatch.models import layers
+from specbatch.kernels.gemm.quantized.fp8_linear import FP8Linear
+from specbatch.kernels.gemm.quantized.weight import Weight, quantize_fp8_weight
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.draft_head import HEAD
-from specbatch.models.layers import Reader
-from specbatch.models.quantization import MatrixShape
+from specbatch.models.formats.quantization import MatrixShape
+from specbatch.models.heads.draft_head import HEAD
+from specbatch.models.layers import blocks as layers
+from specbatch.models.layers.blocks import Reader
 
 SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 260, "hidden_size": 256,
@@ -181,7 +181,7 @@ def test_quantized_weights(shape: tuple[int, ...]) -> None:
 def test_the_parts_of_a_large_weight_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(2, 400, 256, generator=torch.Generator().manual_seed(2))
     whole = quantize_fp8_weight(values)
-    monkeypatch.setattr("specbatch.kernels.gemm.weight._PART", 128 * 256)
+    monkeypatch.setattr("specbatch.kernels.gemm.quantized.weight._PART", 128 * 256)
     parts = quantize_fp8_weight(values)
     assert torch.equal(whole.values.view(torch.uint8), parts.values.view(torch.uint8))
     assert whole.scales is not None

@@ -13,8 +13,8 @@ from targets import GPT_OSS, HYBRIDS, LATENT, MTP, SIZES, WINDOWED, Targets
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.drafters.base import DraftPlan, NoDraft
-from specbatch.engine.memory_plan import _token_bytes
-from specbatch.kernels.attention.prefill_backends import _Triton
+from specbatch.engine.setup.memory_plan import _token_bytes
+from specbatch.kernels.attention.prefill.prefill_backends import _Triton
 from specbatch.kernels.collectives.communicator import DeviceCommunicator
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.planner import MemoryPlan, plan_memory
@@ -94,8 +94,8 @@ def test_drafter_activations_match_the_plan(
         return plan_memory(*args, **numbers)
 
     as_on_a_device(monkeypatch)
-    monkeypatch.setattr("specbatch.engine.prepare.prefill_backend", lambda *_, **__: _Triton())
-    monkeypatch.setattr("specbatch.engine.memory_plan.plan_memory", plan)
+    monkeypatch.setattr("specbatch.engine.setup.prepare.prefill_backend", lambda *_, **__: _Triton())
+    monkeypatch.setattr("specbatch.engine.setup.memory_plan.plan_memory", plan)
     engine = targets.engine(name, algorithm, max_running=1, max_model_len=400, prefill_chunk=256)
     worker = engine._worker
     taken = peak_of(lambda: worker.prefill_step.warm_up(256))

@@ -16,7 +16,7 @@ from uncached import decoder_of, features_of
 
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk, positions_from
 from specbatch.core.embedded_prompt import EmbeddingOverrides
-from specbatch.kernels.attention.prefill_backends import prefill_backend
+from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
 from specbatch.kernels.common.verified_rows import VerifiedRows
 from specbatch.kernels.sampling.tree_verify import ancestor_words, tree_depths
 from specbatch.memory.kv_cache import KVCache
@@ -24,7 +24,7 @@ from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import UncachedContext
-from specbatch.models.layers import Attention
+from specbatch.models.layers.blocks import Attention
 from specbatch.weights import open_checkpoint
 
 Close = Callable[[torch.Tensor, torch.Tensor], None]

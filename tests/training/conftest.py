@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models
 
 from specbatch import weights
 from specbatch.cli.output import open_engine
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.core.request import SamplingParams
 from specbatch.models.config import ModelConfig
 from specbatch.training import trainer

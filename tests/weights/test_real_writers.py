@@ -17,7 +17,7 @@ from specbatch.drafters import eagle3
 from specbatch.drafters.base import DraftPlan
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.dflash import DFlashConfig
+from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.weights import open_checkpoint
 from specbatch.weights.checkpoint import read_config
 

@@ -19,9 +19,9 @@ from stand_ins import fake_graphs, random_draft_lengths
 from uncached import features_of
 
 from specbatch import Completion, Engine, EngineConfig, SamplingParams
-from specbatch.config import Graphs, Speculation
+from specbatch.config.engine_config import Graphs, Speculation
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.attention.prefill_backends import prefill_backend
+from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.models.config import ModelConfig
 
@@ -222,7 +222,7 @@ def test_attention_backend_is_for_heads_of_several_layers(targets: Any, monkeypa
         asked.append(args)
         return prefill_backend(*args, **how)
 
-    monkeypatch.setattr("specbatch.engine.prepare.prefill_backend", chosen)
+    monkeypatch.setattr("specbatch.engine.setup.prepare.prefill_backend", chosen)
     targets.engine("llama", "eagle", draft_attention_backend="torch")
     assert [(args[0], args[4:]) for args in asked[1:]] == [("torch", ("draft_attention_backend",))]
     with pytest.raises(SpecbatchError, match=r"^draft_attention_backend='torch': this head has one layer"):

@@ -11,7 +11,7 @@ import torch
 from crossed import crossed
 from dtypes import DTYPES
 
-from specbatch.kernels.attention.prefill_attention_triton import Tiling, prefill_attention
+from specbatch.kernels.attention.prefill.prefill_attention_triton import Tiling, prefill_attention
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}

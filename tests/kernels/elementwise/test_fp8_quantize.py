@@ -15,8 +15,8 @@ from specbatch.kernels.elementwise.fp8_quantize import (
     rms_norm_fp8_ref,
     silu_and_mul_fp8_ref,
 )
-from specbatch.kernels.gemm import fp8_activations
-from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
+from specbatch.kernels.gemm.quantized import fp8_activations
+from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
 
 DTYPES = [torch.float16, torch.bfloat16]
 BITS = torch.arange(256, dtype=torch.uint8)

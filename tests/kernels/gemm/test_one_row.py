@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from crossed import crossed, slow_but
 from fused_gemm import EPS, matches, normalised, numbers
 
-from specbatch.kernels.gemm import one_row_triton, skinny_gemm_triton
+from specbatch.kernels.gemm.dense import one_row_triton, skinny_gemm_triton
+from specbatch.kernels.gemm.dense.one_row_triton import OneRowTile, one_row_tile_for, takes_one_row
+from specbatch.kernels.gemm.dense.skinny_gemm_triton import skinny_gated, skinny_linear
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.kernels.gemm.one_row_triton import OneRowTile, one_row_tile_for, takes_one_row
-from specbatch.kernels.gemm.skinny_gemm_triton import skinny_gated, skinny_linear
 
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3}  # ||y - expected|| / ||expected||
 SHAPES = [(131, 72), (8, 8), (64, 1024), (70, 1032), (3, 2056), (1, 576), (24, 12288)]  # N, K
@@ -154,7 +154,7 @@ def test_tile_for(k: int, gated: bool, expected: OneRowTile) -> None:
 
 
 def test_deterministic_mode_has_its_own_kernels(device: torch.device, calls: list[int]) -> None:
-    from specbatch.kernels.gemm.fixed_order import fixed_order_gated, fixed_order_linear
+    from specbatch.kernels.gemm.deterministic.fixed_order import fixed_order_gated, fixed_order_linear
 
     x, weight = (torch.ones(size, device=device, dtype=torch.float16) for size in ((1, 64), (8, 64)))
     assert (fixed_order_linear(x, weight) == 64).all()

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from crossed import crossed
 from fused_gemm import EPS, matches, normalised, numbers
 
-from specbatch.kernels.gemm import skinny_gemm_triton
-from specbatch.kernels.gemm.skinny_gemm_configs import Tile, puts_weight_first, tile_for
-from specbatch.kernels.gemm.skinny_gemm_triton import is_skinny, skinny_gated, skinny_linear
+from specbatch.kernels.gemm.dense import skinny_gemm_triton
+from specbatch.kernels.gemm.dense.skinny_gemm_configs import Tile, puts_weight_first, tile_for
+from specbatch.kernels.gemm.dense.skinny_gemm_triton import is_skinny, skinny_gated, skinny_linear
 from specbatch.kernels.gemm.split_k_triton import COUNTERS, WORKSPACE, workspace
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||

@@ -18,11 +18,11 @@ from specbatch.errors import SpecbatchError
 from specbatch.kernels.elementwise import elementwise_triton
 from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8, quantize_fp8_ref
 from specbatch.kernels.gemm import linear
-from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
-from specbatch.kernels.gemm.int4 import Int4Tiles, int4_tiles, pack_int4
 from specbatch.kernels.gemm.linear import Norm
-from specbatch.kernels.gemm.mxfp4 import pack_mxfp4
-from specbatch.kernels.gemm.weight import Weight
+from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
+from specbatch.kernels.gemm.quantized.int4 import Int4Tiles, int4_tiles, pack_int4
+from specbatch.kernels.gemm.quantized.mxfp4 import pack_mxfp4
+from specbatch.kernels.gemm.quantized.weight import Weight
 from specbatch.kernels.moe import experts_triton
 from specbatch.kernels.moe.experts import NO_BIASES, Activation, Biases, Experts, experts_ref, shared_slices
 from specbatch.kernels.moe.experts_triton import Tile, fused_moe, grouped, rows_for, weighted_sum
@@ -435,7 +435,7 @@ def test_fp8_activations_apply_within_context_only(
     force_kernels(kernels)
     monkeypatch.setattr(linear, "is_blocked", lambda dtype, device: False)
     if device.type == "cpu":  # few rows of an unquantized weight use the skinny GEMM
-        monkeypatch.setattr("specbatch.kernels.gemm.skinny_gemm_triton.is_skinny", lambda rows, weight: False)
+        monkeypatch.setattr("specbatch.kernels.gemm.dense.skinny_gemm_triton.is_skinny", lambda rows, weight: False)
     case = Case(Routing(3, 2), 5, device, torch.float16, hidden=136, inner=128)
     up, down = scaled(case)
     router = torch.randn(3, 136).to(case.x)

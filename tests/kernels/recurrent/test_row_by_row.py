@@ -15,7 +15,7 @@ from crossed import first_quick
 
 from specbatch.kernels.dispatch import force_kernels
 from specbatch.kernels.recurrent import gated_delta_prefill_triton, mamba2_triton, row_by_row_triton
-from specbatch.models import recurrent
+from specbatch.models.layers import recurrent
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 
