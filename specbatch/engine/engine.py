@@ -65,7 +65,7 @@ class Engine(InferenceEngine):
             config,
             log,
             report or (lambda done, total: None),
-            lender=None if weights_of is None else weights_of._worker.decode_step,
+            shared=None if weights_of is None else weights_of._worker.decode_step,
             share=share,
             others=self._ranks,
         )
