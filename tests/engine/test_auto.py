@@ -102,17 +102,17 @@ def test_a_prefix_that_an_idle_draft_model_has_not_computed_is_not_shared(
     kept: list[tuple[int, int]] = []
     no_step_times(monkeypatch)
     monkeypatch.setattr(DraftLength, "choose", lambda self, rows: 0)
-    release = Scheduler.release
+    finish = Scheduler.finish
 
     def spied(self: Scheduler, request: Any) -> None:
-        release(self, request)
+        finish(self, request)
         assert self._cache is not None
         shared = self._cache.match(request.tokens)
         kept.append((request.prompt_len, len(shared) * 4))
         for page in shared:
-            self._pool.release(page)
+            self._pool.decref(page)
 
-    monkeypatch.setattr(Scheduler, "release", spied)
+    monkeypatch.setattr(Scheduler, "finish", spied)
     for name in ("same", "eagle3"):
         kept.clear()
         engine = toy_engine(speculation=auto(name))

@@ -17,7 +17,7 @@ from stand_ins import fake_graphs, late_results
 
 from specbatch import Completion, Engine, SamplingParams, Speculation
 from specbatch.config.engine_config import Graphs
-from specbatch.memory.page_pool import pages_for, reach_of
+from specbatch.memory.page_pool import pages_for, reserved_length
 
 Random = random_module.Random
 LONGEST = 48  # tokens of prompt and output
@@ -68,7 +68,7 @@ def random_engine(random: Random, toy_engine: Callable[..., Engine]) -> tuple[st
     model = random.choice(["toy"] * 4 + ["toy-nan"])
     drafter = random.choice(WITHOUT_OWN_MODEL if model == "toy-nan" else list(DRAFTERS))
     page_size = random.choice([1, 2, 4, 16])
-    need = pages_for(reach_of(LONGEST, slots_per_step(**DRAFTERS[drafter])), page_size)
+    need = pages_for(reserved_length(LONGEST, slots_per_step(**DRAFTERS[drafter])), page_size)
     engine = toy_engine(
         model=model,
         dtype="float32",

@@ -30,7 +30,7 @@ from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
 from specbatch.kernels.sampling.rng import acceptance_thresholds
 from specbatch.memory.kv_cache import KVCache
-from specbatch.memory.page_pool import PagePool, pages_for, reach_of
+from specbatch.memory.page_pool import PagePool, pages_for, reserved_length
 from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, size_text
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.memory.state_cache import StateCache
@@ -155,7 +155,7 @@ def _load(
     config, device, target, sizes, dtype, attention, draft, asked_corpus = prepared
     num_queries = config.speculation.drafted + 1
     kv_slots = draft.kv_slots_per_step(num_queries)
-    width = reach_of(plan.max_model_len, kv_slots) + 1
+    width = reserved_length(plan.max_model_len, kv_slots) + 1
     recorder = Recorder(device) if config.graphs.any else None
     to_fp8 = config.speculation.quantizes_draft
     batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
