@@ -106,11 +106,11 @@ def test_a_prefix_that_an_idle_draft_model_has_not_computed_is_not_shared(
 
     def spied(self: Scheduler, request: Any) -> None:
         finish(self, request)
-        assert self._cache is not None
-        shared = self._cache.match(request.tokens)
+        assert self.cache is not None
+        shared = self.cache.match(request.tokens)
         kept.append((request.prompt_len, len(shared) * 4))
         for page in shared:
-            self._pool.decref(page)
+            self.pool.decref(page)
 
     monkeypatch.setattr(Scheduler, "finish", spied)
     for name in ("same", "eagle3"):
@@ -336,13 +336,13 @@ def test_lengths_are_logged_and_each_has_its_graphs(toy_engine: Callable[..., En
     assert any("up to 4 drafted" in line for line in lines)
     layers = engine.model_config.num_layers
     assert seen[-1] == (layers + 12, layers + 12)
-    assert engine._worker.graphs is not None
-    assert len(engine._worker.graphs) == 12
+    assert engine.parts.worker.graphs is not None
+    assert len(engine.parts.worker.graphs) == 12
     assert engine.record().counters["draft_lengths"] == {}
     fixed = toy_engine(speculation=replace(auto("block"), draft_tokens=None), graphs=Graphs(decode="whole"))
     assert "draft_length_s" not in fixed.caps
-    assert fixed._worker.graphs is not None
-    assert len(fixed._worker.graphs) == 4
+    assert fixed.parts.worker.graphs is not None
+    assert len(fixed.parts.worker.graphs) == 4
     assert fixed.record().counters["draft_lengths"] == {}
 
 

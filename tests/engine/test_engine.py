@@ -27,10 +27,10 @@ LONG = SamplingParams(max_new_tokens=10, ignore_eos=True)
 
 def clean(engine: Engine) -> bool:
     """Whether every page is free or held by the cache alone, and every slot is free."""
-    scheduler = engine._scheduler
-    cached = len(scheduler._cache) if scheduler._cache is not None else 0
-    pool = scheduler._pool
-    slots = len(scheduler._slots) == engine.config.max_running
+    scheduler = engine.parts.scheduler
+    cached = len(scheduler.cache) if scheduler.cache is not None else 0
+    pool = scheduler.pool
+    slots = len(scheduler.free_slots) == engine.config.max_running
     return slots and not scheduler.unfinished and pool.free + cached == pool.total and pool.idle == cached
 
 
@@ -146,7 +146,7 @@ def test_next_logits_match_naive_decoding(toy: Any, toy_engine: Callable[..., En
             wanted = toy.logits(prompt)[-1].float()
             torch.testing.assert_close(engine.next_logits(prompt), wanted, atol=1e-4, rtol=1e-4)
             assert engine.generate([prompt], LONG)[0].token_ids == list(toy.greedy(tuple(prompt))[:10])
-        assert engine._worker.prefill_step.on_logits is None
+        assert engine.parts.worker.prefill_step.on_logits is None
         assert clean(engine)
 
 
@@ -275,7 +275,7 @@ def test_an_error_on_the_device_leaves_a_clean_engine(
 ) -> None:
     """The pages of the failed pass are shared already: no later request may read them."""
     engine = toy_engine(speculation=Speculation("ngram", schedule), prefill_chunk=30)
-    work = getattr(engine._worker, place)
+    work = getattr(engine.parts.worker, place)
     calls = 0
 
     def fail(*arguments: Any) -> Any:
@@ -287,7 +287,7 @@ def test_an_error_on_the_device_leaves_a_clean_engine(
 
     with monkeypatch.context() as patch:
         fail.admit = getattr(work, "admit", None)  # type: ignore[attr-defined]  # of a decode step
-        patch.setattr(engine._worker, place, fail)
+        patch.setattr(engine.parts.worker, place, fail)
         with pytest.raises(error):
             engine.generate(prompts_of(toy, 12), LONG)
     check_usable(toy, engine)

@@ -93,10 +93,10 @@ def test_tables_have_their_place_in_the_memory_plan(toy_engine: Callable[..., En
     """So that the first grammar of a job allocates nothing."""
     lines: list[str] = []
     engine = toy_engine(log=lines.append)
-    before = engine._worker.batch._tables
+    before = engine.parts.worker.batch._tables
     assert f"  grammars   {before.nbytes >> 20}.0 MiB for tables of regular expressions and JSON schemas" in lines
     engine.generate([[3]], SamplingParams(regex="[a-z]{4}", max_new_tokens=2))
-    assert engine._worker.batch._tables is before
+    assert engine.parts.worker.batch._tables is before
 
 
 def test_stop_strings_and_limits_end_an_answer_within_a_match(toy_engine: Callable[..., Engine]) -> None:

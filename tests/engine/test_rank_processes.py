@@ -69,7 +69,7 @@ def test_processes_generate_the_tokens_of_one_and_errors_name_the_rank(model: st
     with Engine(config(model, 2)) as engine:
         assert [item.token_ids for item in engine.generate(prompts, params)] == expected
         [pid] = children()
-        engine._worker.others.send("unknown_call", ())  # type: ignore[union-attr]
+        engine.parts.worker.others.send("unknown_call", ())  # type: ignore[union-attr]
         with pytest.raises(SpecbatchError, match=r"AttributeError.*unknown_call"):
             engine.generate(prompts, LONG)
     ranks._close_groups()

@@ -34,10 +34,10 @@ def tokens(engine: Engine) -> list[list[int]]:
 def test_engines_that_share_weights_give_the_same_tokens():
     with build() as first, build(first, max_model_len=200, speculation=Speculation("ngram", "v1")) as second:
         assert tokens(second) == tokens(first)
-        assert second._model.embedding is first._model.embedding
+        assert second.parts.model.embedding is first.parts.model.embedding
         assert all(
             ours.mixer.qkv is theirs.mixer.qkv
-            for ours, theirs in zip(second._model.layers, first._model.layers, strict=True)
+            for ours, theirs in zip(second.parts.model.layers, first.parts.model.layers, strict=True)
         )
 
 
@@ -107,7 +107,7 @@ def test_engines_that_run_in_turn_use_one_kv_pool() -> None:
         for _ in range(2):
             for engine in (first, *others):
                 assert engine.plan.kv_pages == 24
-                assert engine._worker.decode_step.cache.keys is first._worker.decode_step.cache.keys
+                assert engine.parts.worker.decode_step.cache.keys is first.parts.worker.decode_step.cache.keys
                 assert tokens(engine) == expected
         assert [engine.plan.own_kv > 0 for engine in others] == [False, True, True], "drafts have pools of their own"
 

@@ -45,7 +45,7 @@ def test_progress_at_start_is_that_of_all_ranks(
     found: list[tuple[int, int]] = []
     monkeypatch.setattr("targets.Engine", partial(Engine, report=lambda *progress: found.append(progress)))
     engine = targets.engine("llama", drafter, tensor_parallel=2, graphs=Graphs("whole", "piecewise"))
-    recordings = sum(len(item) for item in engine._worker.recordings())
+    recordings = sum(len(item) for item in engine.parts.worker.recordings())
     layers = 4 * (2 if drafter == "model" else 1)
     assert found[-1] == (2 * (layers + recordings),) * 2
     assert all(before <= after for (before, _), (after, _) in itertools.pairwise(found))

@@ -159,10 +159,10 @@ def run(engine: Engine, work: Work) -> list[Completion]:
 
 
 def check_nothing_leaks(engine: Engine) -> None:
-    scheduler = engine._scheduler
-    pool, cached = scheduler._pool, len(scheduler._cache)
+    scheduler = engine.parts.scheduler
+    pool, cached = scheduler.pool, len(scheduler.cache)
     assert not scheduler.unfinished
-    assert sorted(scheduler._slots) == list(range(1, engine.config.max_running + 1))
+    assert sorted(scheduler.free_slots) == list(range(1, engine.config.max_running + 1))
     assert pool.free + cached == pool.total
     assert pool.idle == cached
 
@@ -281,5 +281,5 @@ def test_random_schedules(
         check_answer(model, drafter, engine, [pair for pair in everything if pair[0].finish_reason != "error"], fuzz)
         fuzz.outcome("aborted", sum(item.finish_reason == "abort" for item, _ in everything))
         engine.forget_prefixes()
-        assert engine._scheduler._pool.free == engine._scheduler._pool.total
+        assert engine.parts.scheduler.pool.free == engine.parts.scheduler.pool.total
         engine.close()

@@ -106,7 +106,7 @@ def test_padding_rows_are_counted_and_change_no_tokens(toy: Any, graph_engine: C
     done = engine.generate(prompts, greedy(9))
     assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:9] for prompt in prompts]
     assert engine.record().counters["graphs"]["decode"]["padded"] == 8  # three rows in a bucket of four, eight times
-    assert int(engine._worker.batch.lengths[0]) == 1
+    assert int(engine.parts.worker.batch.lengths[0]) == 1
 
 
 def test_sampling_graph_is_recorded_by_its_first_request(toy: Any, graph_engine: Callable[..., Any]) -> None:
@@ -118,7 +118,7 @@ def test_sampling_graph_is_recorded_by_its_first_request(toy: Any, graph_engine:
         engine = graph_engine(max_running=1)
         for item in first:
             engine.generate([prompt], item)
-        recorder = engine._worker.graphs._recorder
+        recorder = engine.parts.worker.graphs._recorder
         before = recorder.recorded
         [replayed] = engine.generate([prompt], params)
         assert replayed.token_ids == plain.token_ids
@@ -198,7 +198,10 @@ def test_closed_engine_frees_its_memory_at_once(
     monkeypatch.setattr(FakeRecorder, "record", lambda self, program: lambda: None)  # a graph keeps no program
     engine = graph_engine()
     gc.collect()
-    kept = [weakref.ref(item) for item in (engine._worker.decode_step.cache, engine._worker.batch, engine._model)]
+    kept = [
+        weakref.ref(item)
+        for item in (engine.parts.worker.decode_step.cache, engine.parts.worker.batch, engine.parts.model)
+    ]
     gc.disable()
     try:
         engine.close()
@@ -220,7 +223,7 @@ def test_prefill_is_warmed_up_with_and_without_a_prefix(
         return run(self, spans, ending, *rest)
 
     monkeypatch.setattr(PrefillStep, "_run", spied)
-    batch = graph_engine(prefill_chunk=40)._worker.batch
+    batch = graph_engine(prefill_chunk=40).parts.worker.batch
     width = batch.width
     assert int(batch.lengths[0]) == 1
     assert seen == [(0, 16), (0, 32), (0, 40), (1, 17), (width - 17, width - 1), (0, 16)]
@@ -228,7 +231,7 @@ def test_prefill_is_warmed_up_with_and_without_a_prefix(
     graph_engine(prefill_chunk=40, max_running=16)
     assert ended[-2:] == [2, 16]
     seen.clear()
-    width = graph_engine(prefill_chunk=40, max_model_len=20)._worker.batch.width
+    width = graph_engine(prefill_chunk=40, max_model_len=20).parts.worker.batch.width
     assert all(0 <= start < end < width for start, end in seen)
 
 
@@ -257,7 +260,7 @@ def test_a_rehearsal_changes_nothing(
 
 
 def test_layers_that_are_alike_are_warmed_once(graph_engine: Callable[..., Any]) -> None:
-    forward = graph_engine()._worker.forwards["target"]
+    forward = graph_engine().parts.worker.forwards["target"]
     assert len(forward._model.layers) == 4
     assert forward._unlike(4) == [0, 2, 3]  # the one before the last layer has another program after it
     assert forward._unlike(1) == [0]
@@ -297,7 +300,7 @@ def test_piecewise_prefill_equals_a_whole_pass(
     graph_engine: Callable[..., Any], count: int, needs_all_hidden: bool
 ) -> None:
     """Last and auxiliary hidden states, without padding and without those of a longer pass before."""
-    worker = graph_engine(graphs=Graphs())._worker
+    worker = graph_engine(graphs=Graphs()).parts.worker
     batch, page_size = worker.batch, worker._page_size
     model, cache = worker.decode_step.model, worker.decode_step.cache
     model = model.with_aux((2, 0)) if needs_all_hidden else model
@@ -328,7 +331,7 @@ def test_layers_with_shared_keys_compute_the_last_tokens_only(
     targets: Targets, monkeypatch: pytest.MonkeyPatch, is_recorded: bool
 ) -> None:
     """Of two chunks, one after a prefix. If more tokens are read than there are chunks, all are computed."""
-    worker = targets.engine("gemma4-e2b", "none")._worker
+    worker = targets.engine("gemma4-e2b", "none").parts.worker
     model, cache, batch = worker.decode_step.model, worker.decode_step.cache, worker.batch
     table = batch.page_table
     forward: Any = EagerForward(model, cache)
@@ -432,7 +435,7 @@ def test_short_passes_with_and_without_prefixes_are_one_graph(
 def test_static_bytes_are_those_of_the_buffers(
     targets: Targets, name: str, needs_all_hidden: bool, aux: tuple[int, ...]
 ) -> None:
-    worker = targets.engine(name, "none")._worker
+    worker = targets.engine(name, "none").parts.worker
     model, cache, batch = worker.decode_step.model.with_aux(aux), worker.decode_step.cache, worker.batch
     recorder: Any = FakeRecorder(torch.device("cpu"))
     piecewise = PiecewiseGraphs(
@@ -451,7 +454,7 @@ def test_memory_plan_has_the_static_bytes_of_each_model(graph_engine: Callable[.
         planned.append(engine.plan.graphs)
     models = 2 if name == "self" else 1
     assert planned[0] - planned[1] == models * static_bytes(
-        engine._model.config, torch.float32, 1, needs_all_hidden=False
+        engine.parts.model.config, torch.float32, 1, needs_all_hidden=False
     )
 
 

@@ -87,8 +87,8 @@ class Scheduler:
         state_cache: StateCache | None = None,
         samples_share: bool = True,
     ) -> None:
-        self._pool = pool
-        self._cache = PrefixCache(pool, page_size) if cache is None else cache
+        self.pool = pool
+        self.cache = PrefixCache(pool, page_size) if cache is None else cache
         self._reuses_prefixes = cache is not None
         self._samples_share = samples_share
         self.state_cache = state_cache
@@ -98,7 +98,7 @@ class Scheduler:
         self._uncached_tail = uncached_tail
         self._window = window
         self.grammars = GrammarPool()
-        self._slots = list(range(max_running, 0, -1))
+        self.free_slots = list(range(max_running, 0, -1))
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []
         self._running: list[Request] = []
@@ -119,7 +119,7 @@ class Scheduler:
         budget = self._prefill_chunk
         for request in list(self._prefilling):
             budget -= self._plan_chunk(plan, request, budget)
-        while budget > 0 and self._waiting and self._slots and self._admit(plan, self._waiting[0], now):
+        while budget > 0 and self._waiting and self.free_slots and self._admit(plan, self._waiting[0], now):
             request = self._waiting.popleft()
             plan.admitted.append(request)
             self._prefilling.append(request)
@@ -140,11 +140,11 @@ class Scheduler:
         need = self._pages_for(reserved_length(len(request.tokens), self.kv_slots_per_step)) - len(shared)
         if not self._ensure_free(need + spare) or not self._allocate_grammar(request):
             for page in shared:
-                self._pool.decref(page)
+                self.pool.decref(page)
             return False
         request.shared = len(shared)
-        request.pages = shared + self._pool.allocate(need)
-        request.slot = self._slots.pop()
+        request.pages = shared + self.pool.allocate(need)
+        request.slot = self.free_slots.pop()
         request.prefilled = len(shared) * self._page_size
         request.branch = found.branch
         if request.params.n > 1:  # the other samples start from a state after the full pages
@@ -177,7 +177,7 @@ class Scheduler:
         if self.state_cache is not None:
             return self.state_cache.find(tokens)
         if self._reuses_prefixes or (self._shares_prompt(request) and request.sample):
-            return Found(self._cache.match(tokens), 0, 0)
+            return Found(self.cache.match(tokens), 0, 0)
         return Found([], 0, 0)
 
     def _chunk_end(self, request: Request, budget: int) -> int:
@@ -203,7 +203,7 @@ class Scheduler:
         plan.chunks.append(ScheduledChunk(request, request.epoch, request.slot, request.prefilled, end, last))
         request.prefilled = end
         if self._reuses_prefixes or self._shares_prompt(request):
-            self._cache.insert(request.tokens, min(end, request.textual), request.pages)
+            self.cache.insert(request.tokens, min(end, request.textual), request.pages)
         if self.state_cache is not None and end <= request.textual:
             is_branch = end == request.branch
             if place := self.state_cache.allocate(request.tokens, end, is_branch=is_branch):
@@ -239,7 +239,7 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                for page in self._pool.allocate(max(need, 0)):
+                for page in self.pool.allocate(max(need, 0)):
                     self._new_pages[request.slot, len(request.pages)] = page
                     request.pages.append(page)
                 scheduled.append(ScheduledRequest(request, request.epoch, request.slot))
@@ -266,7 +266,7 @@ class Scheduler:
         assert request.slot is not None
         computed = request.committed if request.draft_kv_valid_until is None else request.draft_kv_valid_until
         for place in range(request.freed, max(computed - self._uncached_tail - self._window, 0) // self._page_size):
-            self._pool.decref(request.pages[place])
+            self.pool.decref(request.pages[place])
             request.pages[place] = 0
             self._new_pages[request.slot, place] = 0
             request.freed = place + 1
@@ -325,7 +325,7 @@ class Scheduler:
             known = min(known, request.textual)
             if request.draft_kv_valid_until is not None:
                 known = min(known, request.draft_kv_valid_until)
-            self._cache.insert(request.tokens, known, request.pages)
+            self.cache.insert(request.tokens, known, request.pages)
         self._deallocate(request)
 
     def retry_without_shared(self, request: Request) -> bool:
@@ -333,19 +333,19 @@ class Scheduler:
         before its own result showed that. False if it has none; it must `fail`."""
         if not request.shared:
             return False
-        self._cache.invalidate(request.tokens, 0)
+        self.cache.invalidate(request.tokens, 0)
         request.unshared = True
         self._retract(request)
         return True
 
     def fail(self, request: Request) -> None:
         """End a request whose pages may hold anything: what it cached is forgotten, too."""
-        self._cache.invalidate(request.tokens, request.shared)
+        self.cache.invalidate(request.tokens, request.shared)
         self._deallocate(request)
 
     def forget_prefixes(self) -> None:
         """Evict all cached pages that no request holds."""
-        self._cache.evict(len(self._cache))
+        self.cache.evict(len(self.cache))
 
     def _retract(self, request: Request) -> None:
         """Take the memory of a running request; it waits at the front and is computed again from its tokens."""
@@ -359,11 +359,11 @@ class Scheduler:
     def _deallocate(self, request: Request) -> None:
         assert request.slot is not None
         for page in request.pages[request.freed :]:
-            self._pool.decref(page)
+            self.pool.decref(page)
         request.pages = []
         request.freed = 0
         self._new_pages = {place: page for place, page in self._new_pages.items() if place[0] != request.slot}
-        self._slots.append(request.slot)
+        self.free_slots.append(request.slot)
         request.slot = None
         if request.automaton is not None:
             self.grammars.decref(request.automaton)
@@ -371,9 +371,9 @@ class Scheduler:
 
     def _ensure_free(self, count: int) -> bool:
         """Are `count` pages free, after evicting cached ones if necessary?"""
-        missing = count - self._pool.free
-        if 0 < missing <= self._pool.idle:
-            missing -= self._cache.evict(missing)
+        missing = count - self.pool.free
+        if 0 < missing <= self.pool.idle:
+            missing -= self.cache.evict(missing)
         return missing <= 0
 
     def _most_pages(self, request: Request) -> int:

@@ -293,7 +293,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         used = [request.slot for request in self.requests if request.slot is not None]
-        assert sorted([*used, *self.scheduler._slots]) == list(range(1, self.slots + 1))
+        assert sorted([*used, *self.scheduler.free_slots]) == list(range(1, self.slots + 1))
         alive = [request for request in self.requests if not request.finished]
         assert self.scheduler.unfinished == len(alive)
         for request in self.requests:
@@ -507,7 +507,7 @@ def crowded(tokens: list[int]) -> tuple[Scheduler, list[Request]]:
     requests = [add(scheduler, index, 6, 2) for index in range(len(tokens))]
     for request, generated in zip(requests, tokens, strict=True):
         request.params = SamplingParams(max_new_tokens=30)
-        request.pages, request.slot = pool.allocate(2), scheduler._slots.pop()
+        request.pages, request.slot = pool.allocate(2), scheduler.free_slots.pop()
         request.tokens += [1] * generated
         request.committed = 8
         scheduler._waiting.remove(request)
@@ -531,7 +531,7 @@ def test_a_retracted_request_leaves_the_plan() -> None:
 
 def test_pages_of_an_ended_request_do_not_reach_the_next_owner_of_its_slot() -> None:
     scheduler, (first, second) = crowded([3, 3])
-    scheduler._pool.decref(second.pages.pop())  # room for one more page, not for two
+    scheduler.pool.decref(second.pages.pop())  # room for one more page, not for two
     second.committed = 12
     with pytest.raises(OutOfPagesError):
         scheduler.plan_decode(may_retract=False)

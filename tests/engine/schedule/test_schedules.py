@@ -48,10 +48,10 @@ def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def check_released(engine: Engine) -> None:
     """Checks that every page is free or held by the cache alone, and every slot is free."""
-    scheduler = engine._scheduler
-    pool, cache = scheduler._pool, scheduler._cache
+    scheduler = engine.parts.scheduler
+    pool, cache = scheduler.pool, scheduler.cache
     assert scheduler.unfinished == 0
-    assert sorted(scheduler._slots) == list(range(1, engine.config.max_running + 1))
+    assert sorted(scheduler.free_slots) == list(range(1, engine.config.max_running + 1))
     cached = 0 if cache is None else len(cache)
     assert pool.free + cached == pool.total
     assert pool.idle == cached
