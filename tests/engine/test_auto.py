@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from crossed import crossed
-from stand_ins import fake_graphs, no_step_times, random_draft_lengths
+from stand_ins import fake_graphs, planned_draft_lengths, random_draft_lengths, timed_by
 
 from specbatch import Engine, SamplingParams
 from specbatch.config.acceptance_profile import AcceptanceProfile
@@ -76,18 +76,10 @@ def test_an_idle_draft_model_catches_up_in_passes_of_at_most_a_chunk(
         passes.append(list(zip(shape.spans.starts, shape.spans.ends, strict=True)))
         catch_up(self, batch, shape)
 
-    plan = [0] * 10 + [5] + [0] * 4 + [5] * 20
-
-    def choose(self: DraftLength, rows: int) -> int:
-        length = plan.pop(0)
-        self.probing = length > 0 and plan[:1] == [0]
-        return length
-
-    no_step_times(monkeypatch)
+    planned_draft_lengths(monkeypatch, [0] * 10 + [5] + [0] * 4, after=5)
     engine = toy_engine(speculation=auto("same", "v1"), prefill_chunk=25, prefix_cache=False)
     monkeypatch.setattr(DraftModelChain, "catch_up", spied)
     monkeypatch.setattr(DraftModelChain, "prefill", lambda self, *args: catch_up(self, *args[:2]))
-    monkeypatch.setattr(DraftLength, "choose", choose)
     engine.generate([list(prompt) for prompt in toy.prompts()[:4]], SamplingParams(max_new_tokens=40, ignore_eos=True))
     totals = [sum(end - start for start, end in spans) for spans in passes]
     # The draft's own pass computes the newest of the ten: ten each, with the token before the root. Two requests fit
@@ -100,8 +92,7 @@ def test_a_prefix_that_an_idle_draft_model_has_not_computed_is_not_shared(
     toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[tuple[int, int]] = []
-    no_step_times(monkeypatch)
-    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: 0)
+    planned_draft_lengths(monkeypatch, [])
     finish = Scheduler.finish
 
     def spied(self: Scheduler, request: Any) -> None:
@@ -132,9 +123,8 @@ def test_the_draft_model_recomputes_a_retracted_request(
         retract(self, request)
         valid.append((before, request.draft_kv_valid_until))
 
-    no_step_times(monkeypatch)
+    planned_draft_lengths(monkeypatch, [])
     monkeypatch.setattr(Scheduler, "_retract", watched)
-    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: 0)
     engine = toy_engine(speculation=auto("same"), **SETTINGS["crowded"])
     prompts = [list(prompt) for prompt in toy.prompts()[8:16]]
     engine.generate(prompts, SamplingParams(max_new_tokens=25, ignore_eos=True))
@@ -184,7 +174,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> type[FakeClock]:
         return FakeClock.now - start
 
     monkeypatch.setattr(DecodeStep, "__call__", timed)
-    monkeypatch.setattr("specbatch.engine.schedule.runner.StepTimer", FakeClock)
+    timed_by(monkeypatch, FakeClock)
     monkeypatch.setattr("specbatch.engine.setup.step_times.seconds_of", seconds_of)
     return FakeClock
 
@@ -286,15 +276,7 @@ def test_acceptance_of_drafts_without_context_is_ignored(
     """A probe of an idle draft model, which catches up for one request of eight: the others' drafts lack context."""
     learned: list[tuple[int, int]] = []
     monkeypatch.setattr(DraftLength, "learn", lambda self, n, found: learned.append((n, len(list(found)))))
-    plan = [0] * 12 + [5] + [0] * 40
-
-    def choose(self: DraftLength, rows: int) -> int:
-        length = plan.pop(0)
-        self.probing = length > 0
-        return length
-
-    monkeypatch.setattr(DraftLength, "choose", choose)
-    no_step_times(monkeypatch)
+    planned_draft_lengths(monkeypatch, [*[0] * 12, 5, 0])
     engine = toy_engine(speculation=auto("same"), prefill_chunk=15, prefix_cache=False)
     engine.generate([list(toy.prompts()[0])] * 8, SamplingParams(max_new_tokens=20, ignore_eos=True))
     assert [found for found in learned if found[0]] == [(5, 1)]

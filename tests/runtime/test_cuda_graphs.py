@@ -15,12 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from crossed import slow_but
-from stand_ins import FakeRecorder, fake_graphs
+from stand_ins import FakeRecorder, fake_graphs, timed_by
 from targets import Targets
 
 from specbatch import EmbeddedPrompt, SpecbatchError
 from specbatch.config.engine_config import Graphs, Speculation
-from specbatch.core.async_copy import StepTimer
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.core.request import SamplingParams
 from specbatch.engine.device.device_worker import DeviceWorker
@@ -142,28 +141,11 @@ def test_late_recording_does_not_change_results_in_flight(
     assert tuple(done[1].token_ids) == toy.greedy(tuple(prompts[1]))[:20]
 
 
-class Clock(StepTimer):
-    """Steps of one second, with gaps of half a second."""
-
-    def __init__(self) -> None:
-        self._previous: Any = None
-
-    @classmethod
-    def begin(cls, device: torch.device) -> StepTimer:
-        return cls()
-
-    def end(self, previous: StepTimer | None) -> None:
-        self._previous = previous
-
-    def seconds(self) -> tuple[float, float | None]:
-        return 1.0, 0.5 if self.follows else None
-
-
 def test_recordings_and_prefills_are_no_part_of_step_times(
     toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither counts as an iteration's time, as a gap or as a late launch."""
-    monkeypatch.setattr("specbatch.engine.schedule.runner.StepTimer", Clock)
+    timed_by(monkeypatch)
     engine = graph_engine(max_running=2)
     params = [greedy(5), greedy(25), SAMPLED]
     engine.generate([list(prompt) for prompt in toy.prompts()[:3]], params, concurrency=2)
@@ -178,7 +160,7 @@ def test_recordings_and_prefills_are_no_part_of_step_times(
 def test_gap_that_began_before_the_record_is_not_counted(
     toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specbatch.engine.schedule.runner.StepTimer", Clock)
+    timed_by(monkeypatch)
     engine = graph_engine()
     events = engine.stream([list(toy.prompts()[0])], greedy(20))
     for _ in range(5):

@@ -92,7 +92,7 @@ def test_scores_of_candidates_match_the_engine(head, target):
     tensors = head.tensors()
     config = DFlash2Config.from_dict(head.config())
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == config.weight_shapes()
-    model: Decoder = target.parts.model
+    model: Decoder = target._model
     own = DFlash2(Reader(config, tensors.__getitem__, torch.float32, CPU, of_draft=True), model, 64)
     hidden, before = torch.randn(6, 24, generator=torch.Generator().manual_seed(2)), torch.arange(6)
     tokens, known, weights = own.candidates(model.logits(hidden), hidden)
