@@ -139,14 +139,11 @@ class FakeClock(StepTimer):
     """A step takes `cost` seconds."""
 
     now = 0.0
-
-    @staticmethod
-    def cost(rows: int, drafts: int) -> float:
-        return 1.0 + 0.1 * drafts
+    cost: Callable[[int, int], float] = staticmethod(lambda rows, drafts: 1.0 + 0.1 * drafts)
 
     def __init__(self) -> None:
         self._previous: Any = None
-        self._start = FakeClock.now
+        self._start = self.now
 
     @classmethod
     def begin(cls, device: torch.device) -> StepTimer:
@@ -154,7 +151,7 @@ class FakeClock(StepTimer):
 
     def end(self, previous: StepTimer | None) -> None:
         self._previous = previous
-        self._took = FakeClock.now - self._start
+        self._took = self.now - self._start
 
     def seconds(self) -> tuple[float, float | None]:
         return self._took, 0.0 if self.follows else None
@@ -164,19 +161,22 @@ class FakeClock(StepTimer):
 def clock(monkeypatch: pytest.MonkeyPatch) -> type[FakeClock]:
     run = DecodeStep.__call__
 
+    class Clock(FakeClock):
+        pass
+
     def timed(self: DecodeStep, step: Any) -> Any:
-        FakeClock.now += FakeClock.cost(len(step.slots), step.num_drafts)
+        Clock.now += Clock.cost(len(step.slots), step.num_drafts)
         return run(self, step)
 
     def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-        start = FakeClock.now
+        start = Clock.now
         work()
-        return FakeClock.now - start
+        return Clock.now - start
 
     monkeypatch.setattr(DecodeStep, "__call__", timed)
-    timed_by(monkeypatch, FakeClock)
+    timed_by(monkeypatch, Clock)
     monkeypatch.setattr("specbatch.engine.setup.step_times.seconds_of", seconds_of)
-    return FakeClock
+    return Clock
 
 
 def shares(engine: Engine) -> dict[str, float]:
@@ -242,10 +242,10 @@ def test_shortening_the_draft_is_not_part_of_the_step_time(
 
 
 def test_each_batch_size_has_its_own_length(
-    toy: Any, toy_engine: Callable[..., Engine], clock: type[FakeClock], monkeypatch: pytest.MonkeyPatch
+    toy: Any, toy_engine: Callable[..., Engine], clock: type[FakeClock]
 ) -> None:
     """On a device where verifying costs nothing in small batches, and as much as decoding in large ones."""
-    monkeypatch.setattr(clock, "cost", lambda rows, drafts: 1.0 + drafts * (0.02 if rows < 8 else 1.0))
+    clock.cost = staticmethod(lambda rows, drafts: 1.0 + drafts * (0.02 if rows < 8 else 1.0))
     speculation = replace(auto("same"), simulate_accept=AcceptanceProfile("", (1.0, 1.0, 0.5, 0.0, 0.0)))
     engine = toy_engine(speculation=speculation, max_model_len=300)
     params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in [40] * 6 + [200] * 2]
@@ -259,11 +259,9 @@ def test_each_batch_size_has_its_own_length(
     assert times["8"] == pytest.approx({"0": 1.0, "1": 2.0, "2": 3.0, "4": 5.0, "5": 6.0})
 
 
-def test_times_at_start_rise_with_batch_and_drafts(
-    toy_engine: Callable[..., Engine], clock: type[FakeClock], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_at_start_rise_with_batch_and_drafts(toy_engine: Callable[..., Engine], clock: type[FakeClock]) -> None:
     """Also on a machine that is busy while two requests, or one draft, are timed."""
-    monkeypatch.setattr(clock, "cost", lambda rows, drafts: 9.0 if rows == 2 or drafts == 1 else rows + drafts)
+    clock.cost = staticmethod(lambda rows, drafts: 9.0 if rows == 2 or drafts == 1 else rows + drafts)
     times = toy_engine(speculation=auto("same"), max_model_len=300).caps["draft_length_s"]
     assert times["8"] == pytest.approx({"0": 8.0, "1": 9.0, "2": 10.0, "4": 12.0, "5": 13.0})
     assert times["2"] == pytest.approx({"0": 4.0, "1": 6.0, "2": 6.0, "4": 8.0, "5": 9.0})

@@ -55,12 +55,10 @@ def test_answers_are_documents_of_the_schema(monkeypatch: pytest.MonkeyPatch, gr
 
 
 @pytest.mark.parametrize("cells", [200, 60_000])
-def test_requests_wait_for_the_places_of_tables(
-    monkeypatch: pytest.MonkeyPatch, toy: Any, toy_engine: Callable[..., Engine], cells: int
-) -> None:
+def test_requests_wait_for_the_places_of_tables(toy: Any, toy_engine: Callable[..., Engine], cells: int) -> None:
     """In 200 cells there is room for one table, and slots are used by requests with and without grammars."""
-    monkeypatch.setattr("specbatch.engine.schedule.scheduler.GrammarPool", lambda: GrammarPool(cells))
     engine = toy_engine(max_running=4, kv_pages=18, page_size=2, max_model_len=24, speculation=NGRAM)
+    engine.parts.scheduler.grammars = GrammarPool(cells)
     letters = "abcdefg"
     free = SamplingParams(max_new_tokens=16, ignore_eos=True)
     params = [

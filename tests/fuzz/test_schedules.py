@@ -13,6 +13,7 @@ import pytest
 from fuzzing import Fuzz
 from lossless import slots_per_step
 from plain_decoding import check_end, check_logprobs, check_tokens, seed_of_sample
+from released import check_released
 from stand_ins import fake_graphs, late_results
 
 from specbatch import Completion, Engine, SamplingParams, Speculation
@@ -158,15 +159,6 @@ def run(engine: Engine, work: Work) -> list[Completion]:
     return done
 
 
-def check_nothing_leaks(engine: Engine) -> None:
-    scheduler = engine.parts.scheduler
-    pool, cached = scheduler.pool, len(scheduler.cache)
-    assert not scheduler.unfinished
-    assert sorted(scheduler.free_slots) == list(range(1, engine.config.max_running + 1))
-    assert pool.free + cached == pool.total
-    assert pool.idle == cached
-
-
 def check_record(engine: Engine, done: list[Completion]) -> None:
     """Sums over the requests, and what they must satisfy."""
     record = engine.record()
@@ -265,7 +257,7 @@ def test_random_schedules(
             for _ in range(1 if fuzz.total is None else 4):
                 work = random_work(random, model, prefixes, FEW if engine.config.max_running < 16 else MANY)
                 done = run(engine, work)
-                check_nothing_leaks(engine)
+                check_released(engine)
                 everything += [(item, work.params[item.index]) for item in done]
                 if work.closes_at is not None:  # what was not read before the stream was closed is in the record only
                     fuzz.outcome("closed streams")

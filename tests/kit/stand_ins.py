@@ -38,9 +38,9 @@ class FakeRecorder:
         return program
 
 
-def fake_graphs(patch: pytest.MonkeyPatch) -> None:
-    """Engines on a CPU accept graphs, and record them with `FakeRecorder`."""
-    patch.setattr("specbatch.engine.setup.builder.Recorder", FakeRecorder)
+def fake_graphs(patch: pytest.MonkeyPatch, recorder: type[FakeRecorder] = FakeRecorder) -> None:
+    """Engines on a CPU accept graphs, and record them with `recorder`."""
+    patch.setattr("specbatch.engine.setup.builder.Recorder", recorder)
     patch.setattr("specbatch.engine.setup.prepare._check_device", lambda config, device: None)
 
 

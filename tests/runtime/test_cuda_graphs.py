@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from specbatch.engine.device.prefill import PrefillStep
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.models.families.padded_attention import PaddedAttention
-from specbatch.runtime.cuda_graphs import RING, batch_buckets, token_buckets
+from specbatch.runtime.cuda_graphs import RING, Program, batch_buckets, nothing, token_buckets
 from specbatch.runtime.parallel_compilation import Compilation, compile_ahead
 from specbatch.runtime.prefill_forward import EagerForward, PiecewiseGraphs, static_bytes
 
@@ -177,7 +177,11 @@ def test_gap_that_began_before_the_record_is_not_counted(
 def test_closed_engine_frees_its_memory_at_once(
     graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FakeRecorder, "record", lambda self, program: lambda: None)  # a graph keeps no program
+    class Recorder(FakeRecorder):  # a graph keeps no program
+        def record(self, program: Program) -> Program:
+            return nothing
+
+    fake_graphs(monkeypatch, Recorder)
     engine = graph_engine()
     gc.collect()
     kept = [
@@ -454,14 +458,17 @@ def test_buckets_rise_to_the_maximum(buckets: Callable[[int], list[int]], most: 
 def test_out_of_memory_shows_the_plan(
     toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any, **__: Any) -> None:
+    def fail(*_: Any, **__: Any) -> NoReturn:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
 
+    class Recorder(FakeRecorder):
+        record = fail
+
     engine = graph_engine(graphs=Graphs())
-    monkeypatch.setattr("specbatch.engine.schedule.runner.Runner.decode", fail)
+    engine.parts.worker.decode = fail
     with pytest.raises(SpecbatchError, match="out of memory while running prompts"):
         engine.generate([list(toy.prompts()[0])], greedy(4))
-    monkeypatch.setattr(FakeRecorder, "record", fail)
+    fake_graphs(monkeypatch, Recorder)
     message = r"out of memory while building the engine: .* KV .* graphs .*; use a lower"
     with pytest.raises(SpecbatchError, match=message):
         graph_engine()
