@@ -67,7 +67,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         return found_plan
     # The window of a step begins earlier by a position for each layer after the first.
     tail = asked.shape.steps + layers
-    return replace(found_plan, drafted=asked.shape.steps, scratch_slots=tail, uncached_tail=tail, embedded=layers)
+    return replace(found_plan, num_drafts=asked.shape.steps, scratch_slots=tail, uncached_tail=tail, embedded=layers)
 
 
 def _stored(target: Checkpoint, asked: Speculation, *, is_dummy: bool) -> int:
@@ -93,7 +93,7 @@ def _drafted(asked: Speculation, layers: int, name: str) -> Speculation:
         raise refuse("draft_steps", asked.draft_steps, f"{has}; use at most {layers}")
     if isinstance(asked.draft_tokens, int):
         raise refuse("draft_tokens", asked.draft_tokens, f"{has}; use at most {layers}")
-    return asked.with_most(layers)
+    return asked.with_num_drafts(layers)
 
 
 def _without(found: Shapes, layers: range) -> Shapes:

@@ -100,7 +100,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     if steps > most:
         raise refuse("draft_tokens", steps, f"the pass of a P-EAGLE head has two rows for each; use at most {most}")
     found = eagle3_plan(target, config, log, "peagle", kind, most)
-    return replace(found, scratch_slots=2 * (found.drafted or steps))  # with the ignored rows
+    return replace(found, scratch_slots=2 * (found.num_drafts or steps))  # with the ignored rows
 
 
 def _mask_token(config: dict[str, Any]) -> int:

@@ -94,7 +94,7 @@ class Engine(InferenceEngine):
             shares=parts.config.prefix_cache and not parts.model.recurrent_layers,
         )
         self._trusted = True
-        can_be_low = speculation.drafted and speculation.simulated is None
+        can_be_low = speculation.num_drafts and speculation.simulated is None
         causes = causes_of_low_acceptance(speculation.algorithm, config.load_format)
         # A diagnosis runs the model on this rank alone.
         diagnose = parts.diagnose if self._ranks is None else lambda completions: None

@@ -153,7 +153,7 @@ class Loader:
     chunk: int
     page_table: torch.Tensor  # of the engine's batch
     tokens: torch.Tensor  # of the engine's batch
-    num_queries: int  # of a verify, per request
+    num_drafts: int  # of a verify, per request
     trees: bool  # whether drafts may be trees
     state_dtype: str  # of recurrent layers' matrix states
     cached_states: int  # places for states of prefixes
@@ -216,7 +216,7 @@ class Loader:
         types = state_types(self.dtype, self.state_dtype)
         shapes, slots = model.config.state_shapes, self.page_table.shape[0]
         return RecurrentStates(
-            shapes, model.recurrent_layers, slots, self.num_queries, types, self.device, self.cached_states,
+            shapes, model.recurrent_layers, slots, self.num_drafts + 1, types, self.device, self.cached_states,
             trees=self.trees,
         )  # fmt: skip
 

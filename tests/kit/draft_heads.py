@@ -318,7 +318,7 @@ def loader_of(here: Any) -> Loader:
         chunk=64,
         page_table=here.batch.page_table,
         tokens=here.batch.tokens,
-        num_queries=8,
+        num_drafts=7,
         trees=True,
         state_dtype="fp32",
         cached_states=0,

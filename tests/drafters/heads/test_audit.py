@@ -411,7 +411,7 @@ def test_number_of_drafts_that_a_head_was_published_with(
     folder, lines = write(heads.llama(draft_vocab_size=9) | stated, heads.eagle3()), []
     config = EngineConfig(model="target", speculation=Speculation("eagle3", draft=folder, **asked))
     found = heads.plan_of("eagle3")(heads.TargetStub(8), config, lines.append)
-    assert found.drafted == drafted
+    assert found.num_drafts == drafted
     if drafted is not None:
         assert found.uncached_tail == drafted + 1
     assert [line for line in lines if "speculative_tokens" in line] == [
@@ -445,7 +445,7 @@ def test_number_of_drafts_of_a_parallel_head(write: Any) -> None:
         config = EngineConfig(model="target", speculation=Speculation("peagle", draft=folder))
         lines: list[str] = []
         found = heads.plan_of("peagle")(heads.TargetStub(8), config, lines.append)
-        assert (found.drafted, found.scratch_slots) == (drafted, 2 * drafted)
+        assert (found.num_drafts, found.scratch_slots) == (drafted, 2 * drafted)
         note = "" if count == drafted else ", of which it can make 32"
         assert f"draft: the number of drafts is speculative_tokens={count} of its config{note}" in lines
 

@@ -197,10 +197,10 @@ def test_layers_that_do_not_fit_are_named_as_in_the_file() -> None:
 
 def test_plan_and_log_of_a_dummy() -> None:
     plan, text = planned("dflash", "qwen3-8b")
-    assert (plan.drafted, plan.kv_layers, plan.needs_all_hidden, plan.aux) == (15, 5, False, (1, 9, 17, 25, 33))
+    assert (plan.num_drafts, plan.kv_layers, plan.needs_all_hidden, plan.aux) == (15, 5, False, (1, 9, 17, 25, 33))
     for part in ("layers 1, 9, 17, 25, 33", "block of 16", "151669", "theta 1e+06", "32 heads of 128, 8 for keys"):
         assert part in text
-    assert planned("dflash", "qwen3-8b", draft_tokens=7)[0].drafted == 7
+    assert planned("dflash", "qwen3-8b", draft_tokens=7)[0].num_drafts == 7
     for asked, message in (
         ({"draft_tokens": 7, "draft_steps": 7}, "draft_steps=7: a block is drafted in one pass"),
         ({"draft_tokens": 16}, "draft_tokens=16: the draft's block size is 16; use at most 15"),
@@ -228,7 +228,7 @@ def test_number_of_drafts_that_it_was_published_with(
     table = {"proposal_methods": [method], "default_proposal_method": "greedy"}
     (tmp_path / "config.json").write_text(json.dumps(speculators(speculators_config=table)))
     plan, text = planned("dflash", "qwen3-8b", draft=str(tmp_path / "config.json"), **asked)
-    assert plan.drafted == drafted
+    assert plan.num_drafts == drafted
     assert logged in text
 
 

@@ -79,7 +79,7 @@ def test_folder_is_read_and_checked(tmp_path: Path) -> None:
         save_file(found, tmp_path / "model.safetensors")
         lines: list[str] = []
         config = EngineConfig(model=target, device="cpu", speculation=asked)
-        assert dflash2.plan(open_checkpoint(target, "dummy"), config, lines.append).drafted == 7
+        assert dflash2.plan(open_checkpoint(target, "dummy"), config, lines.append).num_drafts == 7
         return "\n".join(lines)
 
     text = planned(tensors, "toy")

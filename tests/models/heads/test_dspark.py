@@ -131,7 +131,7 @@ def test_dummy_has_the_published_shape() -> None:
 
 def test_plan_and_log_of_a_dummy() -> None:
     plan, text = planned("dspark", "qwen3-8b")
-    assert (plan.drafted, plan.kv_layers, plan.needs_all_hidden, plan.aux) == (7, 5, False, (1, 9, 17, 25, 33))
+    assert (plan.num_drafts, plan.kv_layers, plan.needs_all_hidden, plan.aux) == (7, 5, False, (1, 9, 17, 25, 33))
     for part in ("layers 1, 9, 17, 25, 33", "block of 7", "151669", "7 drafts", "rank 256"):
         assert part in text
     with pytest.raises(SpecbatchError, match="draft_tokens=8: the draft's block size is 7; use at most 7"):
