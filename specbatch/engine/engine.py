@@ -22,7 +22,7 @@ from specbatch.engine.requests.submissions import Source, SubmissionQueue
 from specbatch.engine.schedule.runner import Runner
 from specbatch.engine.schedule.schedules import SCHEDULES
 from specbatch.engine.scoring import Likelihood, OnScore, Pair, Scorer, checked_pairs
-from specbatch.engine.setup.builder import build
+from specbatch.engine.setup.builder import EngineParts, build
 from specbatch.errors import refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.models.config import ModelConfig
@@ -59,7 +59,7 @@ class Engine(InferenceEngine):
         self._ranks: EngineRanks | None = None
         if config.tensor_parallel > 1:
             self._ranks = EngineRanks(config, share, None if weights_of is None else weights_of._ranks)
-        self.parts = parts = build(
+        self.parts: EngineParts = build(
             config,
             log,
             report or (lambda done, total: None),
@@ -67,6 +67,7 @@ class Engine(InferenceEngine):
             share=share,
             others=self._ranks,
         )
+        parts = self.parts
         self.config = parts.config
         self.device = parts.device
         self.tokenizer = parts.tokenizer
