@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.common.multiprocessors import multiprocessors
-from specbatch.kernels.common.sizes import cdiv, tile_side
+from specbatch.kernels.common.sizes import cdiv, multiprocessors, tile_side
 from specbatch.kernels.recurrent.gated_delta import CHUNK, EXACT_CHUNK, DeltaHeads
 from specbatch.kernels.recurrent.gated_delta_triton import decay_of, invert, normalise, sizes_of, unit
 

@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.kv_slots import VerifiedRows
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import next_power_of_2
-from specbatch.kernels.common.verified_rows import VerifiedRows
 from specbatch.kernels.sampling.accept import BatchRows, Proposal
 from specbatch.kernels.sampling.accept_triton import Chosen, load_chosen, popcount
 from specbatch.kernels.sampling.rng_triton import simulated_accept

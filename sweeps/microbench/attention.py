@@ -13,8 +13,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels.attention.qkv import QKVLayout
-from specbatch.kernels.attention.verify.verify_attention import DecodeQueries, Mask
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, QKVLayout
 from specbatch.kernels.attention.verify.verify_attention_triton import verify_attention
 from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.sweeps.microbench.runner import Call, Case, Table
@@ -92,7 +91,8 @@ def verify_step(work: Work) -> Callable[..., torch.Tensor]:
     lengths = torch.full((work.batch,), work.keys, device="cuda")
     torch.cuda.synchronize()  # the kernel reads some inputs before the previous kernel has ended
     queries = DecodeQueries(table, rows, lengths, work.n, PAGE_SIZE)
-    return lambda copy, **options: verify_attention(queries, qkv, heads, lengths, k[copy], v[copy], Mask(), **options)
+    inputs = [AttentionInputs(qkv, heads, lengths, k[copy], v[copy]) for copy in range(work.copies)]
+    return lambda copy, **options: verify_attention(queries, inputs[copy], Mask(), **options)
 
 
 def sdpa_step(work: Work) -> Callable[[int], torch.Tensor]:

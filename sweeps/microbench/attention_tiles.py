@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from specbatch.kernels.attention.verify.verify_attention_configs import Tile, most_splits, splits_for, tile_for
-from specbatch.kernels.common.multiprocessors import multiprocessors
+from specbatch.kernels.common.sizes import multiprocessors
 from specbatch.sweeps.microbench.attention import POINTS, Work, verify_step
 from specbatch.sweeps.microbench.runner import Call, Row, Table
 from specbatch.sweeps.microbench.tile_search import compile_all, fastest
