@@ -11,11 +11,11 @@ from specbatch.errors import refuse
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.elementwise.activations import clamped_swiglu_ref, gelu_and_mul_ref, silu_and_mul_ref
-from specbatch.kernels.elementwise.fp8_quantize import quantize_fp8_ref
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.quantized import fp8_activations
 from specbatch.kernels.gemm.quantized.fp8_linear import fp8_linear_ref
+from specbatch.kernels.gemm.quantized.fp8_quantize import quantize_fp8_ref
 from specbatch.kernels.gemm.quantized.int4 import Int4Tiles, int4_linear_ref, int4_tiles
 from specbatch.kernels.gemm.quantized.weight import Weight
 from specbatch.kernels.moe.routing import Routing, route_ref

@@ -23,7 +23,6 @@ import typer
 
 from specbatch.errors import refuse
 from specbatch.kernels.elementwise.activations import silu_and_mul
-from specbatch.kernels.elementwise.fp8_quantize import quantize_fp8
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.dense import skinny_gemm_triton
 from specbatch.kernels.gemm.dense.one_row_triton import OneRowTile
@@ -31,6 +30,7 @@ from specbatch.kernels.gemm.dense.skinny_gemm_configs import Tile
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
 from specbatch.kernels.gemm.quantized.fp8_linear import fp8_linear, linear
+from specbatch.kernels.gemm.quantized.fp8_quantize import quantize_fp8
 from specbatch.kernels.gemm.quantized.int4 import Int4Tiles, int4_linear, int4_tiles
 from specbatch.kernels.gemm.quantized.weight import Weight
 from specbatch.kernels.gemm.split_k_triton import workspace

@@ -15,11 +15,11 @@ from dtypes import HALVES
 from mxfp4_encoding import encoded
 
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.elementwise import elementwise_triton
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8, quantize_fp8_ref
 from specbatch.kernels.gemm import linear
 from specbatch.kernels.gemm.linear import Norm
-from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
+from specbatch.kernels.gemm.quantized import fp8_quantize_triton
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations, use_fp8_activations
+from specbatch.kernels.gemm.quantized.fp8_quantize import quantize_fp8, quantize_fp8_ref
 from specbatch.kernels.gemm.quantized.int4 import Int4Tiles, int4_tiles, pack_int4
 from specbatch.kernels.gemm.quantized.mxfp4 import pack_mxfp4
 from specbatch.kernels.gemm.quantized.weight import Weight
@@ -355,7 +355,7 @@ def test_scales_apply_per_block() -> None:
 def rounding(device: torch.device, monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[[bool], None]) -> None:
     """Replaces the cast to FP8, which is wrong in the interpreter and has its own tests."""
     if device.type == "cpu":
-        monkeypatch.setattr(elementwise_triton, "quantize_fp8", quantize_fp8_ref)
+        monkeypatch.setattr(fp8_quantize_triton, "quantize_fp8", quantize_fp8_ref)
     force_kernels(True)
 
 
