@@ -130,18 +130,9 @@ def _lineages(ancestors, nodes, seen, width, BLOCK: tl.constexpr, PDL: tl.conste
 
 @triton.jit(do_not_specialize=["tokens", "count", "first", "width"])
 def _new_slots(
-    page_table,
-    rows,
-    lengths,
-    slots,
-    tokens,
-    count,
-    first,
-    width,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    page_table, rows, lengths, slots, tokens, count, first, width,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Where the key of each token goes; page 0, which is for padding, if there is no page for it."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < tokens
