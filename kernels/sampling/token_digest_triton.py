@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
-from specbatch.kernels.sampling.token_digest import _FIRST, _PLACE, _SECOND, KEPT
+from specbatch.kernels.sampling.rng import GOLDEN, MIX1, MIX2
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -49,5 +49,5 @@ def token_digest(
     assert drafts.stride(1) == 1 or count < 2, "drafts of a row must be adjacent"
     _digest_kernel[(1,)](
         history, drafts, packed, slots, lengths, batch * (2 * count + 5), drafts.stride(0),
-        DRAFTS=count, KEPT=KEPT, PLACE=_PLACE, FIRST=_FIRST, SECOND=_SECOND, BLOCK=1024, **pdl(packed),
+        DRAFTS=count, KEPT=len(history) - 1, PLACE=GOLDEN, FIRST=MIX1, SECOND=MIX2, BLOCK=1024, **pdl(packed),
     )  # fmt: skip
