@@ -10,9 +10,9 @@ sliding window a program begins with the span of the oldest key that its rows se
 nothing.
 
 All sums over keys are sums of a tensor core, that of the weights too, whose order does not depend on the tile (see
-`gemm/deterministic/fixed_order`): 16 to 64 rows, tokens times the query heads that share a KV head. Those of float32 are added one by
-one, in the order of the keys. Multiplications and additions elsewhere are not fused (`enable_fp_fusion`), because the
-compiler may choose differently in two places.
+`gemm/deterministic/fixed_order`): 16 to 64 rows, tokens times the query heads that share a KV head. Those of float32
+are added one by one, in the order of the keys. Multiplications and additions elsewhere are not fused
+(`enable_fp_fusion`), because the compiler may choose differently in two places.
 """
 
 from __future__ import annotations
