@@ -17,7 +17,7 @@ from uncached import decoder_of, features_of
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk, positions_from
 from specbatch.core.embedded_prompt import EmbeddingOverrides
 from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
-from specbatch.kernels.common.verified_rows import VerifiedRows
+from specbatch.kernels.common.kv_slots import VerifiedRows
 from specbatch.kernels.sampling.tree_verify import ancestor_words, tree_depths
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types

@@ -12,7 +12,7 @@ from functools import cache, partial
 import torch
 
 from specbatch.kernels.dispatch import is_deterministic
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, allocated_rows
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations, allocated_rows
 from specbatch.kernels.gemm.quantized.weight import SCALE_BLOCK, Weight
 
 _MIN_ROWS = 33

@@ -16,7 +16,7 @@ import triton.language as tl
 from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.gemm.quantized.few_rows_triton import fetch_rows_to_l2, launch_of, rows_of_tile, store_rows
-from specbatch.kernels.gemm.quantized.four_bits_triton import fragment_rows, in_fragment_order, of_pairs
+from specbatch.kernels.gemm.quantized.fragments_triton import fragment_rows, in_fragment_order, pairs_in_fragment_order
 from specbatch.kernels.gemm.quantized.weight import SCALE_BLOCK, Weight
 from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
 
@@ -100,7 +100,7 @@ def widened(words, kind: tl.constexpr, WARPS: tl.constexpr):
         first, second = tl.inline_asm_elementwise(
             code, "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
-        found = of_pairs(first, second, kind, WARPS)
+        found = pairs_in_fragment_order(first, second, kind, WARPS)
     return found
 
 

@@ -9,16 +9,12 @@ import torch.nn.functional as F
 
 from specbatch.kernels.dispatch import is_deterministic, op
 from specbatch.kernels.elementwise.activations import relu_squared, silu_and_mul
-from specbatch.kernels.elementwise.fp8_quantize import (
-    FP8Activations,
-    quantize_fp8,
-    rms_norm_fp8,
-    silu_and_mul_fp8,
-)
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.deterministic.fixed_rows import linear_in_blocks
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.quantized import fp8_activations
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations
+from specbatch.kernels.gemm.quantized.fp8_quantize import quantize_fp8, rms_norm_fp8, silu_and_mul_fp8
 from specbatch.kernels.gemm.quantized.int4 import int4_linear, int4_tiles
 from specbatch.kernels.gemm.quantized.weight import Weight
 

@@ -16,10 +16,10 @@ import triton.language as tl
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.dispatch import is_deterministic
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations
 from specbatch.kernels.gemm.gemm_mainloop_triton import gemm_mainloop_e4m3, gemm_mainloop_fp8
 from specbatch.kernels.gemm.quantized import fp8_cublas
 from specbatch.kernels.gemm.quantized.few_rows_triton import MOST_ROWS
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations
 from specbatch.kernels.gemm.quantized.fp8_few_rows_triton import FP8FewRowsTile, fp8_few_rows, fp8_few_rows_tile_for
 from specbatch.kernels.gemm.quantized.w8a8_few_rows_triton import W8A8FewRowsTile, w8a8_few_rows, w8a8_few_rows_tile_for
 from specbatch.kernels.gemm.quantized.weight import SCALE_BLOCK, Weight

@@ -15,7 +15,6 @@ import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel, wait_in_loop
 from specbatch.kernels.common.sizes import cdiv
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations
 from specbatch.kernels.gemm.quantized.few_rows_triton import (
     MOST_ROWS,
     even_splits,
@@ -24,6 +23,7 @@ from specbatch.kernels.gemm.quantized.few_rows_triton import (
     rows_of_tile,
     store_rows,
 )
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations
 from specbatch.kernels.gemm.quantized.weight import SCALE_BLOCK, Weight
 from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
 

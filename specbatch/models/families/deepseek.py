@@ -14,7 +14,7 @@ import torch
 
 from specbatch.errors import refuse
 from specbatch.files.config_values import count_of, flag_of, positive_of, table_of
-from specbatch.kernels.attention.latent.latent_attention import LatentLayout
+from specbatch.kernels.attention.queries import LatentLayout
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.head_gemm import head_gemm
 from specbatch.kernels.gemm.linear import Linear, Norm

@@ -14,7 +14,7 @@ import torch
 
 from specbatch.errors import refuse
 from specbatch.files.config_values import count_of, flag_of, names_of, positive_of, spelled, table_of
-from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.queries import QKVLayout
 from specbatch.kernels.elementwise.activations import gelu_and_mul
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.linear import Linear, Norm

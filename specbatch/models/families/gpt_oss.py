@@ -16,7 +16,8 @@ from specbatch.errors import refuse
 from specbatch.files.config_values import count_of, flag_of, positive_of, table_of
 from specbatch.kernels.elementwise.activations import GATE_LIMIT, GATE_SLOPE
 from specbatch.kernels.gemm.quantized.weight import MX_BLOCK, Weight
-from specbatch.kernels.moe.experts import Biases, Experts
+from specbatch.kernels.moe.expert_weights import Biases
+from specbatch.kernels.moe.experts import Experts
 from specbatch.kernels.moe.routing import Routing
 from specbatch.models.config import DEEPEST, FULL, SLIDING, ModelConfig, shared_out
 from specbatch.models.families import llama

@@ -16,7 +16,7 @@ from specbatch.files.config_values import count_of, flag_of, limits_of, names_of
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.moe.experts import Experts, token_bytes
 from specbatch.kernels.moe.routing import Routing
-from specbatch.kernels.recurrent.mamba2 import SsdHeads
+from specbatch.kernels.recurrent.inputs import SsdHeads
 from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig, shared_out
 from specbatch.models.families.llama import attention, final_norm  # noqa: F401 (`decoder` calls it)

@@ -14,11 +14,11 @@ import torch
 
 from specbatch.errors import refuse
 from specbatch.files.config_values import count_of, flag_of, names_of, table_of
-from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.queries import QKVLayout
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.quantized.fp8_linear import ConcatLinear, linear
 from specbatch.kernels.gemm.quantized.weight import Weight, concat_outputs
-from specbatch.kernels.recurrent.gated_delta import DeltaHeads, chunk_bytes
+from specbatch.kernels.recurrent.inputs import DeltaHeads, chunk_bytes
 from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig, attending, shared_out, without_windows
 from specbatch.models.layers.blocks import Attention, Layer, Mixer, Mlp, Reader, SwiGlu, Tables

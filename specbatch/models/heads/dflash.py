@@ -16,8 +16,7 @@ import torch
 from specbatch.config.draft_shape import MOST
 from specbatch.errors import counted, refuse
 from specbatch.files.config_values import count_of, flag_of, names_of, places_of, table_of
-from specbatch.kernels.attention.context_kv import ContextKVLayout
-from specbatch.kernels.attention.verify.verify_attention import Mask
+from specbatch.kernels.attention.queries import ContextKVLayout, Mask
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.formats.quantization import MatrixShape

@@ -18,7 +18,7 @@ import torch
 from specbatch.core.embedded_prompt import EmbeddingOverrides, embed
 from specbatch.errors import refuse
 from specbatch.files.config_values import names_of
-from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.queries import QKVLayout
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.quantized.fp8_linear import linear
 from specbatch.kernels.gemm.quantized.weight import Weight, split_input_columns

@@ -15,7 +15,7 @@ import torch
 
 from specbatch.core.attention_metadata import AttentionContext, RecurrentOp
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.queries import QKVLayout
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.elementwise.activations import mul_sigmoid
 from specbatch.kernels.gemm.linear import Linear, Norm

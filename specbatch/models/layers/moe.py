@@ -12,7 +12,8 @@ from specbatch.files.config_values import count_of, places_of, spelled
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.quantized.int4 import pack_int4, unpack_int4
 from specbatch.kernels.gemm.quantized.weight import SCALE_BLOCK, Weight, concat_experts
-from specbatch.kernels.moe.experts import Activation, Experts, shared_slices, token_bytes
+from specbatch.kernels.moe.expert_weights import Activation
+from specbatch.kernels.moe.experts import Experts, shared_slices, token_bytes
 from specbatch.kernels.moe.routing import Routing
 from specbatch.models.config import shared_out
 from specbatch.models.layers.blocks import Reader

@@ -150,7 +150,7 @@ def logits(model: Decoder) -> torch.Tensor:
 def linear_types(model: Decoder) -> set[type]:
     parts = [part for layer in model.layers for part in (layer.mixer, *layer.mlps)]
     items = [item for part in parts for item in vars(part).values()]
-    experts = {FP8Linear for item in items if isinstance(item, Experts) and item.up.scales is not None}
+    experts = {FP8Linear for item in items if isinstance(item, Experts) and item.weights.up.scales is not None}
     return {type(item) for item in items if isinstance(item, Linear)} | experts
 
 
@@ -234,7 +234,7 @@ def test_fp8_mtp_head_matches_dequantized_head(
     assert (ours - expected).abs().max() < 2e-5 * expected.abs().max()
     types = {type(part) for part in vars(head._layers[0].join).values()}
     assert types == ({FP8Linear} if joined and keeps else {Linear})
-    assert (head._layers[0].layer.mlps[0].experts.up.scales is not None) is keeps
+    assert (head._layers[0].layer.mlps[0].experts.weights.up.scales is not None) is keeps
 
 
 def test_fp8_mtp_head_takes_half_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

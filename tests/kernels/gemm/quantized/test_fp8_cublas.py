@@ -9,9 +9,10 @@ import torch
 from dtypes import HALVES
 
 from specbatch.kernels.dispatch import use_deterministic
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, empty_fp8, quantize_fp8
 from specbatch.kernels.gemm.quantized import fp8_cublas, fp8_linear_triton
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations, empty_fp8
 from specbatch.kernels.gemm.quantized.fp8_linear import FP8Linear, fp8_linear_ref
+from specbatch.kernels.gemm.quantized.fp8_quantize import quantize_fp8
 from specbatch.kernels.gemm.quantized.weight import Weight
 
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||

@@ -12,21 +12,16 @@ from dtypes import HALVES
 from stand_ins import quantized_by_activations
 
 from specbatch.kernels.dispatch import use_deterministic
-from specbatch.kernels.elementwise.fp8_quantize import (
-    FP8Activations,
-    quantize_fp8_ref,
-    rms_norm_fp8_ref,
-    silu_and_mul_fp8,
-)
 from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.quantized import fp8_linear as fp8_linear_module
 from specbatch.kernels.gemm.quantized import fp8_linear_triton
 from specbatch.kernels.gemm.quantized.few_rows_triton import even_splits
-from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations, use_fp8_activations
 from specbatch.kernels.gemm.quantized.fp8_few_rows_triton import FP8FewRowsTile
 from specbatch.kernels.gemm.quantized.fp8_linear import ConcatLinear, FP8Linear, fp8_linear_ref, linear
 from specbatch.kernels.gemm.quantized.fp8_linear_triton import fp8_linear
+from specbatch.kernels.gemm.quantized.fp8_quantize import quantize_fp8_ref, rms_norm_fp8_ref, silu_and_mul_fp8
 from specbatch.kernels.gemm.quantized.w8a8_few_rows_triton import W8A8FewRowsTile
 from specbatch.kernels.gemm.quantized.weight import Weight
 from specbatch.kernels.gemm.split_k_triton import used_splits
@@ -326,7 +321,7 @@ def test_fp8_activations_apply_within_context_only(
     force_kernels(kernels)
     if device.type == "cpu":
         # The interpreter's cast to FP8 is wrong.
-        monkeypatch.setattr("specbatch.kernels.elementwise.elementwise_triton.rms_norm_fp8", rms_norm_fp8_ref)
+        monkeypatch.setattr("specbatch.kernels.gemm.quantized.fp8_quantize_triton.rms_norm_fp8", rms_norm_fp8_ref)
     weight, _ = random_weight(140, 200, device)
     layer, norm = FP8Linear(weight), Norm(torch.rand(200, device=device) + 0.5, 1e-5)
     x, residual = torch.randn(3, 200).to(device), torch.randn(3, 140).to(device)

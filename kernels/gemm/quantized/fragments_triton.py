@@ -1,4 +1,4 @@
-"""Tiles of packed 4-bit weights as the first operand of tensor-core products, without a way through shared memory.
+"""Tiles of packed 4-bit and 8-bit weights in the order of a tensor core's operand, without a way through shared memory.
 
 A row of 64 bytes is read by four threads, whose 16 bytes each are their own elements of the operand (`four_bits`). So a
 tile is unpacked where it is and then only renamed: the compiler sees that both layouts hold every value in the same
@@ -56,7 +56,7 @@ def _by_byte(a, b, c, d):
 
 
 @triton.jit
-def of_pairs(first, second, kind: tl.constexpr, WARPS: tl.constexpr):
+def pairs_in_fragment_order(first, second, kind: tl.constexpr, WARPS: tl.constexpr):
     """`in_fragment_order` of pairs of 16-bit values in words int32 [N, W]: of bytes 0 and 2, and of 1 and 3."""
     return in_fragment_order(
         first.to(tl.int16).to(kind, bitcast=True), (first >> 16).to(tl.int16).to(kind, bitcast=True),

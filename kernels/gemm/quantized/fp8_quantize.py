@@ -5,50 +5,14 @@ This is `activation_scheme: dynamic` in a checkpoint's config (DeepSeek-V3, sect
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.elementwise.activations import silu_and_mul_ref
 from specbatch.kernels.elementwise.norm import rms_norm_ref
+from specbatch.kernels.gemm.quantized.fp8_activations import SMALLEST_MAX, FP8Activations, empty_fp8
 from specbatch.kernels.gemm.quantized.weight import FP8_MAX, SCALE_BLOCK
-
-_ROW_MULTIPLE = 4  # so that each column of scales starts at a multiple of 16 bytes
-SMALLEST_MAX = 2.0**-100  # that a block's largest value counts as: its inverse is finite, and zeros stay zeros
-
-
-class FP8Activations(NamedTuple):
-    """values float8_e4m3fn [T, K] contiguous; scales float32 [T, ceil(K / 128)], column-major, which values are
-    multiplied by to dequantize; dtype: before quantization, and of GEMM outputs. See `empty_fp8`."""
-
-    values: torch.Tensor
-    scales: torch.Tensor
-    dtype: torch.dtype
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.values.is_cuda
-
-    def dequantize(self) -> torch.Tensor:
-        """float32 [T, K]."""
-        return self.values.float() * self.scales.repeat_interleave(SCALE_BLOCK, 1)[:, : self.values.shape[1]]
-
-
-def empty_fp8(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> FP8Activations:
-    """Uninitialized activations [rows, width]. There is memory for `allocated_rows`, and scales are column-major,
-    because cuBLASLt reads both that way."""
-    whole = allocated_rows(rows)
-    values = torch.empty(whole, width, device=device, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(cdiv(width, SCALE_BLOCK), whole, device=device).t()
-    return FP8Activations(values[:rows], scales[:rows], dtype)
-
-
-def allocated_rows(rows: int) -> int:
-    """How many rows `empty_fp8` has memory for."""
-    return cdiv(rows, _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
 def quantize_fp8_ref(x: torch.Tensor, before_gemm: bool = False) -> FP8Activations:
@@ -76,6 +40,6 @@ def silu_and_mul_fp8_ref(gate_up: torch.Tensor) -> FP8Activations:
     return quantize_fp8_ref(silu_and_mul_ref(gate_up))
 
 
-quantize_fp8 = op(quantize_fp8_ref, "specbatch.kernels.elementwise.elementwise_triton:quantize_fp8")
-rms_norm_fp8 = op(rms_norm_fp8_ref, "specbatch.kernels.elementwise.elementwise_triton:rms_norm_fp8")
-silu_and_mul_fp8 = op(silu_and_mul_fp8_ref, "specbatch.kernels.elementwise.elementwise_triton:silu_and_mul_fp8")
+quantize_fp8 = op(quantize_fp8_ref, "specbatch.kernels.gemm.quantized.fp8_quantize_triton:quantize_fp8")
+rms_norm_fp8 = op(rms_norm_fp8_ref, "specbatch.kernels.gemm.quantized.fp8_quantize_triton:rms_norm_fp8")
+silu_and_mul_fp8 = op(silu_and_mul_fp8_ref, "specbatch.kernels.gemm.quantized.fp8_quantize_triton:silu_and_mul_fp8")

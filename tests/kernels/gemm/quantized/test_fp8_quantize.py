@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from specbatch.kernels.elementwise import elementwise_triton
-from specbatch.kernels.elementwise.fp8_quantize import (
-    FP8Activations,
+from specbatch.kernels.gemm.quantized import fp8_activations, fp8_quantize_triton
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations, use_fp8_activations
+from specbatch.kernels.gemm.quantized.fp8_quantize import (
     quantize_fp8,
     quantize_fp8_ref,
     rms_norm_fp8_ref,
     silu_and_mul_fp8_ref,
 )
-from specbatch.kernels.gemm.quantized import fp8_activations
-from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
 
 DTYPES = [torch.float16, torch.bfloat16]
 BITS = torch.arange(256, dtype=torch.uint8)
@@ -77,13 +76,13 @@ def test_kernel_matches_reference(rows: int, width: int, dtype: torch.dtype, dev
     apart = torch.full((rows, width + 9), torch.nan, dtype=dtype)
     apart[:, 5 : 5 + width] = x
     for given in (x.to(device), apart.to(device)[:, 5 : 5 + width]):
-        same(elementwise_triton.quantize_fp8(given), quantize_fp8_ref(given))
+        same(fp8_quantize_triton.quantize_fp8(given), quantize_fp8_ref(given))
 
 
 def test_fp8_values_are_exact(device: torch.device) -> None:
     x = torch.cat([GRID, GRID[:2]]).view(2, 128).half().to(device)
     x[:, 5] = 448
-    for found in (quantize_fp8_ref(x), elementwise_triton.quantize_fp8(x)):
+    for found in (quantize_fp8_ref(x), fp8_quantize_triton.quantize_fp8(x)):
         assert torch.equal(found.values.half(), x)
         assert (found.scales == 1).all()
 
@@ -93,7 +92,7 @@ def test_nan_and_inf_propagate(value: float, device: torch.device) -> None:
     x = exact(4, 300, torch.float16).to(device)
     x[2, 131] = value
     x[1] = 0
-    for found in (quantize_fp8_ref(x), elementwise_triton.quantize_fp8(x)):
+    for found in (quantize_fp8_ref(x), fp8_quantize_triton.quantize_fp8(x)):
         bad = ~found.scales.isfinite().cpu()
         assert bad.nonzero().tolist() == [[2, 1]]
         assert not found.dequantize()[2, 131].isfinite()
@@ -104,13 +103,13 @@ def test_nan_and_inf_propagate(value: float, device: torch.device) -> None:
 def test_tiny_values_do_not_overflow_the_scale(device: torch.device) -> None:
     x = torch.full((2, 130), 2.0**-24, dtype=torch.float16, device=device)
     x[1] = 0
-    for found in (quantize_fp8_ref(x), elementwise_triton.quantize_fp8(x)):
+    for found in (quantize_fp8_ref(x), fp8_quantize_triton.quantize_fp8(x)):
         assert torch.equal(found.dequantize().half(), x)
         assert (found.scales > 0).all()
     if device.type == "cuda":
         tiny = torch.full((1, 128), 2.0**-126, dtype=torch.bfloat16, device=device)
-        same(elementwise_triton.quantize_fp8(tiny), quantize_fp8_ref(tiny))
-        assert not elementwise_triton.quantize_fp8(tiny).dequantize().any()
+        same(fp8_quantize_triton.quantize_fp8(tiny), quantize_fp8_ref(tiny))
+        assert not fp8_quantize_triton.quantize_fp8(tiny).dequantize().any()
 
 
 def test_fp8_activations_setting() -> None:
@@ -137,21 +136,21 @@ def test_kernels_that_quantize_what_they_compute_have_the_bits_of_two(
         pytest.skip("the interpreter cannot store bfloat16")
     x = (torch.randn(rows, 2 * width) * torch.logspace(-2, 1, 2 * width)).to(device, dtype)
     weight = torch.rand(width, device=device).to(dtype) + 0.5
-    wanted = elementwise_triton.quantize_fp8(elementwise_triton.silu_and_mul(x))
-    same(elementwise_triton.silu_and_mul_fp8(x), wanted)
+    wanted = fp8_quantize_triton.quantize_fp8(elementwise_triton.silu_and_mul(x))
+    same(fp8_quantize_triton.silu_and_mul_fp8(x), wanted)
     x = x[:, :width].contiguous()
-    wanted = elementwise_triton.quantize_fp8(elementwise_triton.rms_norm(x, weight, 1e-3))
-    same(elementwise_triton.rms_norm_fp8(x, weight, 1e-3), wanted)
-    same(elementwise_triton.quantize_fp8(x, before_gemm=True), elementwise_triton.quantize_fp8(x))
+    wanted = fp8_quantize_triton.quantize_fp8(elementwise_triton.rms_norm(x, weight, 1e-3))
+    same(fp8_quantize_triton.rms_norm_fp8(x, weight, 1e-3), wanted)
+    same(fp8_quantize_triton.quantize_fp8(x, before_gemm=True), fp8_quantize_triton.quantize_fp8(x))
 
 
 def test_nan_propagates_through_fused_quantization(device: torch.device) -> None:
     x = torch.randn(3, 512).half().to(device)
     x[1, 300] = torch.nan
-    for found in (silu_and_mul_fp8_ref(x), elementwise_triton.silu_and_mul_fp8(x)):
+    for found in (silu_and_mul_fp8_ref(x), fp8_quantize_triton.silu_and_mul_fp8(x)):
         assert found.scales.isnan().nonzero().tolist() == [[1, 0]]
     weight = torch.ones(512, dtype=torch.float16, device=device)
-    for found in (rms_norm_fp8_ref(x, weight, 1e-3), elementwise_triton.rms_norm_fp8(x, weight, 1e-3)):
+    for found in (rms_norm_fp8_ref(x, weight, 1e-3), fp8_quantize_triton.rms_norm_fp8(x, weight, 1e-3)):
         assert found.scales.isnan().any(1).tolist() == [False, True, False]
 
 
@@ -159,7 +158,7 @@ def test_quantize_fp8_dispatches_to_kernels(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[[bool], None]
 ) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(elementwise_triton, "quantize_fp8", lambda x: seen.append(len(x)))
+    monkeypatch.setattr(fp8_quantize_triton, "quantize_fp8", lambda x: seen.append(len(x)))
     force_kernels(True)
     quantize_fp8(torch.zeros(3, 5))
     force_kernels(False)
