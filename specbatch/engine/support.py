@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+from specbatch.algorithms import ALGORITHMS, NO_SPECULATION
 from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.engine.ranks.ranks import checked
 from specbatch.errors import SpecbatchError
@@ -22,19 +23,21 @@ from specbatch.weights.shapes import SHAPES, SUPPORT_MATRIX
 
 FAMILIES: Final = SUPPORT_MATRIX
 _DRAFT_MODEL = "MODEL"
-# Drafts: algorithm and `Speculation.draft`.
-DRAFTS: Final = {
-    "ngram": ("ngram", None),
-    "standalone": ("standalone", _DRAFT_MODEL),
-    "self:skip": ("standalone", "self:skip=1-1"),
-    "eagle": ("eagle", "dummy"),
-    "eagle3": ("eagle3", "dummy"),
-    "peagle": ("peagle", "dummy"),
-    "mtp": ("mtp", None),
-    "dflash": ("dflash", "dummy"),
-    "dflash2": ("dflash2", "dummy"),
-    "dspark": ("dspark", "dummy"),
-}
+
+
+def _drafts() -> Iterator[tuple[str, tuple[str, str | None]]]:
+    """Drafts by title: algorithm and `Speculation.draft`."""
+    for name, entry in ALGORITHMS.items():
+        if name == NO_SPECULATION or entry.alias_of:
+            continue
+        if entry.drafts_by_model:
+            yield name, (name, _DRAFT_MODEL)
+            yield "self:skip", (name, "self:skip=1-1")
+        else:
+            yield name, (name, "dummy" if entry.draft else None)
+
+
+DRAFTS: Final = dict(_drafts())
 _TREE = {"draft_topk": 2}
 # Settings: fields of Speculation, Graphs and EngineConfig that differ from the default.
 SETTINGS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]] = {

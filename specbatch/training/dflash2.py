@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specbatch.models.config import ModelConfig
-from specbatch.models.heads.dflash import SECOND
-from specbatch.models.heads.dflash2 import published_heads
+from specbatch.models.heads.dflash2 import ARCHITECTURE, published_heads
 from specbatch.training.data import Batch, Example, indices
 from specbatch.training.dflash import DFlashHead, sizes_of
 from specbatch.training.head import Guess, Layer, Scores
@@ -141,7 +140,7 @@ class DFlash2Head(DFlashHead):
     def config(self) -> dict[str, Any]:
         described = super().config()
         inside = described["dflash_config"] | self._own
-        return described | {"architectures": [SECOND], "dflash_config": inside}
+        return described | {"architectures": [ARCHITECTURE], "dflash_config": inside}
 
 
 def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> DFlash2Head:

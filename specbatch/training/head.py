@@ -86,11 +86,12 @@ class Layer(nn.Module):
 class Head(nn.Module):
     """A trainable draft head. aux: layers of the target after which it reads features (see `Target.features`); drafts:
     number of draft positions that it learns; progress: the share of the training that is done, for losses that change
-    with it. The loss on held-out answers is always the one at the end."""
+    with it. The loss on held-out answers is always the one at the end; file: name of the file of its tensors."""
 
     aux: tuple[int, ...] = ()
     drafts: int
     progress: float = 1.0
+    file = "model.safetensors"
 
     def score(self, batch: Batch, target: Target, generator: torch.Generator) -> Scores:
         """Loss and accuracy on a batch. generator: on the CPU, for methods that sample."""

@@ -20,8 +20,8 @@ from specbatch.training.dflash2 import DFlash2Head
 from specbatch.training.dspark import DSparkHead
 from specbatch.training.eagle import EagleHead
 from specbatch.training.eagle3 import Eagle3Head
-from specbatch.training.files import takes_a_head, write_beside, write_head
-from specbatch.training.mtp import MtpHead
+from specbatch.training.files import write_beside, write_head
+from specbatch.training.mtp import MtpHead, takes_a_head
 from specbatch.training.peagle import PEagleHead
 from specbatch.training.recipe import Recipe
 from specbatch.training.trainer import make_head

@@ -27,6 +27,7 @@ from specbatch.models.heads import dflash
 from specbatch.models.heads.dflash import DFlash, DFlashConfig
 from specbatch.models.layers.blocks import Attention, Layer, Reader, SwiGlu, Tables
 
+ARCHITECTURE = "DFlash2DraftModel"
 _SELECTOR = "candidate_selector"
 _CODEBOOKS = (f"{_SELECTOR}.predecessor_codebook", f"{_SELECTOR}.successor_codebook")
 final_norm = llama.final_norm
@@ -196,7 +197,7 @@ def published_shape(target: ModelConfig) -> dict[str, Any]:
     tokens in groups of 16 channels, and a selector of rank 256 over 16 candidates."""
     shape = dflash.published_shape(target)
     inside = shape["dflash_config"] | published_heads(target)
-    return shape | {"architectures": [dflash.SECOND], "dflash_config": inside}
+    return shape | {"architectures": [ARCHITECTURE], "dflash_config": inside}
 
 
 def published_heads(target: ModelConfig) -> dict[str, int]:
