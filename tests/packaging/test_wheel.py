@@ -48,7 +48,8 @@ def test_top_level_is_specbatch(wheel):
 def test_every_file_is_in_the_wheel(wheel):
     for name in FOLDERS:
         for path in (ROOT / name).rglob("*"):
-            if path.suffix not in (".py", ".json", ".yaml", ".jinja", ".gz") and path.name not in ("py.typed", "LICENSE"):
+            suffixes = (".py", ".json", ".yaml", ".jinja", ".gz")
+            if path.suffix not in suffixes and path.name not in ("py.typed", "LICENSE"):
                 continue
             inside = path.relative_to(ROOT).as_posix()
             assert (inside if name == "specbatch" else f"specbatch/{inside}") in wheel
