@@ -10,7 +10,7 @@ from specbatch.training.chain import Memory, ahead
 from specbatch.training.data import Batch, Example
 from specbatch.training.eagle import EagleHead
 from specbatch.training.eagle3 import Eagle3Head
-from specbatch.training.mtp import MtpHead, takes_a_head
+from specbatch.training.mtp import MtpHead
 from specbatch.training.peagle import PEagleHead
 
 from .conftest import CPU, VOCABULARY

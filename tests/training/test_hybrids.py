@@ -14,7 +14,7 @@ from specbatch.models.heads.mtp import Mtp, mtp_config
 from specbatch.models.layers.blocks import Reader
 from specbatch.training.chain import Memory, ahead
 from specbatch.training.data import Batch, Example
-from specbatch.training.mtp import MtpHead, takes_a_head
+from specbatch.training.mtp import MtpHead
 from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target
 from specbatch.training.trainer import make_head
