@@ -16,7 +16,7 @@ from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import refuse
 from specbatch.files.atomic_file import is_leftover
 from specbatch.progress.bars import progress
-from specbatch.training.recipe import ANSWER_TOKENS, HEADS, Recipe
+from specbatch.training.recipe import ANSWER_TOKENS, HEADS, SETTINGS, Recipe
 
 if TYPE_CHECKING:
     from specbatch.jobs.prompts import Prompt
@@ -28,20 +28,7 @@ _KEPT = (
 )
 _WITHOUT = tuple(name for name in ENGINE_OPTIONS if name not in _KEPT)
 _DATA, _HEAD, _TRAINING = "Data", "Head", "Training"
-_PANELS = dict.fromkeys(
-    (
-        "unroll",
-        "vocab",
-        "draft_layers",
-        "aux_layers",
-        "block_size",
-        "anchors",
-        "markov_rank",
-        "token_weight",
-        "selector_rank",
-    ),
-    _HEAD,
-)
+_PANELS = dict.fromkeys(SETTINGS, _HEAD)
 _in_data = partial(Option, rich_help_panel=_DATA)
 
 

@@ -374,6 +374,12 @@ class ModelConfig:
         return sum(math.prod(shape) for shape in self.weight_shapes().values())
 
 
+def family_modules() -> tuple[str, ...]:
+    """The modules of all families, in the order of the registry."""
+    names = dict.fromkeys(("llama", *(module for _, module, _ in _OTHERS.values())))
+    return tuple(f"specbatch.models.families.{name}" for name in names)
+
+
 def follows_layers(name: str, layers: int) -> bool:
     """Whether a tensor belongs to a layer after the first `layers` ones, where MTP heads are stored."""
     found = re.match(r"model\.layers\.(\d+)\.", name)

@@ -22,6 +22,14 @@ from specbatch.kernels.moe.routing import Routing
 from specbatch.models.config import DEEPEST, FULL, SLIDING, ModelConfig, shared_out
 from specbatch.models.families import llama
 from specbatch.models.formats.mxfp4 import METHOD, check_width, is_mxfp4, stored_shapes
+from specbatch.models.gguf_layout import (
+    EXPERT_NAMES,
+    GgufLayout,
+    GgufMetadata,
+    has_mxfp4,
+    layer_types,
+    mixture_settings,
+)
 from specbatch.models.layers.blocks import Layer, Reader, Tables
 from specbatch.models.layers.moe import Mixture, MoeMlp, mixture_of
 
@@ -139,3 +147,29 @@ def _gate_first(x: torch.Tensor) -> torch.Tensor:
 
 
 final_norm = llama.final_norm
+
+
+def _gguf_settings(file: GgufMetadata, usual: dict[str, Any]) -> dict[str, Any]:
+    own = {"sliding_window": file.count(".attention.sliding_window"), "num_local_experts": file.count(".expert_count")}
+    if has_mxfp4(file):
+        own |= {"quantization_config": {"quant_method": METHOD}}
+    rope = usual["rope_parameters"] | {"truncate": False}  # which no file states
+    own |= {"model_type": "gpt_oss", "rope_parameters": rope}
+    return mixture_settings(file) | own | layer_types(file, unstated=2)
+
+
+GGUF = {
+    "gpt-oss": GgufLayout(
+        "GptOssForCausalLM",
+        EXPERT_NAMES
+        | {
+            "ffn_gate_inp": "mlp.router",
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+        },
+        _gguf_settings,
+        has_windows=True,
+        is_mixture=True,
+        interleaved_experts=True,
+    )
+}

@@ -66,7 +66,7 @@ class Eagle3Config:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], shapes: Shapes | None = None, algorithm: str = "eagle3") -> Eagle3Config:
-        """Read either format, of a head for `algorithm`: eagle3 or peagle. If the tensors `shapes` are given, they take
+        """Read either format, of a head for `algorithm`. If the tensors `shapes` are given, they take
         precedence over the config."""
         method = config.get("speculators_model_type")
         if method not in (None, algorithm):
