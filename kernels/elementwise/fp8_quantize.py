@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from specbatch.kernels.common.block_sizes import FP8_MAX, SCALE_BLOCK
 from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.elementwise.activations import silu_and_mul_ref
 from specbatch.kernels.elementwise.norm import rms_norm_ref
-from specbatch.kernels.gemm.quantized.weight import FP8_MAX, SCALE_BLOCK
 
 _ROW_MULTIPLE = 4  # so that each column of scales starts at a multiple of 16 bytes
 SMALLEST_MAX = 2.0**-100  # that a block's largest value counts as: its inverse is finite, and zeros stay zeros

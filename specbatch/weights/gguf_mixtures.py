@@ -14,7 +14,7 @@ import numpy as np
 
 from specbatch.errors import refuse
 from specbatch.files.config_values import flag_of
-from specbatch.kernels.gemm.quantized.weight import MX_BLOCK
+from specbatch.kernels.common.block_sizes import MX_BLOCK
 from specbatch.models.formats import mxfp4
 from specbatch.weights.gguf_values import dequantize_tensor
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.models.config import ModelConfig
-from specbatch.models.layers.blocks import Attention, Layer, Reader, SwiGlu, Tables
+from specbatch.models.layers.blocks import Attention, Layer, SwiGlu
+from specbatch.models.weight_reader import Reader, Tables
 
 
 def layer(read: Reader, index: int, tables: Tables) -> Layer:

@@ -20,10 +20,11 @@ from specbatch.kernels.attention.context_kv import ContextKVLayout
 from specbatch.kernels.attention.verify.verify_attention import Mask
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.formats.quantization import MatrixShape
+from specbatch.models.formats.format import MatrixShape
 from specbatch.models.heads.feature_layers import FeatureLayers
 from specbatch.models.heads.speculators import speculative_tokens
-from specbatch.models.layers.blocks import Attention, Reader
+from specbatch.models.layers.blocks import Attention
+from specbatch.models.weight_reader import Reader
 
 _LAYERS, _BOUNDARIES = "target_layer_ids", "aux_hidden_state_layer_ids"
 ARCHITECTURE = "DFlashDraftModel"
