@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from specbatch.kernels.gemm.quantized.weight import MX_BLOCK
+from specbatch.kernels.common.block_sizes import MX_BLOCK
 from specbatch.models.formats import mxfp4
 from specbatch.models.gguf_layout import has_mxfp4
 from specbatch.weights.gguf_file import layout_of

@@ -22,8 +22,9 @@ from specbatch.models.config import DEEPEST, FULL, SLIDING, ModelConfig
 from specbatch.models.families.llama import qkv_rows
 from specbatch.models.families.qwen3_next import centred
 from specbatch.models.gguf_layout import GgufLayout, GgufMetadata, layer_types, short
-from specbatch.models.layers.blocks import Attention, Layer, Reader, Tables
+from specbatch.models.layers.blocks import Attention, Layer
 from specbatch.models.rope import Rope, read_rope
+from specbatch.models.weight_reader import Reader, Tables
 
 _LOCAL_THETA, _GLOBAL_THETA = 1e4, 1e6  # if a config has none
 

@@ -20,10 +20,11 @@ from specbatch.files.config_values import count_of, flag_of, names_of, places_of
 from specbatch.kernels.attention.queries import ContextKVLayout, Mask
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.formats.quantization import MatrixShape
+from specbatch.models.formats.format import MatrixShape
 from specbatch.models.heads.feature_layers import FeatureLayers
 from specbatch.models.heads.speculators import speculative_tokens
-from specbatch.models.layers.blocks import Attention, Reader
+from specbatch.models.layers.blocks import Attention
+from specbatch.models.weight_reader import Reader
 
 _LAYERS, _BOUNDARIES = "target_layer_ids", "aux_hidden_state_layer_ids"
 ARCHITECTURE = "DFlashDraftModel"
@@ -89,7 +90,7 @@ class DFlashConfig(ModelConfig):
         if found not in BLOCKS:
             known = (f"{list(entry.published.architectures[:2])} ({name})" for name, entry in BLOCKS.items())
             raise refuse("architectures", names, f"drafts of blocks have {', '.join(known)}")
-        of_deepspec = names[0] in DEEPSPEC
+        of_deepspec = names is not None and names[0] in DEEPSPEC
         cls._check_algorithm(own, found, may_have_markov=of_deepspec)
         if config.get("model_type") != "qwen3":
             raise refuse("model_type", config.get("model_type"), "the layers of a block draft are 'qwen3'")

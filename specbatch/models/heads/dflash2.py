@@ -25,7 +25,8 @@ from specbatch.models.decoder import Decoder
 from specbatch.models.families import llama
 from specbatch.models.heads import dflash
 from specbatch.models.heads.dflash import DFlash, DFlashConfig
-from specbatch.models.layers.blocks import Attention, Layer, Reader, SwiGlu, Tables
+from specbatch.models.layers.blocks import Attention, Layer, SwiGlu
+from specbatch.models.weight_reader import Reader, Tables
 
 ARCHITECTURE = "DFlash2DraftModel"
 _SELECTOR = "candidate_selector"

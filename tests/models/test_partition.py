@@ -22,12 +22,11 @@ from specbatch import SamplingParams
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
-from specbatch.kernels.gemm.quantized.fp8_linear import FP8Linear
-from specbatch.kernels.gemm.quantized.weight import Weight
+from specbatch.kernels.gemm.quantized.fp8_linear import FP8Linear, FP8Weight
 from specbatch.kernels.sampling.argmax_topk import Maxima, argmax
 from specbatch.models.decoder import Decoder
-from specbatch.models.layers.blocks import Reader
-from specbatch.models.layers.partition import RowParallelLinear, part_of, scores
+from specbatch.models.partition import RowParallelLinear, part_of, scores
+from specbatch.models.weight_reader import Reader
 from specbatch.weights import open_checkpoint
 
 CPU = torch.device("cpu")
@@ -55,7 +54,7 @@ def test_fewer_parts_than_ranks_are_replicated() -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_divided_output_matrix_gives_the_logits_of_all_tokens(ranks: int, tied: bool) -> None:
     whole, hidden = torch.randn(17, 6), torch.randn(3, 6)  # of 8 ranks, two have no token
-    config: Any = SimpleNamespace(hidden_size=6)
+    config: Any = SimpleNamespace(hidden_size=6, format_except_ends=None)
 
     def logits(communicator: ThreadCommunicator) -> torch.Tensor:
         reader = Reader(config, lambda name: whole, torch.float32, CPU, ranks=communicator)
@@ -67,7 +66,7 @@ def test_divided_output_matrix_gives_the_logits_of_all_tokens(ranks: int, tied: 
 
 @pytest.mark.parametrize(("ranks", "vocabulary"), DIVIDED)
 def test_argmax_of_a_divided_output_matrix_is_that_of_all_logits(ranks: int, vocabulary: int) -> None:
-    logits, config = hard_logits(vocabulary), SimpleNamespace(hidden_size=9)
+    logits, config = hard_logits(vocabulary), SimpleNamespace(hidden_size=9, format_except_ends=None)
 
     def best(communicator: ThreadCommunicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         reader = Reader(config, lambda name: logits.T.contiguous(), torch.float32, CPU, ranks=communicator)  # type: ignore[arg-type]
@@ -174,7 +173,9 @@ def test_divided_model_computes_the_logits_of_the_whole_one(targets: Targets, na
 def test_a_divided_fp8_layer_quantizes_what_the_gate_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on one rank: fused with the activation."""
     seen = quantized_by_activations(monkeypatch)
-    weights = (Weight(torch.randn(shape).to(torch.float8_e4m3fn), torch.rand(1, 1)) for shape in ((64, 32), (32, 32)))
+    weights = (
+        FP8Weight(torch.randn(shape).to(torch.float8_e4m3fn), torch.rand(1, 1)) for shape in ((64, 32), (32, 32))
+    )
     gate_up, part = (FP8Linear(weight) for weight in weights)
     ranks = SimpleNamespace(all_reduce=lambda part, residual: part + residual)
     down = RowParallelLinear(part, cast(Communicator, ranks))
