@@ -19,7 +19,7 @@ from specbatch.algorithms import NO_SPECULATION
 from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError, at_least, each_once, refuse
 from specbatch.jobs.configurations import CONFIGURATIONS
-from specbatch.memory.page_pool import pages_for, reach_of
+from specbatch.memory.page_pool import pages_for, reserved_length
 from specbatch.records.bases import BASELINE
 from specbatch.records.summarize import MIN_FULL_STEPS
 from specbatch.sweeps.report.tables import View
@@ -206,7 +206,7 @@ def _sized(prepared: Prepared, sweeps: list[SweepOptions], longest: int) -> Engi
     slots = prepared.draft.kv_slots_per_step(config.speculation.drafted + 1)
 
     def pages(tokens: int) -> int:
-        return pages_for(reach_of(tokens, slots), config.page_size)
+        return pages_for(reserved_length(tokens, slots), config.page_size)
 
     running = [max(sweep.concurrency) for sweep in sweeps]
     needed = (count * pages(_length(sweep)) for count, sweep in zip(running, sweeps, strict=True))

@@ -190,7 +190,7 @@ def test_the_target_keeps_its_weights(build: Build, stay_quantized: Callable[...
     lines: list[str] = []
     stay_quantized()
     engine = build("mtp", "fp8", dtype="float16", log=lines.append)
-    assert not isinstance(engine._model.head, FP8Linear)
+    assert not isinstance(engine.parts.model.head, FP8Linear)
     assert "draft: matrices quantized at load, FP8 weights: kept" in lines
     assert "FP8 activations: on, quantized per token and 128 columns" in lines
     assert engine.caps["fp8_activations"] == "on"

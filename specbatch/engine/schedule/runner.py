@@ -268,7 +268,7 @@ class Runner:
         if not first:
             request.count_verify(kept, drafted, accepted, self._depth, of_corpus=of_corpus, has_budget=self._has_budget)
         if request.finished:
-            self.scheduler.release(request)
+            self.scheduler.finish(request)
         self._on_tokens(request, request.tokens[len(request.tokens) - kept :])
 
     def _add_to_corpus(self, finished: list[Request]) -> None:
