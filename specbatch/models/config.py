@@ -387,7 +387,7 @@ def _other(config: dict[str, Any]) -> type[ModelConfig] | None:
         if names == [architecture] if names else model_type == kind:
             if model_type not in (None, kind):
                 raise refuse("model_type", model_type, f"architectures={names!r} goes with {kind!r}")
-            found: type[ModelConfig] = getattr(import_module(f"specbatch.models.{module}"), name)
+            found: type[ModelConfig] = getattr(import_module(f"specbatch.models.families.{module}"), name)
             return found
     return None
 

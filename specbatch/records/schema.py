@@ -22,7 +22,6 @@ from specbatch.records.run_record import speculation_of
 
 _LARGEST = 1e15
 _MOST_POINTS = 1_000_000  # of a sweep
-_SIGNED = ("launch_lead_s",)  # metrics that can be negative
 
 Number = Annotated[float, Field(ge=-_LARGEST * 1e3, le=_LARGEST * 1e3)]
 Amount = Annotated[float, Field(ge=0, le=_LARGEST)]
@@ -284,7 +283,7 @@ class Record(_Table):
     @classmethod
     def _not_negative(cls, value: dict[str, float | None]) -> dict[str, float | None]:
         for name, number in value.items():
-            if number is not None and number < 0 and name in METRICS and name not in _SIGNED:
+            if number is not None and number < 0 and name in METRICS and not METRICS[name].is_signed:
                 raise ValueError(f"{name} should not be negative")
         return value
 

@@ -9,7 +9,8 @@ from dataclasses import fields
 
 from specbatch.core.request import RequestMetrics
 from specbatch.jobs.frames import POINT
-from specbatch.records.metrics import METRICS, RELATIVE, Metric
+from specbatch.records.metric import Metric
+from specbatch.records.metrics import METRICS, RELATIVE
 from specbatch.records.provenance import PREFIXES, VARIABLES
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.tables import COLUMNS

@@ -10,9 +10,10 @@ from typing import Any
 
 from specbatch.errors import counted, listed
 from specbatch.records.markdown import draft_length_lines
-from specbatch.records.metrics import METRICS, least_values
+from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
-from specbatch.records.summarize import MIN_FULL_STEPS
+from specbatch.records.run_totals import least_values
+from specbatch.records.steps import MIN_FULL_STEPS
 from specbatch.records.sweep_plan import Point
 from specbatch.records.verdicts import ONE_REPEAT
 from specbatch.sweeps.report.gain import Gain

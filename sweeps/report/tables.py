@@ -23,12 +23,13 @@ from specbatch.files.atomic_file import write_atomic
 from specbatch.records.bases import bases_of, bases_sentence
 from specbatch.records.intervals import of_ratios, were_interleaved
 from specbatch.records.markdown import acceptance_table, markdown_table
-from specbatch.records.metrics import METRICS, RELATIVE, Metric
+from specbatch.records.metric import Metric
+from specbatch.records.metrics import METRICS, RELATIVE, keys_by_place
 from specbatch.records.run_record import RunRecord
 from specbatch.records.runs import Replicates, measured
 from specbatch.records.schema import PointRecord
+from specbatch.records.steps import break_even
 from specbatch.records.store import RECORD, WORKS, find_records
-from specbatch.records.summarize import break_even
 from specbatch.records.sweep_plan import Point, point_of, unfinished
 from specbatch.records.verdicts import Speedup, speedup_of
 from specbatch.sweeps.report.conclusion import conclusion, precision_sentences
@@ -51,14 +52,7 @@ from specbatch.sweeps.workload.workloads import lines_of
 if TYPE_CHECKING:
     import pandas as pd
 
-_SHOWN = (
-    *("output_throughput", "input_throughput", "goodput", "slo_share"),
-    *("mean_ttft_s", "median_ttft_s", "p99_ttft_s", "mean_queue_s"),
-    *("mean_tpot_s", "median_tpot_s", "p99_tpot_s", "accept_length", "accept_rate", "per_user_throughput"),
-    *("untrimmed_accept_length", "untrimmed_accept_rate", "rows_per_verify", "corpus_share"),
-    "corpus_accept_length",
-    *("launch_lead_s", "host_waits_per_step", "device_idle_share", "graph_coverage"),
-)
+_SHOWN = keys_by_place("sweep")
 _OF_ARRIVALS = "mean_queue_s"  # in a closed loop it is part of the load that was chosen
 _POINT = ["concurrency", "configuration"]
 _VERIFIED = ("emitted", "verify_steps", "accepted", "drafted")  # counts of a request

@@ -96,7 +96,7 @@ def of_target(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 
 def keep_quantized(monkeypatch: pytest.MonkeyPatch, *, keeps: bool = True) -> None:
     """Whether weights stay quantized, as on a GPU."""
-    for module in ("models.layers", "runtime.loader", "engine.memory_plan"):
+    for module in ("models.layers.blocks", "runtime.loader", "engine.setup.memory_plan"):
         monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: keeps)
 
 

@@ -58,7 +58,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     """`build(shape, **settings)`; weights stay FP8 on a CPU, too."""
     engines: list[Engine] = []
-    for module in ("models.layers", "runtime.loader"):
+    for module in ("models.layers.blocks", "runtime.loader"):
         monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: True)
 
     def build(

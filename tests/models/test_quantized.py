@@ -101,7 +101,7 @@ def test_quantized_model_matches_dequantized_model(
     unquantized = ModelConfig.from_dict(described).fit({name: tuple(item.shape) for name, item in meant.items()})
     expected = logits(load(unquantized, meant.__getitem__, device))
     if device == "cpu":
-        for module in ("models.layers", "runtime.loader"):
+        for module in ("models.layers.blocks", "runtime.loader"):
             monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: keeps)
     found = load(checkpoint.config, checkpoint.tensor, device)
     attention = {name for name in found.dequantized if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")}

@@ -56,7 +56,7 @@ def test_weights_are_those_of_the_tool(
     name: str, device: str, keeps: bool, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
-        for module in ("models.layers", "runtime.loader"):
+        for module in ("models.layers.blocks", "runtime.loader"):
             monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: keeps)
     checkpoint = open_checkpoint(str(FILES / name))
     where = torch.device(device)

@@ -91,7 +91,7 @@ def test_logits_are_those_of_transformers(folder: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
 def test_plan_counts_the_memory_of_experts(folder: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool) -> None:
-    for module in ("models.layers", "runtime.loader"):
+    for module in ("models.layers.blocks", "runtime.loader"):
         monkeypatch.setattr(f"specbatch.{module}.keeps_mxfp4", lambda device: keeps)
     checkpoint = open_checkpoint(str(folder))
     config = checkpoint.config
