@@ -79,8 +79,3 @@ def glossary() -> list[tuple[str, str]]:
     for metric in (*METRICS.values(), *RELATIVE.values()):
         found.setdefault(metric.quantity or metric.title, f"{metric.definition} Formula: {metric.formula}.")
     return list((found | ACCEPTANCE).items())
-
-
-def glossary_markdown() -> str:
-    """The glossary as a Markdown list, as docs/glossary.md has it."""
-    return "".join(f"* **{name}**: {text}\n" for name, text in glossary())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from specbatch.records.metric import Distribution, Metric
 from specbatch.records.run_totals import Requests
@@ -60,7 +61,7 @@ DISTRIBUTIONS = {
 }
 
 
-def _throughput(key: str, title: str, what: str, amount: Callable[[Requests], int], **places: int) -> Metric:
+def _throughput(key: str, title: str, what: str, amount: Callable[[Requests], int], **places: Any) -> Metric:
     return Metric(
         key,
         title,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 
@@ -11,12 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbatch.engine.schedule.counters import Counters
-from specbatch.records.metrics import METRICS, RELATIVE, glossary, glossary_markdown
+from specbatch.records.metrics import METRICS, RELATIVE, glossary
 from specbatch.records.run_totals import percentile_name
+from specbatch.records.steps import Counters
 from specbatch.records.summarize import step_metrics
-
-DOCS = Path(__file__).parents[2] / "docs/glossary.md"
 
 
 def test_an_engine_counts_what_metrics_of_steps_read() -> None:
@@ -75,7 +72,3 @@ def test_times_whose_rows_are_lost_have_no_percentiles_over_repeats() -> None:
         assert METRICS["mean_ttft_s"].over_repeats(records) == fmean(means)
         assert METRICS["max_ttft_s"].over_repeats(records) == max(most)
     assert METRICS["median_ttft_s"].over_repeats([lost]) == 2.0  # of one repeat the record has all that there is
-
-
-def test_documentation_has_the_definitions() -> None:
-    assert glossary_markdown() in DOCS.read_text()
