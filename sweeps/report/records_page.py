@@ -19,7 +19,7 @@ from specbatch.records.metrics import METRICS, RELATIVE, glossary
 from specbatch.records.provenance import PREFIXES, VARIABLES
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.compare import COMPARED
-from specbatch.sweeps.report.tables import COLUMNS
+from specbatch.sweeps.report.points import SWEEP
 
 VARIABLES_TEXT = " and ".join(f"`{name}`" for name in (*VARIABLES, *(f"{prefix}*" for prefix in PREFIXES)))
 FILES = {
@@ -91,7 +91,7 @@ def page() -> str:
         "`step_ratio_verdict` and `ratio_verdict` are `pays`, `loses`, `undecided`, `one repeat` or `not interleaved`. "
         "Names and units are those of the metrics. `base` is the configuration that the row is compared with; the "
         "column is there if not all rows have the same. `mean_queue_s` is empty without a request rate.",
-        ", ".join(f"`{name}`" for name in (*COLUMNS, *RELATIVE)),
+        ", ".join(f"`{name}`" for name in (*SWEEP.keys, *RELATIVE)),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -19,7 +19,7 @@ from specbatch.records.metrics import METRICS
 from specbatch.records.request_metrics import DISTRIBUTIONS
 from specbatch.records.run_record import RunRecord
 from specbatch.records.run_totals import percentile_name
-from specbatch.sweeps.report.tables import point_name, points_of
+from specbatch.sweeps.report.points import point_name, points_of
 
 Row = dict[str, Any]
 WIDTH = 50

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from specbatch.records.verdicts import LOSES, NOT_INTERLEAVED, ONE_REPEAT, PAYS, UNDECIDED, Speedup
-from specbatch.sweeps.report.conclusion import conclusion, precision_sentences
+from specbatch.sweeps.report.sentences import conclusion, precision_sentences
 
 
 def test_faster_slower_and_no_difference() -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 from scipy import stats
 
-from specbatch.sweeps.report.gain import gain_of
+from specbatch.sweeps.report.points import gain_of
 
 NEEDED = [1.50, 1.52, 1.48]
 

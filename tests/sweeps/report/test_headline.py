@@ -6,7 +6,7 @@ import pytest
 from swept import swept
 
 from specbatch.records.run_record import RunRecord
-from specbatch.sweeps.report.headline import headline
+from specbatch.sweeps.report.sentences import headline
 
 
 def at(name: str, concurrency: int, *speeds: float) -> list[RunRecord]:

@@ -17,20 +17,10 @@ from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import summarize
 from specbatch.records.sweep_plan import Point
 from specbatch.sweeps.report.compare import compare
-from specbatch.sweeps.report.summaries import run_on
-from specbatch.sweeps.report.tables import (
-    COLUMNS,
-    View,
-    bases,
-    categories,
-    load_records,
-    losses_of,
-    markdown,
-    notes,
-    shown,
-    table,
-    write_summary,
-)
+from specbatch.sweeps.report.heading import run_on
+from specbatch.sweeps.report.notes import losses_of, notes
+from specbatch.sweeps.report.points import SWEEP, View, bases, load_records
+from specbatch.sweeps.report.tables import categories, markdown, shown, table, write_summary
 
 CAPS = {"max_running": 4, "max_model_len": 64, "kv_pages": 32, "page_size": 16, "prefill_chunk": 64}
 CPU = {"device": "cpu", "dtype": "float32"}
@@ -183,7 +173,7 @@ def test_a_single_configuration_has_no_ratio():
 
 def test_missing_measurements_are_dashes():
     records = [record("baseline", 1, None)]
-    assert table(records)[list(COLUMNS)].isna().all().all()
+    assert table(records)[list(SWEEP.columns)].isna().all().all()
     assert "nan" not in text_of(records)
 
 
