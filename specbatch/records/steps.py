@@ -82,12 +82,12 @@ class Steps:
         gap = self.mean("device_idle_s", "device_gaps")
         if gap is None:
             return None
-        idle: float = gap * self.counters["device_steps"]
-        return idle / (idle + self.counters["device_s"])
+        idle = gap * self.counters["device_steps"]
+        return float(idle / (idle + self.counters["device_s"]))
 
     @property
     def graph_coverage(self) -> float | None:
-        """ "off" is not a fallback: no graph was requested."""
+        """The fallback "off" does not count: no graph was requested."""
         graphs = self.counters["graphs"].values()
         replays = sum(graph["replays"] for graph in graphs)
         passes = replays + sum(count for one in graphs for why, count in one["fallbacks"].items() if why != "off")

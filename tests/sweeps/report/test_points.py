@@ -1,4 +1,4 @@
-"""The gain by steps: its interval over repeats is that of `specbatch compare`."""
+"""Points of a sweep. The gain by steps: its interval over repeats is that of `specbatch compare`."""
 
 from __future__ import annotations
 
