@@ -22,8 +22,8 @@ from specbatch.records.answers import is_evaluated
 from specbatch.records.archive import unpacked
 from specbatch.records.sweep_plan import PLAN, unfinished
 from specbatch.sweeps.bench.tables import write_tables
+from specbatch.sweeps.report.points import load_records
 from specbatch.sweeps.report.report import table_files
-from specbatch.sweeps.report.tables import load_records
 
 RESULTS = Path(__file__).parent
 ARCHIVE = "records.tar.xz"

@@ -407,7 +407,8 @@ def _summary(folder: Path, *, wide: bool) -> tuple[str, list[dict[str, Any]]]:
     """The tables of a sweep in Markdown, and the rows of summary.csv as JSON values, None for cells without a
     measurement."""
     from specbatch.records.sweep_plan import unfinished
-    from specbatch.sweeps.report.tables import as_json, load_records, markdown, table
+    from specbatch.sweeps.report.points import load_records
+    from specbatch.sweeps.report.tables import as_json, markdown, table
 
     records = load_records(folder)
     rows = table(records)
@@ -428,6 +429,6 @@ def _reports(folder: Path) -> list[str]:
 
 def _failed(folder: Path) -> bool:
     """Whether a request of the sweep in `folder` failed."""
-    from specbatch.sweeps.report.tables import load_records
+    from specbatch.sweeps.report.points import load_records
 
     return any(record.counters.get("errors") for record in load_records(folder))

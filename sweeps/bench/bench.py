@@ -25,7 +25,7 @@ from specbatch.sweeps.bench.limits import Limits
 from specbatch.sweeps.bench.peers import PEERS, differences_from, figures_of
 from specbatch.sweeps.bench.sections import KINDS, MACHINE, BenchOptions, kind_of, plan_bench
 from specbatch.sweeps.bench.tables import MACHINE_FILE, load_sections, read_machine, write_tables
-from specbatch.sweeps.report.tables import losses_of
+from specbatch.sweeps.report.notes import losses_of
 from specbatch.sweeps.run.loading import Log, loaded, noted
 from specbatch.sweeps.run.runner import run_points, what_is_kept
 

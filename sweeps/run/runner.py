@@ -24,8 +24,9 @@ from specbatch.progress.point_times import PointWork
 from specbatch.records.run_record import RunRecord
 from specbatch.records.store import load_record
 from specbatch.records.sweep_plan import Described, Point, check_plan, plan_of, points, round_of, rounds_at, save
-from specbatch.sweeps.report.notes import failures
-from specbatch.sweeps.report.tables import load_records, losses_of, precision_of, write_summary
+from specbatch.sweeps.report.notes import failures, losses_of
+from specbatch.sweeps.report.points import load_records, precision_of
+from specbatch.sweeps.report.tables import write_summary
 from specbatch.sweeps.run.loading import (
     Configs,
     Engines,

@@ -27,7 +27,8 @@ from specbatch.jobs.configurations import named
 from specbatch.records.archive import pack, unpacked
 from specbatch.records.runs import load_run
 from specbatch.sweeps.report.compare import compare
-from specbatch.sweeps.report.tables import load_records, markdown, table
+from specbatch.sweeps.report.points import load_records
+from specbatch.sweeps.report.tables import markdown, table
 
 CONFIGS = named(EngineConfig(speculation=Speculation("ngram")), ("baseline", "v1", "v2"))
 Run = Callable[..., Grid]

@@ -21,7 +21,7 @@ from specbatch.errors import FailedError, SpecbatchError
 from specbatch.jobs.engine_groups import LoadedGroup, groups_of, in_batches
 from specbatch.records.store import load_record
 from specbatch.records.sweep_plan import Point, points
-from specbatch.sweeps.report.tables import load_records
+from specbatch.sweeps.report.points import load_records
 from specbatch.sweeps.run.estimate import dry_run
 from specbatch.sweeps.run.grid import by_model
 from specbatch.sweeps.run.loading import check, one_group

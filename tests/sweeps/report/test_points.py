@@ -1,4 +1,4 @@
-"""The gain by steps: its interval over repeats is that of `specbatch compare`."""
+"""Points of a sweep. The gain by steps: its interval over repeats is that of `specbatch compare`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 from scipy import stats
 
-from specbatch.sweeps.report.gain import gain_of
+from specbatch.sweeps.report.points import gain_of
 
 NEEDED = [1.50, 1.52, 1.48]
 
