@@ -31,13 +31,13 @@ from specbatch.evals.report import EvalReport
 from specbatch.evals.run import PreparedEval, prepare
 from specbatch.files.atomic_file import write_json, writing
 from specbatch.files.text_files import read_json
-from specbatch.jobs.engine_groups import Load, LoadedGroup, in_batches, marginal_of
 from specbatch.progress.bars import NotedReport, Waves
 from specbatch.progress.point_times import PointWork
 from specbatch.records.bases import bases_of
 from specbatch.records.run_record import speculation_of
 from specbatch.records.store import RECORD
 from specbatch.records.sweep_plan import LEAST_PROMPTS, LEFT_OUT, PLAN, Point, check_plan, folder_name, points, save
+from specbatch.sweeps.run.engine_groups import Load, LoadedGroup, in_batches, marginal_of
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine

@@ -16,8 +16,7 @@ from specbatch.errors import SpecbatchError, refuse
 def configured(engine: EngineOptions, configs: str, **settings: Any) -> dict[str, EngineConfig]:
     """The configurations of --configs: names, or a file whose settings override the command's options. settings: of
     `EngineOptions.config`."""
-    from specbatch.jobs.configurations import named
-    from specbatch.sweeps.run.grid import SUFFIXES, read_grid
+    from specbatch.sweeps.run.configurations import SUFFIXES, named, read_grid
 
     settings["compares"] = True
     if not configs.endswith(SUFFIXES):

@@ -254,7 +254,7 @@ def _grid(
     """The configurations, the concurrencies (default: what the engine runs at once), and why --ablation leaves some
     configurations out."""
     from specbatch.runtime.device import find_device
-    from specbatch.sweeps.run.grid import by_model
+    from specbatch.sweeps.run.configurations import by_model
 
     left_out: dict[str, str] = {}
     if configs is None:

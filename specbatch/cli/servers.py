@@ -64,7 +64,7 @@ def configured_with_servers(
     engine: EngineOptions, configs: str, thinking: bool | None, **settings: Any
 ) -> dict[str, EngineConfig | Server]:
     """As `configured`, with the servers of a file. thinking: of --thinking."""
-    from specbatch.sweeps.run.grid import SUFFIXES, read_grid
+    from specbatch.sweeps.run.configurations import SUFFIXES, read_grid
 
     if not configs.endswith(SUFFIXES):
         return dict(configured(engine, configs, **settings))

@@ -26,7 +26,7 @@ from specbatch.sweeps.machine.limits import data_sheet_bandwidth
 from specbatch.sweeps.report.decision import decision
 from specbatch.sweeps.report.summaries import caps_text, heading, run_on
 from specbatch.sweeps.report.tables import GENERAL, bases, described, load_records, notes, shown, table
-from specbatch.sweeps.workload.workloads import lines_of
+from specbatch.sweeps.workload.heading import lines_of
 
 if TYPE_CHECKING:
     import pandas as pd

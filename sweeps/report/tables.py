@@ -46,7 +46,7 @@ from specbatch.sweeps.report.notes import Note
 from specbatch.sweeps.report.server_acceptance import server_acceptance
 from specbatch.sweeps.report.summaries import caps_text, heading, run_on, with_spread
 from specbatch.sweeps.report.sweep_notes import MEANS, disagreement, sweep_notes
-from specbatch.sweeps.workload.workloads import lines_of
+from specbatch.sweeps.workload.heading import lines_of
 
 if TYPE_CHECKING:
     import pandas as pd

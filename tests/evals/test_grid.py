@@ -23,11 +23,11 @@ from specbatch.evals.grid import GridOptions, _grid, load_grid, run_grid
 from specbatch.evals.grid_table import Grid, _differing, _paired, _speedup
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, run_eval
-from specbatch.jobs.configurations import named
 from specbatch.records.archive import pack, unpacked
 from specbatch.records.runs import load_run
 from specbatch.sweeps.report.compare import compare
 from specbatch.sweeps.report.tables import load_records, markdown, table
+from specbatch.sweeps.run.configurations import named
 
 CONFIGS = named(EngineConfig(speculation=Speculation("ngram")), ("baseline", "v1", "v2"))
 Run = Callable[..., Grid]
