@@ -41,32 +41,38 @@ def run_sweep(
     cluster: its workers measure the points; None: this process does
     """
     fit = options.fitted(configs)
-    run = partial(run_workload, fit, Benchmark(options), folder, cluster=cluster, log=log, report=report)
+    run = partial(run_workloads, fit, {folder: Benchmark(options)}, cluster=cluster, log=log, report=report)
     return _summarized(fit, run, options, folder, log)
 
 
-def run_workload(
+def run_workloads(
     configs: Configs,
-    workload: PointWorkload,
-    folder: Path,
+    workloads: Mapping[Path, PointWorkload],
     *,
     failed: Failed | None = None,
     cluster: Cluster | None = None,
     log: Log | None = None,
     report: NotedReport | None = None,
 ) -> None:
-    """Run the points that are not finished, in this process or on the workers of `cluster`. failed: gets the reasons
-    why engines cannot be built, in this process."""
+    """Run the points that are not finished of one workload after the other, in this process, where they share the
+    engines, or on the workers of `cluster`.
+
+    workloads   by the folder of their results
+    failed      gets the reasons why engines cannot be built in this process
+    """
     if cluster is not None:
         from specbatch.sweeps.run.blocks import run_blocks
 
         one_group(configs)
-        run_blocks(cluster, engines_of(configs), workload, folder, log=log, report=report)
+        for folder, workload in workloads.items():
+            run_blocks(cluster, engines_of(configs), workload, folder, log=log, report=report)
         return
     failed = Failed() if failed is None else failed
     check_early(configs, failed, log)
-    with LoadedGroup(configs, lambda group: workload.load(group, log, failed), failed) as loaded:
-        run_points(configs, loaded, workload, folder, log=log, report=report)
+    load = next(iter(workloads.values())).load
+    with LoadedGroup(configs, lambda group: load(group, log, failed), failed) as loaded:
+        for folder, workload in workloads.items():
+            run_points(configs, loaded, workload, folder, log=log, report=report)
 
 
 def run_server(

@@ -20,7 +20,7 @@ from specbatch.replicas.cluster import Cluster
 from specbatch.sweeps.report.tables import write_summary
 from specbatch.sweeps.run import blocks
 from specbatch.sweeps.run.benchmark import Benchmark, SweepOptions
-from specbatch.sweeps.run.sweep import run_sweep, run_workload
+from specbatch.sweeps.run.sweep import run_sweep, run_workloads
 from specbatch.sweeps.workload.workloads import Workload
 
 BASE = EngineConfig(model="toy", load_format="dummy", device="cpu", prefix_cache=False)
@@ -46,7 +46,7 @@ class Runs:
         self.measured.append((worker, point))
 
     def __call__(self, folder: Path, **how: Any) -> None:
-        run_workload(CONFIGS, Benchmark(OPTIONS, self.measure), folder, cluster=CLUSTER, **how)
+        run_workloads(CONFIGS, {folder: Benchmark(OPTIONS, self.measure)}, cluster=CLUSTER, **how)
 
 
 @pytest.fixture
