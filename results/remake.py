@@ -16,8 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from specbatch.evals.grid import load_grid
-from specbatch.evals.grid_table import SUMMARY
+from specbatch.evals.grid_table import SUMMARY, load_grid
 from specbatch.records.answers import is_evaluated
 from specbatch.records.archive import unpacked
 from specbatch.records.sweep_plan import PLAN, unfinished

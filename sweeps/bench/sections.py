@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError, at_least, each_once, refuse
-from specbatch.jobs.configurations import CONFIGURATIONS
 from specbatch.memory.page_pool import pages_for, reserved_length
 from specbatch.records.bases import BASELINE
 from specbatch.records.steps import MIN_FULL_STEPS
 from specbatch.sweeps.report.points import View
+from specbatch.sweeps.run.benchmark import SweepOptions
+from specbatch.sweeps.run.configurations import CONFIGURATIONS
 from specbatch.sweeps.run.loading import Log
-from specbatch.sweeps.run.runner import SweepOptions
 from specbatch.sweeps.workload.workloads import Workload
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from specbatch.sweeps.report.heading import caps_text, described, heading, run_o
 from specbatch.sweeps.report.notes import GENERAL, notes
 from specbatch.sweeps.report.points import bases, load_records
 from specbatch.sweeps.report.tables import decision, shown, table
-from specbatch.sweeps.workload.workloads import lines_of
+from specbatch.sweeps.workload.heading import lines_of
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from specbatch.config.engine_config import Graphs
 from specbatch.records.run_record import CAPS, RunRecord
-from specbatch.sweeps.workload.workloads import lines_of
+from specbatch.sweeps.workload.heading import lines_of
 from specbatch.weights.known_models import KNOWN_MODELS
 
 

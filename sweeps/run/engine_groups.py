@@ -81,7 +81,7 @@ class LoadedGroup:
         self.groups = groups_of(configs)
         self.tokenizer: Tokenizer | None = None  # of an engine that was loaded
         self.count = 0  # groups that were loaded
-        self._load, self._failed = load, failed
+        self._load, self.failed = load, failed
         self._stack = ExitStack()
         self._place: int | None = None
         self._engines: Engines = {}
@@ -99,16 +99,16 @@ class LoadedGroup:
         self._stack.close()
         self._place, self._engines = None, {}
         group = self.groups[place]
-        if self._failed is not None and engines_of(group).keys() <= self._failed.keys() and len(self.groups) > 1:
+        if self.failed is not None and engines_of(group).keys() <= self.failed.keys() and len(self.groups) > 1:
             return {}
         try:
             self._engines = self._stack.enter_context(self._load(group))
         except Exception as error:
-            if self._failed is None or len(self.groups) == 1:
+            if self.failed is None or len(self.groups) == 1:
                 raise
             for name in group:
-                self._failed.setdefault(name, one_line(error))
-            if {name for each in self.groups for name in each} <= self._failed.keys():
+                self.failed.setdefault(name, one_line(error))
+            if {name for each in self.groups for name in each} <= self.failed.keys():
                 raise
             return {}
         self._place, self.count = place, self.count + 1

@@ -1,4 +1,4 @@
-"""Configurations that a sweep compares: known ones by name, or those of a file.
+"""Configurations to compare: known ones by name (baseline, v1, v2, v2+piecewise, ...), or those of a file.
 
 A file is TOML or YAML, with a table for each configuration, whose keys are options of the command and override those of
 the command line. A list makes one configuration for each of its values, and several lists all combinations:
@@ -19,22 +19,70 @@ the command line. A list makes one configuration for each of its values, and sev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from specbatch.config.engine_config import EngineConfig
-from specbatch.errors import refuse
+from specbatch.algorithms import NO_SPECULATION
+from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.errors import each_once, refuse
 from specbatch.files.text_files import read_toml, read_yaml
-from specbatch.jobs.engine_groups import engines_of
 from specbatch.records.sweep_plan import folder_name
 from specbatch.sweeps.http.server import Server
+from specbatch.sweeps.run.engine_groups import engines_of
 from specbatch.sweeps.run.loading import OF_WEIGHTS, Configs
 
 Settings = dict[str, str | int | float | bool]
 SUFFIXES = (".toml", ".yaml", ".yml")
 NAME_BYTES = 255  # that a folder's name may have
+
+
+def _scheduled(config: EngineConfig, schedule: str) -> EngineConfig:
+    return replace(config, speculation=replace(config.speculation, schedule=schedule))
+
+
+def _piecewise(config: EngineConfig) -> EngineConfig:
+    return replace(config, graphs=replace(config.graphs, prefill="piecewise"))
+
+
+def _baseline(config: EngineConfig) -> EngineConfig:
+    none = Speculation(algorithm=NO_SPECULATION, schedule="v2")
+    return replace(config, speculation=none, draft_attention_backend="auto")
+
+
+# Each name changes the configuration of the user. The baseline runs without speculation, under schedule v2.
+CONFIGURATIONS: dict[str, Callable[[EngineConfig], EngineConfig]] = {
+    "baseline": _baseline,
+    "v1": lambda config: _scheduled(config, "v1"),
+    "v2": lambda config: _scheduled(config, "v2"),
+    "baseline+piecewise": lambda config: _piecewise(_baseline(config)),
+    "v1+piecewise": lambda config: _piecewise(_scheduled(config, "v1")),
+    "v2+piecewise": lambda config: _piecewise(_scheduled(config, "v2")),
+}
+PIECEWISE = "+piecewise"
+
+
+def named(base: EngineConfig, names: Iterable[str]) -> dict[str, EngineConfig]:
+    """The configurations of these names. base: the engine with the speculation of v1 and v2."""
+    listed = list(names)
+    for name in listed:
+        if name not in CONFIGURATIONS:
+            works = f"use some of {', '.join(CONFIGURATIONS)}, or the path of a file (.toml, .yaml, .yml)"
+            raise refuse("configs", name, works)
+    each_once("configs", listed)
+    for name in listed if base.graphs.prefill == "piecewise" else ():
+        if f"{name}{PIECEWISE}" in listed:
+            works = f"{name} and {name}{PIECEWISE} would be the same; leave it out, or one of them"
+            raise refuse("prefill_graph", "piecewise", works)
+    if base.speculation.algorithm == NO_SPECULATION and any(not name.startswith("baseline") for name in listed):
+        raise refuse(
+            "algorithm",
+            NO_SPECULATION,
+            "only the configuration baseline drafts nothing; use ngram, or another with its draft",
+        )
+    return {name: CONFIGURATIONS[name](base) for name in listed}
 
 
 def by_model(configs: Configs) -> dict[str, dict[str, EngineConfig | Server]]:

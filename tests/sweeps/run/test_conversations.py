@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specbatch.core.request import Completion, RequestMetrics
-from specbatch.sweeps.workload.conversations import ask, label, longest
+from specbatch.sweeps.run.conversations import ask, label, longest
 from specbatch.sweeps.workload.workloads import Workload
 
 END = 256

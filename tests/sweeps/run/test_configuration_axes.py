@@ -18,14 +18,15 @@ from specbatch.cli.configs import configured
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions
 from specbatch.cli.servers import configured_with_servers
 from specbatch.errors import FailedError, SpecbatchError
-from specbatch.jobs.engine_groups import LoadedGroup, groups_of, in_batches
 from specbatch.records.store import load_record
 from specbatch.records.sweep_plan import Point, points
 from specbatch.sweeps.report.points import load_records
+from specbatch.sweeps.run.benchmark import SweepOptions
+from specbatch.sweeps.run.configurations import by_model
+from specbatch.sweeps.run.engine_groups import LoadedGroup, groups_of, in_batches
 from specbatch.sweeps.run.estimate import dry_run
-from specbatch.sweeps.run.grid import by_model
 from specbatch.sweeps.run.loading import check, one_group
-from specbatch.sweeps.run.runner import SweepOptions, run_sweep
+from specbatch.sweeps.run.sweep import run_sweep
 from specbatch.sweeps.workload.workloads import Workload
 
 HEAD = {"algorithm": "eagle3", "draft": "dummy"}
@@ -140,7 +141,7 @@ def planned_grid(folder: Path, axis: str, values: list[Any], more: dict[str, Any
     """The engines of a grid by model, after what --dry-run does."""
     models = by_model(grid(folder, axis, values, more))
     for ours in models.values():
-        check(ours, ONE)
+        check(ONE.fitted(ours))
         dry_run(ours, ONE, None)
     return models
 
