@@ -8,8 +8,8 @@ from typing import Any
 
 from specbatch.cli.flags import in_keys
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions
-from specbatch.cli.values import names
 from specbatch.config.engine_config import EngineConfig
+from specbatch.config.values import names
 from specbatch.errors import SpecbatchError, refuse
 
 
@@ -21,7 +21,7 @@ def configured(engine: EngineOptions, configs: str, **settings: Any) -> dict[str
 
     settings["compares"] = True
     if not configs.endswith(SUFFIXES):
-        return named(engine.having(spec="v2").config(**settings), names(configs))
+        return named(engine.having(spec="v2").config(**settings), names("configs", configs))
     tables = read_grid(Path(configs))
     return {
         name: engine_of_table(engine, changes, f"{configs}: {name}", **settings) for name, changes in tables.items()

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 from typer import Argument, Context, Exit, Option
 
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
-from specbatch.cli.options import ChatTemplate, Concurrency, EngineOptions, Json, options_of, takes_engine
+from specbatch.cli.options import ChatTemplate, Concurrency, EngineOptions, Json, is_given, options_of, takes_engine
 from specbatch.cli.output import open_replicas, say, show
-from specbatch.cli.values import duration, is_given
+from specbatch.config.values import duration
 from specbatch.core.request import SamplingParams
 from specbatch.errors import counted, reporting
 from specbatch.progress.bars import progress
