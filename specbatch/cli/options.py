@@ -32,9 +32,6 @@ Concurrency = Annotated[int | None, Option(help="Maximum number of requests in f
 Output = Annotated[
     Path | None, Option("--output", "--out", help="New folder for the results. Default: out/COMMAND-TIME.")
 ]
-ChatTemplate = Annotated[
-    bool, Option("--chat-template/--no-chat-template", help="Render messages with the model's chat template.")
-]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from specbatch.config.settings import check_fields, setting, whole
 from specbatch.config.values import names, whole_numbers
 from specbatch.errors import at_least, each_once, refuse
 from specbatch.records.bases import BASELINE
-from specbatch.records.summarize import MIN_FULL_STEPS
 
 MACHINE = "machine"
 LENGTHS = {  # section: the options that determine its lengths, the one of prompt tokens first
@@ -68,7 +67,4 @@ class BenchOptions:
         for option in ("batch", "verify_batch", "concurrency", "ttft_tokens"):
             for number in getattr(self, option):
                 at_least(option, number, 1)
-        if {"decode", "verify"} & set(self.sections) and 1 <= self.new_tokens <= MIN_FULL_STEPS:
-            works = f"a step time needs {MIN_FULL_STEPS} steps of a full batch; use at least {MIN_FULL_STEPS + 1}"
-            raise refuse("new_tokens", self.new_tokens, works)
         check_fields(self)

@@ -21,6 +21,7 @@ from specbatch.errors import SpecbatchError, refuse
 from specbatch.jobs.configurations import CONFIGURATIONS
 from specbatch.memory.page_pool import pages_for, reach_of
 from specbatch.records.bases import BASELINE
+from specbatch.records.summarize import MIN_FULL_STEPS
 from specbatch.sweeps.bench.options import COMPARED, LENGTHS, MACHINE, BenchOptions
 from specbatch.sweeps.report.tables import View
 from specbatch.sweeps.run.loading import Log
@@ -124,6 +125,9 @@ def plan_bench(base: EngineConfig, options: BenchOptions, log: Log | None = None
     from specbatch.engine.setup.prepare import prepare
     from specbatch.runtime.device import find_device
 
+    if {"decode", "verify"} & set(options.sections) and 1 <= options.new_tokens <= MIN_FULL_STEPS:
+        works = f"a step time needs {MIN_FULL_STEPS} steps of a full batch; use at least {MIN_FULL_STEPS + 1}"
+        raise refuse("new_tokens", options.new_tokens, works)
     if MACHINE in options.sections and "sections" in options.given and find_device(base.device).type != "cuda":
         raise refuse("sections", MACHINE, "needs a CUDA device; leave it out")
     compared = _compared(base, options, log)
