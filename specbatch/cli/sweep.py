@@ -11,10 +11,10 @@ import typer
 from typer import Option
 
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
-from specbatch.cli.options import SAMPLING_OPTIONS, WITH_DRAFTS, EngineOptions, Json, Wide, takes_engine
+from specbatch.cli.options import SAMPLING_OPTIONS, WITH_DRAFTS, EngineOptions, Json, Wide, is_given, takes_engine
 from specbatch.cli.output import fresh_folder, results, say, show
 from specbatch.cli.servers import configured_with_servers, only_server
-from specbatch.cli.values import is_given, length, share, whole_number, whole_numbers
+from specbatch.config.values import length, share, whole_number, whole_numbers
 from specbatch.errors import one_line, refuse
 from specbatch.progress.bars import progress
 from specbatch.sweeps.workload.defaults import CPU, GPU, INPUT_LEN, default_dataset

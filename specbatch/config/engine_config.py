@@ -87,6 +87,7 @@ class Speculation:
         "config (speculative_tokens). SGLang counts the root: 4 "
         "there is 3 here. "
         "auto: 0 up to the default or --draft-steps, chosen from measured step times and acceptance.",
+        metavar="INTEGER|auto",
     )
     draft_steps: int | None = setting(
         None, "Draft passes: the depth of a tree. A chain takes as many as it has drafted tokens."

@@ -20,8 +20,9 @@ from specbatch.records.run_record import CAPS, RunRecord
 from specbatch.records.schema import BenchRecord
 from specbatch.records.sweep_plan import PLAN, unfinished
 from specbatch.sweeps.bench.one_batch import one_batch
+from specbatch.sweeps.bench.options import MACHINE
 from specbatch.sweeps.bench.peers import Figures, figures_of
-from specbatch.sweeps.bench.sections import KINDS, MACHINE, Kind, kind_of
+from specbatch.sweeps.bench.sections import KINDS, Kind, kind_of
 from specbatch.sweeps.machine.limits import data_sheet_bandwidth
 from specbatch.sweeps.report.heading import caps_text, described, heading, run_on
 from specbatch.sweeps.report.notes import GENERAL, notes

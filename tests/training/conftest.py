@@ -22,13 +22,13 @@ from trained import TRAINED
 from specbatch import weights
 from specbatch.cli.output import open_engine
 from specbatch.config.engine_config import EngineConfig
-from specbatch.core.request import SamplingParams
 from specbatch.models.config import ModelConfig
 from specbatch.training import trainer
 from specbatch.training.answers import read_answers
 from specbatch.training.data import Example
 from specbatch.training.recipe import HEADS, Recipe
-from specbatch.training.run import Source, train_draft
+from specbatch.training.run import train_draft
+from specbatch.training.source import Source
 from specbatch.training.target import Target
 
 VOCABULARY, MAX_LEN, LAYERS = 40, 48, 9
@@ -127,8 +127,8 @@ def train(target_folder: Path) -> Callable[..., dict[str, Any]]:
             page_size=4,
             seed=recipe.seed,
         )
-        params = SamplingParams(temperature=temperature, max_new_tokens=30)
-        source = Source(data, None, params, limit=limit) if answers is None else Source(None, answers, limit=limit)
+        asked = {"data": data, "temperature": temperature, "max_new_tokens": 30}
+        source = Source(limit=limit, **asked if answers is None else {"answers": answers})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trainer, "LINES", 4)
             return train_draft(

@@ -1,40 +1,16 @@
-"""Parsers for option values that Typer has no type for: lists, ranges, and numbers with a keyword."""
+"""Values written as text: lists, ranges, durations, and numbers with a keyword. Parsers raise SpecbatchError."""
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from specbatch.errors import MOST, MOST_SEED, at_least, refuse
+from specbatch.errors import at_least, refuse
 from specbatch.files.text_files import UnreadableError, parse_json, read_text
 
 
-def bounded(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that refuses whole numbers beyond any count before it does anything; Typer knows no upper limit."""
-
-    @functools.wraps(command)
-    def run(**values: Any) -> None:
-        for name, value in values.items():
-            most = MOST_SEED if name == "seed" else MOST
-            if type(value) is int and abs(value) > most:
-                raise refuse(name, value, f"use a whole number of at most {most}")
-        command(**values)
-
-    return run
-
-
-def is_given(context: typer.Context, name: str) -> bool:
-    """Whether the user gave option `name` on the command line."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
-
-
-def names(text: str) -> tuple[str, ...]:
+def names(setting: str, text: str) -> tuple[str, ...]:
     """Comma-separated names."""
     return tuple(name.strip() for name in text.split(","))
 
