@@ -46,7 +46,9 @@ def found(page: Path) -> list[list[str]]:
     return whole + [shlex.split(line)[1:] for line in inline]
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "results" / "README.md"], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted((ROOT / "results").rglob("README.md"))], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_commands_parse(page: Path) -> None:
     """Names and values of options are those that the command takes."""
     group = typer.main.get_command(app)

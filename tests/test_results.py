@@ -13,6 +13,7 @@ import pytest
 from specbatch.records.run_record import RunRecord
 
 RESULTS = Path(__file__).parents[1] / "results"
+ABOUT = "about.md"
 ARCHIVES = sorted(RESULTS.rglob("*.tar.xz"))
 MOST_BYTES = 3_000_000  # of one archive: 60 bytes per request
 QUICK_BYTES = 40_000  # of one whose tables are remade in the quick tests
@@ -50,7 +51,7 @@ def test_tables_are_what_their_records_make(remake, archive) -> None:
     found = list(remake.remade(archive))
     assert {path.suffix for path, _ in found} >= {".md", ".csv"}
     tables = {path for path in archive.parent.rglob("*") if path.suffix in (".md", ".csv", ".json")}
-    assert {path for path, _ in found} == tables - {archive.with_name(name) for name in (remake.PAGE, remake.ABOUT)}
+    assert {path for path, _ in found} == tables - {archive.with_name(name) for name in (remake.PAGE, ABOUT)}
     for path, text in found:
         assert remake.is_same(path.read_text(), text), f"{path} is not what its records make"
 
@@ -58,7 +59,7 @@ def test_tables_are_what_their_records_make(remake, archive) -> None:
 def test_an_edited_number_is_found(remake, tmp_path, monkeypatch, capsys) -> None:
     source = ARCHIVES[0].parent
     shutil.copytree(source, tmp_path / "copy")
-    (tmp_path / remake.ABOUT).write_text("# Copies\n\nOf one table.\n\n## How to read them\n\nAs the others.\n")
+    (tmp_path / ABOUT).write_text("# Copies\n\nOf one table.\n\n## How to read them\n\nAs the others.\n")
     monkeypatch.setattr(remake, "RESULTS", tmp_path)
     monkeypatch.setattr("sys.argv", ["remake.py"])
     assert remake.main() == 0  # the pages of the copy
@@ -88,7 +89,7 @@ def test_pages_are_what_records_and_texts_make(remake, pages) -> None:
         assert page.read_text() == text, f"{page} is not what records and about.md make"
 
 
-def test_every_page_and_file_is_linked(remake, pages) -> None:
+def test_every_page_and_file_is_linked(pages) -> None:
     """Pages lead to all others, and those without records name every file of their folder."""
     linked = {
         (page.parent / target).resolve()
@@ -96,10 +97,9 @@ def test_every_page_and_file_is_linked(remake, pages) -> None:
         for target in re.findall(r"\]\((?!https://)([^)#\s]+)", text)
     }
     assert {page.resolve() for page in pages} <= linked
-    files = {
-        path for page in pages for path in page.parent.iterdir() if path.suffix in (".md", ".csv", ".jsonl", ".svg")
-    }
-    texts = {page.with_name(remake.ABOUT) for page in pages}
+    kinds = (".md", ".csv", ".jsonl", ".svg")
+    files = {path for page in pages for path in page.parent.iterdir() if path.suffix in kinds}
+    texts = {page.with_name(ABOUT) for page in pages}
     assert files - texts - linked == set()
 
 
