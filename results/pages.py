@@ -65,6 +65,8 @@ class Run:
         yield from ("## How it was measured", "", "| | |", "|---|---|")
         yield f"| model | {self.model}, {self.dtype} |"
         yield f"| hardware | {self.hardware} |"
+        if workloads := _workloads(folder / "summary.md"):
+            yield f"| workload | {'; '.join(workloads)} |"
         yield f"| versions | {self.versions} |"
         yield f"| date, revision in the records | {self.date}, {self.revision} |"
         yield f"| files | {', '.join(_files(folder))} |"
@@ -128,7 +130,7 @@ def _page(folder: Folder, runs: dict[Folder, Run | None]) -> str:
         lines += [*_children(folder, below, runs), ""]
     parent = next(path for path in folder.path.parents if path == folder.root or (path / ABOUT).exists())
     up = "/".join([".."] * len(folder.path.relative_to(parent).parts))
-    return "\n".join([*lines, f"[All of {parent.name}]({up}/{PAGE})", ""])
+    return "\n".join([*lines, f"[All of {parent.name}, with remarks]({up}/{PAGE})", ""])
 
 
 def _children(folder: Folder, below: list[Folder], runs: dict[Folder, Run | None]) -> Iterator[str]:
@@ -169,6 +171,13 @@ def _revision(record: RunRecord) -> str:
 
 def _name(word: str) -> str:
     return Path(word).name if word.startswith("/") else word
+
+
+def _workloads(table: Path) -> dict[str, None]:
+    """What a sweep or the sections of a bench ran; empty for an evaluation, whose command names the task."""
+    mark = "* workload: "
+    lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
+    return dict.fromkeys(line.removeprefix(mark) for line in lines if line.startswith(mark))
 
 
 def _files(folder: Path) -> Iterable[str]:
