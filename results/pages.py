@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 import tarfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +58,8 @@ class Run:
     @property
     def kind(self) -> str:
         """The command and, of an evaluation, its task."""
-        words = self.commands[0].split()
-        return " ".join(words[1 : 3 if words[1] == "eval" else 2])
+        words = self.commands[0].split()[1:3]
+        return " ".join(words if words[:1] == ["eval"] else words[:1])
 
     def section(self, folder: Path) -> Iterator[str]:
         """Markdown of the page in `folder`."""
@@ -102,58 +103,53 @@ class Folder:
 
 def shown_command(record: RunRecord) -> str:
     """The command without its output folder; files outside of the checkout are named without their folders."""
-    words = iter(record.provenance["command"])
-    kept = (_name(word) for word in words if word not in ("--out", "--output") or not next(words))
-    return shlex.join(kept)
+    words = record.provenance.get("command", [])
+    outputs = {n for n, word in enumerate(words) if word in ("--out", "--output")}
+    return shlex.join(_name(word) for n, word in enumerate(words) if not {n, n - 1} & outputs)
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """The text of every page below `root`, by its path."""
+    """The text of every page below `root`, by its path. `root` has an `about.md`."""
     marks = {path.parent for name in (ARCHIVE, ABOUT) for path in root.rglob(name)}
     folders = [Folder(root, path) for path in sorted(marks)]
     runs = {folder: folder.run for folder in folders}
-    return {folder.path / PAGE: _page(folder, runs) for folder in folders}
+    groups = {folder.path: folder for folder in folders if runs[folder] is None}
+    above = {folder: next((groups[path] for path in folder.path.parents if path in groups), None) for folder in folders}
+    return {folder.path / PAGE: _page(folder, runs, above) for folder in folders}
 
 
-def _page(folder: Folder, runs: dict[Folder, Run | None]) -> str:
+def _page(folder: Folder, runs: dict[Folder, Run | None], above: dict[Folder, Folder | None]) -> str:
     title, text = folder.text
     lines = [NOTICE, "", f"# {title}", ""]
-    below = [other for other in runs if folder.path in other.path.parents]
-    if folder.path == folder.root:
+    if (parent := above[folder]) is None:
         first, _, rest = text.partition("\n## ")
-        return "\n".join([*lines, first, *_index(below, runs), "", f"## {rest}", ""])
+        return "\n".join([*lines, first, *_index(runs, above), "", f"## {rest}", ""])
     if text:
         lines += [text, ""]
     if (run := runs[folder]) is not None:
         lines += [*run.section(folder.path), ""]
-    if below:
-        lines += [*_children(folder, below, runs), ""]
-    parent = next(path for path in folder.path.parents if path == folder.root or (path / ABOUT).exists())
-    up = "/".join([".."] * len(folder.path.relative_to(parent).parts))
-    return "\n".join([*lines, f"[All of {parent.name}, with remarks]({up}/{PAGE})", ""])
+    if below := [other for other in runs if above[other] == folder]:
+        lines += [*_children(folder, {other: runs[other] for other in below}), ""]
+    up = "/".join([".."] * len(folder.path.relative_to(parent.path).parts))
+    return "\n".join([*lines, f"[All of {parent.path.name}, with remarks]({up}/{PAGE})", ""])
 
 
-def _children(folder: Folder, below: list[Folder], runs: dict[Folder, Run | None]) -> Iterator[str]:
-    """A table of the folders below, except for those on the page of a folder in between."""
+def _children(folder: Folder, runs: dict[Folder, Run | None]) -> Iterator[str]:
+    """A table of the pages below."""
     yield from ("## Folders", "", "| folder | what | model | hardware | date |", "|---|---|---|---|---|")
-    groups = {other.path for other in below if runs[other] is None}
-    for other in below:
-        if groups.isdisjoint(other.path.parents):
-            link = f"[{other.path.relative_to(folder.path)}]({other.path.relative_to(folder.path)}/{PAGE})"
-            run = runs[other]
-            cells = (other.text[0], "", "", "") if run is None else (run.kind, run.model, run.hardware, run.date)
-            yield f"| {' | '.join((link, *cells))} |"
+    for other, run in runs.items():
+        name = other.path.relative_to(folder.path).as_posix()
+        cells = (other.text[0], "", "", "") if run is None else (run.kind, run.model, run.hardware, run.date)
+        yield f"| {' | '.join((f'[{name}]({name}/{PAGE})', *cells))} |"
 
 
-def _index(below: list[Folder], runs: dict[Folder, Run | None]) -> Iterator[str]:
-    """A table of the pages about several tables, with the number of folders that have records on each."""
+def _index(runs: dict[Folder, Run | None], above: dict[Folder, Folder | None]) -> Iterator[str]:
+    """A table of the pages about several folders, with the number of those that have records."""
     yield from ("## Pages", "", "| folder | what it has | folders with records |", "|---|---|---|")
-    groups = [other for other in below if runs[other] is None]
-    for group in groups:
-        inner = {other.path for other in groups if group.path in other.path.parents}
-        measured = [other for other in below if group.path in other.path.parents and runs[other] is not None]
-        count = sum(inner.isdisjoint(other.path.parents) for other in measured)
-        yield f"| [{group.name}]({group.name}/{PAGE}) | {group.text[0]} | {count or ''} |"
+    counts = Counter(above[folder] for folder, run in runs.items() if run is not None)
+    for folder, run in runs.items():
+        if run is None and above[folder] is not None:
+            yield f"| [{folder.name}]({folder.name}/{PAGE}) | {folder.text[0]} | {counts[folder] or ''} |"
 
 
 def _records(archive: Path) -> Iterator[RunRecord]:
