@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from specbatch.errors import refuse
 
 if TYPE_CHECKING:
-    from specbatch.tokenizer import Tokenizer
+    from specbatch.text.tokenizer import Tokenizer
 
 
 class Encoding:

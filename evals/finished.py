@@ -18,7 +18,7 @@ from specbatch.records.store import EARLIER
 from specbatch.records.summarize import emitted_histogram, summarize, total_acceptance
 
 if TYPE_CHECKING:
-    from specbatch.config import EngineConfig
+    from specbatch.config.engine_config import EngineConfig
     from specbatch.engine.scoring import Likelihood
     from specbatch.evals.options import EvalOptions
     from specbatch.records.run_record import RunRecord

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from specbatch.config.settings import Rule, is_number
 from specbatch.core.sampling_params import SAMPLED, SamplingParams, refuse_unsampled
 from specbatch.errors import refuse
 from specbatch.evals.options import MAX_NEW_TOKENS
-from specbatch.settings import Rule, is_number
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given counts
 _PARAMS = {  # sampling parameters by the arguments that set them

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from specbatch.config import EngineConfig
-from specbatch.text_files import read_json
+from specbatch.config.engine_config import EngineConfig
+from specbatch.files.text_files import read_json
 from specbatch.weights.hub import cached
 
 NAME = "generation_config.json"

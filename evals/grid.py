@@ -22,22 +22,22 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.atomic_file import write_json, writing
-from specbatch.config import EngineConfig, Graphs
+from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.errors import SpecbatchError, at_least, each_once, one_line, refuse, reporting
 from specbatch.evals.finished import hash_of
 from specbatch.evals.grid_table import SUMMARY, Grid, Place
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import PreparedEval, prepare
+from specbatch.files.atomic_file import write_json, writing
+from specbatch.files.text_files import read_json
 from specbatch.jobs.engine_groups import Load, LoadedGroup, in_batches, marginal_of
-from specbatch.point_times import PointWork
-from specbatch.progress import NotedReport, Waves
+from specbatch.progress.bars import NotedReport, Waves
+from specbatch.progress.point_times import PointWork
 from specbatch.records.bases import bases_of
 from specbatch.records.run_record import speculation_of
 from specbatch.records.store import RECORD
 from specbatch.records.sweep_plan import LEAST_PROMPTS, LEFT_OUT, PLAN, Point, check_plan, folder_name, points, save
-from specbatch.text_files import read_json
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine

@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from specbatch.atomic_file import write_atomic, write_json
-from specbatch.config import Graphs
+from specbatch.config.engine_config import Graphs
 from specbatch.evals.report import EvalReport
+from specbatch.files.atomic_file import write_atomic, write_json
 from specbatch.records.answers import Score
 from specbatch.records.markdown import markdown_table
 from specbatch.records.mcnemar import changes, is_binary

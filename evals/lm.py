@@ -23,17 +23,16 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from specbatch.chat_template import TemplateRefusal
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.core.sampling_params import sampling_of, sampling_text
-from specbatch.errors import SpecbatchError, refuse
+from specbatch.errors import SpecbatchError, counted, refuse
 from specbatch.evals.encoding import Encoding
 from specbatch.evals.finished import Answer, Row, Scored, hash_of
 from specbatch.evals.generation import LIMITS, Generation, generation_of
 from specbatch.evals.generation_config import generation_config, unapplied
 from specbatch.jobs.partial_output import row_seed
 from specbatch.jobs.thinking import Reasoning
-from specbatch.plurals import counted
+from specbatch.text.chat_template import TemplateRefusal
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine

@@ -17,13 +17,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.atomic_file import write_atomic, writing
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
+from specbatch.files.atomic_file import write_atomic, writing
 from specbatch.records.run_record import RunRecord
 
 if TYPE_CHECKING:
     from specbatch.evals.options import EvalOptions
-    from specbatch.tokenizer import Tokenizer
+    from specbatch.text.tokenizer import Tokenizer
 
 MODEL = "specbatch"  # the name of the model in lm-eval's registry
 _NUMBERS = ("accept_length", "accept_rate", "output_throughput", "scored_tokens", "input_throughput")

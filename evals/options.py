@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from specbatch.config.settings import Rule, check_fields, is_number, is_whole, setting, whole
 from specbatch.core.sampling_params import SAMPLED, SamplingParams
 from specbatch.errors import each_once, refuse
-from specbatch.settings import Rule, check_fields, is_number, is_whole, setting, whole
 
 MAX_NEW_TOKENS = 256  # if neither the user nor the task sets a limit, as in lm-eval
 RESAMPLES = 1000  # lm-eval's default is 100,000, which takes minutes; the error of a mean has a closed form

@@ -17,13 +17,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from specbatch.atomic_file import write_atomic
-from specbatch.config import Speculation
+from specbatch.config.engine_config import Speculation
 from specbatch.core.request import INCOMPLETE
 from specbatch.core.sampling_params import sampling_text
-from specbatch.errors import shown
+from specbatch.errors import counted, shown
 from specbatch.evals.few_shot import few_shot_lines
-from specbatch.plurals import counted
+from specbatch.files.atomic_file import write_atomic
 from specbatch.records.answers import QUESTIONS, EvalAnswers
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 from specbatch.records.metrics import METRICS

@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from specbatch.algorithms import NO_SPECULATION
-from specbatch.atomic_file import writing
-from specbatch.errors import SpecbatchError, refuse, reporting
+from specbatch.errors import SpecbatchError, counted, refuse, reporting
 from specbatch.evals.finished import PARTIAL, Answer, Row, Scored, finished_rows, with_earlier
 from specbatch.evals.lm_eval_files import save_lm_eval_files
 from specbatch.evals.lm_eval_process import quiet, template_errors
@@ -37,15 +36,15 @@ from specbatch.evals.report import EvalReport
 from specbatch.evals.results import answer_rows, scored_rows, scores, verdicts
 from specbatch.evals.selection import asking
 from specbatch.evals.task import GENERATING, ROLLING, EvalTask, load_tasks
+from specbatch.files.atomic_file import writing
 from specbatch.jobs.partial_output import PartialRows
-from specbatch.plurals import counted
 from specbatch.records.store import RECORD
 from specbatch.weights import open_checkpoint
 
 if TYPE_CHECKING:
-    from specbatch.config import EngineConfig
+    from specbatch.config.engine_config import EngineConfig
     from specbatch.engine.interface import InferenceEngine
-    from specbatch.tokenizer import Tokenizer
+    from specbatch.text.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]  # answers finished, answers wanted
 JOB = "job"  # of a record's workload: all settings that the results depend on

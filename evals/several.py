@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specbatch.atomic_file import write_atomic
 from specbatch.errors import refuse
 from specbatch.evals.finished import PARTIAL
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import PreparedEval, open_folder, prepare, prepare_each
+from specbatch.files.atomic_file import write_atomic
 from specbatch.records.markdown import markdown_table
 from specbatch.records.store import RECORD
 from specbatch.records.sweep_plan import folder_name

@@ -13,11 +13,11 @@ if (_checkout / "pyproject.toml").is_file():  # a source tree: kernels/, evals/ 
     __path__.append(str(_checkout))
 
 if TYPE_CHECKING:
-    from specbatch.config import EngineConfig, Graphs, Speculation
+    from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
     from specbatch.core.embedded_prompt import EmbeddedPrompt
     from specbatch.core.request import Completion, SamplingParams
     from specbatch.engine.engine import Engine
-    from specbatch.engine.open_requests import StreamEvent
+    from specbatch.engine.requests.open_requests import StreamEvent
     from specbatch.engine.scoring import Likelihood
     from specbatch.errors import SpecbatchError
     from specbatch.jobs.frames import RunFrames, load_run
@@ -29,14 +29,14 @@ _HOME = {
     "DataParallelEngine": "specbatch.replicas.engine",
     "EmbeddedPrompt": "specbatch.core.embedded_prompt",
     "Engine": "specbatch.engine.engine",
-    "EngineConfig": "specbatch.config",
-    "Graphs": "specbatch.config",
+    "EngineConfig": "specbatch.config.engine_config",
+    "Graphs": "specbatch.config.engine_config",
     "Likelihood": "specbatch.engine.scoring",
     "RunFrames": "specbatch.jobs.frames",
     "SamplingParams": "specbatch.core.request",
     "SpecbatchError": "specbatch.errors",
-    "Speculation": "specbatch.config",
-    "StreamEvent": "specbatch.engine.open_requests",
+    "Speculation": "specbatch.config.engine_config",
+    "StreamEvent": "specbatch.engine.requests.open_requests",
     "load_run": "specbatch.jobs.frames",
 }
 

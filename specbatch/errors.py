@@ -1,9 +1,9 @@
-"""`SpecbatchError`, the exception for a user's mistake: a setting, its value, and what would work."""
+"""`SpecbatchError`, the error for a user's mistake: a setting, its value, and what would work; words in messages."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 MOST = 2**31 - 1  # the largest count, length or number of a setting: what an int32 holds
@@ -125,3 +125,14 @@ def reporting(kept: Callable[[], str]) -> Iterator[None]:
     except OSError as error:
         error.add_note(kept())
         raise
+
+
+def counted(number: int, noun: str) -> str:
+    """The number with the noun, whose plural is with an s."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def listed(words: Iterable[object]) -> str:
+    """The words with commas, and "and" before the last one."""
+    *first, last = map(str, words)
+    return f"{', '.join(first)} and {last}" if first else last

@@ -27,11 +27,11 @@ from hypothesis import HealthCheck, settings
 from targets import Targets
 from typer.main import get_command
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.models.config import ModelConfig
-from specbatch.models.dflash import DFlashConfig
-from specbatch.models.dflash2 import DFlash2Config
-from specbatch.models.dspark import DSparkConfig
+from specbatch.models.heads.dflash import DFlashConfig
+from specbatch.models.heads.dflash2 import DFlash2Config
+from specbatch.models.heads.dspark import DSparkConfig
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # where a plugin imported torch earlier
 

@@ -95,6 +95,11 @@ def numbers(text: str) -> set[str]:
     return {number.replace(",", "") for number in found if len(re.sub(r"\D", "", number)) >= 3}
 
 
+def test_index_of_the_docs_has_every_page() -> None:
+    text = (ROOT / "docs" / "README.md").read_text()
+    assert [page.name for page in PAGES[1:] if page.name != "README.md" and f"]({page.name})" not in text] == []
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= 9216
 

@@ -19,10 +19,10 @@ from plain_decoding import check_end, check_logprobs, check_tokens
 from targets import HYBRIDS, LATENT, WINDOWED, Targets
 
 from specbatch import Engine
-from specbatch.acceptance_profile import AcceptanceProfile
-from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.config.acceptance_profile import AcceptanceProfile
+from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.core.request import SamplingParams
-from specbatch.engine.draft_length import DraftLength
+from specbatch.engine.schedule.draft_length import DraftLength
 from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.run import run_check
 from specbatch.weights.shapes import SHAPES
@@ -368,7 +368,7 @@ def test_mxfp4_experts_give_the_tokens_of_dequantized_ones(
     drafting = replace(asked, speculation=SPECULATIONS[algorithm], graphs=GRAPHS["graphs"])
     tokens = []
     for keeps, config in ((False, asked), (True, drafting)):
-        monkeypatch.setattr("specbatch.models.layers.keeps_mxfp4", lambda device, keeps=keeps: keeps)
+        monkeypatch.setattr("specbatch.models.layers.blocks.keeps_mxfp4", lambda device, keeps=keeps: keeps)
         with Engine(config) as engine:
             done = engine.generate(prompts, SamplingParams(max_new_tokens=30))
             tokens.append([item.token_ids for item in done])

@@ -15,8 +15,8 @@ import torch
 from targets import MTP, SIZES, TARGETS
 
 from specbatch import Completion, Engine, EngineConfig, Graphs, SamplingParams, SpecbatchError, Speculation
-from specbatch.engine import rank_group, ranks
-from specbatch.engine.prepare import prepare
+from specbatch.engine.ranks import rank_group, ranks
+from specbatch.engine.setup.prepare import prepare
 
 pytestmark = pytest.mark.gpu
 DEVICES = torch.cuda.device_count()

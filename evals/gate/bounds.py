@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from specbatch.errors import counted
 from specbatch.evals.gate.checks import Check, Level, PendingCheck
 from specbatch.evals.gate.policy import Bound
-from specbatch.plurals import counted
 from specbatch.records.estimates import Estimate
 from specbatch.records.intervals import in_common, were_interleaved
 from specbatch.records.metrics import METRICS, Metric

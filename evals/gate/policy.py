@@ -30,10 +30,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from specbatch.config.field_errors import did_you_mean, first_problem
 from specbatch.errors import refuse
-from specbatch.field_errors import did_you_mean, first_problem
+from specbatch.files.text_files import read_toml
 from specbatch.records.metrics import METRICS
-from specbatch.text_files import read_toml
 
 ALPHA = 0.05  # of a policy that gives none
 BOUNDED = [key for key, metric in METRICS.items() if metric.better is not None]

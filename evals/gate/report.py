@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-from specbatch.atomic_file import write_atomic, write_json
+from specbatch.errors import counted
 from specbatch.evals.gate.checks import Check
 from specbatch.evals.gate.gate import GateResult
-from specbatch.plurals import counted
+from specbatch.files.atomic_file import write_atomic, write_json
 from specbatch.records.markdown import markdown_table
 
 NAMED = 20  # lost or gained questions to list

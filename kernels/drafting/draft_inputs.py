@@ -1,6 +1,7 @@
 """Builds the inputs of a draft head, and buffers features that are not consumed yet.
 
-A pair is a row of two tensors: the embedding of its token and its hidden state, [T, H] each (`models/draft_head.py`).
+A pair is a row of two tensors: the embedding of its token and its hidden state, [T, H] each
+(`models/heads/draft_head.py`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from specbatch.kernels.dispatch import op
-from specbatch.kernels.gemm.fixed_rows import gemm_in_blocks
+from specbatch.kernels.gemm.deterministic.fixed_rows import gemm_in_blocks
 
 
 def head_gemm_ref(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from specbatch.kernels.dispatch import is_deterministic, runs_kernels
 from specbatch.kernels.elementwise.activations import relu_squared, silu_and_mul
 from specbatch.kernels.elementwise.norm import rms_norm
-from specbatch.kernels.gemm.fixed_rows import gemm_in_blocks
+from specbatch.kernels.gemm.deterministic.fixed_rows import gemm_in_blocks
 
 
 class Norm(NamedTuple):
@@ -78,16 +78,14 @@ class Linear:
     def _on_cuda(
         self, x: torch.Tensor, norm: Norm | None, residual: torch.Tensor | None, out: torch.Tensor | None
     ) -> torch.Tensor:
-        from specbatch.kernels.gemm import cublas_lt, fixed_order, skinny_gemm_triton
+        from specbatch.kernels.gemm.dense import cublas_lt, skinny_gemm_triton
+        from specbatch.kernels.gemm.deterministic import fixed_order
 
         if is_deterministic() and fixed_order.takes(self._weight):
             x = x if norm is None else rms_norm(x, *norm)
             return fixed_order.fixed_order_linear(x, self._weight, self.bias, residual, out)
         if skinny_gemm_triton.is_skinny(len(x), self._weight):
-            weight, eps = norm or (None, 0.0)
-            return skinny_gemm_triton.skinny_linear(
-                x, self._weight, self.bias, norm_weight=weight, eps=eps, residual=residual
-            )
+            return skinny_gemm_triton.skinny_linear(x, self._weight, self.bias, norm=norm, residual=residual)
         x = x if norm is None else rms_norm(x, *norm)
         if self.bias is None and not is_deterministic():
             y = cublas_lt.linear(x, self._weight, residual, out)
@@ -103,14 +101,13 @@ class Linear:
     def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """silu(g) * u for [g | u] = norm(x) @ weight.T + bias: x [T, in] -> [T, out / 2]."""
         if runs_kernels(x):
-            from specbatch.kernels.gemm import fixed_order, skinny_gemm_triton
+            from specbatch.kernels.gemm.dense import skinny_gemm_triton
+            from specbatch.kernels.gemm.deterministic import fixed_order
 
             if is_deterministic() and fixed_order.takes(self._weight):
                 return fixed_order.fixed_order_gated(rms_norm(x, *norm), self._weight, self.bias)
             if skinny_gemm_triton.is_skinny(len(x), self._weight):
-                return skinny_gemm_triton.skinny_gated(
-                    x, self._weight, self.bias, norm_weight=norm.weight, eps=norm.eps
-                )
+                return skinny_gemm_triton.skinny_gated(x, self._weight, self.bias, norm=norm)
         return silu_and_mul(self(x, norm=norm))
 
     def after_gate(
@@ -123,12 +120,10 @@ class Linear:
     def squared(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """relu(norm(x) @ weight.T + bias)^2: x [T, in] -> [T, out]."""
         if runs_kernels(x) and not is_deterministic():
-            from specbatch.kernels.gemm import skinny_gemm_triton
+            from specbatch.kernels.gemm.dense import skinny_gemm_triton
 
             if skinny_gemm_triton.is_skinny(len(x), self._weight):
-                return skinny_gemm_triton.skinny_linear(
-                    x, self._weight, self.bias, norm_weight=norm.weight, eps=norm.eps, squared=True
-                )
+                return skinny_gemm_triton.skinny_linear(x, self._weight, self.bias, norm=norm, squared=True)
         return relu_squared(self(x, norm=norm))
 
 

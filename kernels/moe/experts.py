@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
-
 import torch
 import torch.nn.functional as F
 
@@ -11,48 +9,29 @@ from specbatch.errors import refuse
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.elementwise.activations import clamped_swiglu_ref, gelu_and_mul_ref, silu_and_mul_ref
-from specbatch.kernels.elementwise.fp8_quantize import quantize_fp8_ref
 from specbatch.kernels.elementwise.norm import rms_norm
-from specbatch.kernels.gemm import fp8_activations
-from specbatch.kernels.gemm.fp8_linear import fp8_linear_ref
-from specbatch.kernels.gemm.int4 import Int4Tiles, int4_linear_ref, int4_tiles
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.kernels.gemm.weight import Weight
+from specbatch.kernels.gemm.quantized import fp8_activations
+from specbatch.kernels.gemm.quantized.fp8_linear import fp8_linear_ref
+from specbatch.kernels.gemm.quantized.fp8_quantize import quantize_fp8_ref
+from specbatch.kernels.gemm.quantized.int4 import Int4Tiles, int4_linear_ref, int4_tiles
+from specbatch.kernels.gemm.quantized.weight import Weight
+from specbatch.kernels.moe.expert_weights import GATED, Activation, Biases, ExpertWeights
 from specbatch.kernels.moe.routing import Routing, route_ref
 
-Activation = Literal["swiglu", "clamped_swiglu", "geglu", "relu2"]
 _GATED = {"swiglu": silu_and_mul_ref, "clamped_swiglu": clamped_swiglu_ref, "geglu": gelu_and_mul_ref}
-GATED = tuple(_GATED)  # which halve the width
-
-
-class Biases(NamedTuple):
-    """Of experts: up [E, N], as many as up has rows, and down [E, H]; None is none."""
-
-    up: torch.Tensor | None = None
-    down: torch.Tensor | None = None
-
-
-NO_BIASES = Biases()
 
 
 def experts_ref(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    experts: torch.Tensor,
-    up: Weight | Int4Tiles,
-    down: Weight | Int4Tiles,
-    activation: Activation,
-    biases: Biases = NO_BIASES,
-    *,
-    quantize: bool = False,
+    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, mlp: ExpertWeights, *, quantize: bool = False
 ) -> torch.Tensor:
     """sum over j of weights[t, j] * down_e(activation(up_e(x[t]))) with e = experts[t, j].
 
-    x [T, H], weights float32 [T, width], experts int [T, width], those of a token all different. up [E, 2 * I, H], the
-    rows of the gate first, for swiglu (silu(gate) * up), clamped_swiglu (`clamped_swiglu_ref`) and geglu
-    (`gelu_and_mul_ref`), [E, I, H] for relu2 (relu squared); down [E, H, I]. Summed in float32 in the order of j ->
-    [T, H], in the type of x. quantize: activations are quantized to FP8 before each GEMM, see `quantize_fp8_ref`.
+    x [T, H], weights float32 [T, width], experts int [T, width], those of a token all different. Summed in float32 in
+    the order of j -> [T, H], in the type of x. quantize: activations are quantized to FP8 before each GEMM, see
+    `quantize_fp8_ref`.
     """
+    up, down, activation, biases = mlp
 
     def gemm(x: torch.Tensor, weight: Weight | Int4Tiles, bias: torch.Tensor | None) -> torch.Tensor:
         if isinstance(weight, Int4Tiles):
@@ -80,16 +59,13 @@ def fused_moe_ref(
     x: torch.Tensor,
     logits: torch.Tensor,
     rule: Routing,
-    up: Weight | Int4Tiles,
-    down: Weight | Int4Tiles,
-    activation: Activation,
+    mlp: ExpertWeights,
     residual: torch.Tensor | None = None,
-    biases: Biases = NO_BIASES,
     *,
     quantize: bool = False,
 ) -> torch.Tensor:
     """residual + `experts_ref` of x [T, H] with the routing of logits [T, rule.logits]; residual [T, H] or None."""
-    y = experts_ref(x, *route_ref(logits, rule), up, down, activation, biases, quantize=quantize)
+    y = experts_ref(x, *route_ref(logits, rule), mlp, quantize=quantize)
     return y if residual is None else residual + y
 
 
@@ -133,7 +109,7 @@ class Experts:
         activation: Activation = "swiglu",
         *,
         router_bias: torch.Tensor | None = None,
-        biases: Biases = NO_BIASES,
+        biases: Biases = Biases(),  # noqa: B008
         ranks: Communicator | None = None,
     ) -> None:
         """ranks: of a group in which each has a part of every expert; None if this is the whole mixture. Their outputs
@@ -148,8 +124,9 @@ class Experts:
             raise refuse("up", up.shape, f"use {(count, inner, hidden)}, as down and {activation} say")
         if router.shape != (rule.logits, hidden):
             raise refuse("router", tuple(router.shape), f"use {(rule.logits, hidden)}")
-        self.rule, self.activation, self.biases = rule, activation, biases
-        self.up, self.down = (int4_tiles(one) if one.is_int4 else one for one in (up, down))
+        self.rule = rule
+        stored_up, stored_down = (int4_tiles(one) if one.is_int4 else one for one in (up, down))
+        self.weights = ExpertWeights(stored_up, stored_down, activation, biases)
         # Else a block that shares a scale could have rows of the gate and of what it multiplies.
         is_whole = activation not in GATED or down.shape[2] % up.scale_rows == 0
         self._may_quantize = all(one.values.dtype == torch.float8_e4m3fn for one in (up, down)) and is_whole
@@ -172,9 +149,8 @@ class Experts:
         routed = x if router_norm is None else rms_norm(entering, *router_norm)
         logits = self._router(routed.to(self._router_dtype))[:, : self.rule.logits]
         del entering, routed
-        up, down, activation = self.up, self.down, self.activation
         quantize = self._may_quantize and fp8_activations.quantizes(x)
         if self._ranks is None:
-            return fused_moe(x, logits, self.rule, up, down, activation, residual, self.biases, quantize=quantize)
-        part = fused_moe(x, logits, self.rule, up, down, activation, None, self.biases, quantize=quantize)
+            return fused_moe(x, logits, self.rule, self.weights, residual, quantize=quantize)
+        part = fused_moe(x, logits, self.rule, self.weights, quantize=quantize)
         return self._ranks.all_reduce(part, residual)

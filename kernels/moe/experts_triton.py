@@ -18,19 +18,20 @@ from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.elementwise.activations import GATE_LIMIT, GATE_SLOPE
 from specbatch.kernels.elementwise.elementwise_triton import gelu_slope
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8
-from specbatch.kernels.gemm.four_bits import CHUNK
-from specbatch.kernels.gemm.four_bits_mainloop_triton import gemm_mainloop_int4, gemm_mainloop_mxfp4
-from specbatch.kernels.gemm.four_bits_triton import fragment_rows
 from specbatch.kernels.gemm.gemm_mainloop_triton import (
     gemm_mainloop,
     gemm_mainloop_e4m3,
     gemm_mainloop_fp8,
 )
-from specbatch.kernels.gemm.int4 import Int4Tiles
-from specbatch.kernels.gemm.int4_tiles_triton import first_of_row
-from specbatch.kernels.gemm.weight import SCALE_BLOCK, Weight
-from specbatch.kernels.moe.experts import GATED, NO_BIASES, Activation, Biases
+from specbatch.kernels.gemm.quantized.four_bits import CHUNK
+from specbatch.kernels.gemm.quantized.four_bits_mainloop_triton import gemm_mainloop_int4, gemm_mainloop_mxfp4
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations
+from specbatch.kernels.gemm.quantized.fp8_quantize import quantize_fp8
+from specbatch.kernels.gemm.quantized.fragments_triton import fragment_rows
+from specbatch.kernels.gemm.quantized.int4 import Int4Tiles
+from specbatch.kernels.gemm.quantized.int4_tiles_triton import first_of_row
+from specbatch.kernels.gemm.quantized.weight import SCALE_BLOCK, Weight
+from specbatch.kernels.moe.expert_weights import GATED, Activation, ExpertWeights
 from specbatch.kernels.moe.routing import Routing
 from specbatch.kernels.moe.routing_triton import Plan, most_blocks, route
 
@@ -101,15 +102,13 @@ def fused_moe(
     x: torch.Tensor,
     logits: torch.Tensor,
     rule: Routing,
-    up: Weight | Int4Tiles,
-    down: Weight | Int4Tiles,
-    activation: Activation,
+    mlp: ExpertWeights,
     residual: torch.Tensor | None = None,
-    biases: Biases = NO_BIASES,
     *,
     quantize: bool = False,
 ) -> torch.Tensor:
     """`fused_moe_ref`."""
+    up, down, activation, biases = mlp
     is_stored_whole = isinstance(up, Weight) and up.scales is None
     rows = rows_for(len(x), rule, quantize=quantize, is_stored_whole=is_stored_whole)
     weights, _, plan = route(logits, rule, rows)

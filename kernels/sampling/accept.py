@@ -18,8 +18,8 @@ class Proposal(NamedTuple):
                    if it sees node j, itself included. Parents come before their children. None for a chain
     of_corpus      int64 [B], 1 where the drafts come from other answers; None without a corpus
     confidence     float32 [B, N-1]: the predicted probability that each draft is accepted, given that those before it
-                   are. It may depend on the drafts before, never on the draft itself (`engine.verify_budget`). None
-                   where nothing asks for it or the drafter has none
+                   are. It may depend on the drafts before, never on the draft itself (`engine.device.verify_budget`).
+                   None where nothing asks for it or the drafter has none
     """
 
     tokens: torch.Tensor

@@ -1,6 +1,6 @@
 """Torch references of a verify budget: which drafts are verified, and what is learned from a verify.
 
-The method is described in `engine.verify_budget`.
+The method is described in `engine.device.verify_budget`.
 """
 
 from __future__ import annotations

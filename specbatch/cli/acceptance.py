@@ -29,7 +29,7 @@ def acceptance(
 
     Draft j counts where all drafts before it were accepted. Runs without drafts are ignored.
     """
-    from specbatch.sweeps.acceptance_curve import check_suffix, curve_of
+    from specbatch.sweeps.report.acceptance_curve import check_suffix, curve_of
 
     if output is not None:
         check_suffix(output)

@@ -21,7 +21,6 @@ from typer import Option
 from typer.core import TyperGroup
 
 from specbatch import SpecbatchError, __version__
-from specbatch.atomic_file import UnwritableError
 from specbatch.cli.acceptance import acceptance
 from specbatch.cli.bench import bench
 from specbatch.cli.check import check
@@ -41,8 +40,9 @@ from specbatch.cli.sweep import sweep
 from specbatch.cli.trace import trace
 from specbatch.cli.train_draft import train_draft
 from specbatch.cli.values import bounded
+from specbatch.config.field_errors import what_works
 from specbatch.errors import FailedError, refuse
-from specbatch.field_errors import what_works
+from specbatch.files.atomic_file import UnwritableError
 
 # The disk failed or is full: no mistake of the user, so the exit status is 1.
 _WHILE_RUNNING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

@@ -12,7 +12,7 @@ from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, Wide, t
 from specbatch.cli.output import fresh_folder, results, say, show
 from specbatch.cli.values import is_given, names, whole_numbers
 from specbatch.errors import refuse
-from specbatch.progress import progress
+from specbatch.progress.bars import progress
 
 # Options of the engine that each point of `bench` sets itself.
 _WITHOUT = ("data_parallel", "spec", "prefill_graph", "max_running", "max_model_len", "kv_pages", "prefix_cache")

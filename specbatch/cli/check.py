@@ -10,7 +10,7 @@ from typer import Argument
 
 from specbatch.cli.options import WITH_DRAFTS, EngineOptions, Json, Output, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, say, show
-from specbatch.progress import progress
+from specbatch.progress.bars import progress
 from specbatch.sweeps.check.options import CheckOptions
 
 if TYPE_CHECKING:

@@ -35,8 +35,8 @@ def compare(
 
     Runs with different models, prompts or lengths cannot be compared; the error names what differs.
     """
-    from specbatch.atomic_file import write_atomic, write_json
-    from specbatch.sweeps.compare import compare as run
+    from specbatch.files.atomic_file import write_atomic, write_json
+    from specbatch.sweeps.report.compare import compare as run
 
     with nullcontext() if output is None else derived_folder(output, "compare") as folder:
         result = run(base, *runs)

@@ -9,7 +9,7 @@ from typing import Any
 from specbatch.cli.flags import in_keys
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions
 from specbatch.cli.values import names
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import SpecbatchError, refuse
 
 

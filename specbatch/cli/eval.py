@@ -16,10 +16,10 @@ from specbatch.cli.output import fresh_folder, open_replicas, say, show
 from specbatch.cli.values import read_samples, whole_numbers
 from specbatch.errors import refuse
 from specbatch.evals.options import EvalOptions
-from specbatch.progress import progress
+from specbatch.progress.bars import progress
 
 if TYPE_CHECKING:
-    from specbatch.config import EngineConfig
+    from specbatch.config.engine_config import EngineConfig
     from specbatch.evals.grid import GridOptions
     from specbatch.evals.report import EvalReport
     from specbatch.evals.several import SeveralReports

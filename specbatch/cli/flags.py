@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from specbatch.config import Graphs
+from specbatch.config.engine_config import Graphs
 from specbatch.errors import SpecbatchError
 
 _VALUE = r"'[^']*'|\"[^\"]*\"|\([\d, ]*\)|[\w.-]*\w"

@@ -15,9 +15,8 @@ from specbatch.cli.options import ChatTemplate, Concurrency, EngineOptions, Json
 from specbatch.cli.output import open_replicas, say, show
 from specbatch.cli.values import duration, is_given
 from specbatch.core.request import SamplingParams
-from specbatch.errors import reporting
-from specbatch.plurals import counted
-from specbatch.progress import progress
+from specbatch.errors import counted, reporting
+from specbatch.progress.bars import progress
 
 LARGE = 16 << 20  # bytes of an input that takes a second or more to read, which is reported first
 STOPPED = 3  # exit status of a job that a limit ended before it was finished

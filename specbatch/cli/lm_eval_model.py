@@ -20,18 +20,18 @@ from lm_eval.api.registry import register_model
 
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions
 from specbatch.cli.output import open_replicas
+from specbatch.config.field_errors import did_you_mean
 from specbatch.errors import MOST_SEED, SpecbatchError, refuse
 from specbatch.evals.generation import LIMITS, Generation
 from specbatch.evals.lm import SpecBatchLM
 from specbatch.evals.lm_eval_files import MODEL, TokenizerInfo, model_info
 from specbatch.evals.options import EvalOptions
-from specbatch.field_errors import did_you_mean
-from specbatch.progress import progress
+from specbatch.progress.bars import progress
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-    from specbatch.config import EngineConfig
+    from specbatch.config.engine_config import EngineConfig
     from specbatch.records.run_record import RunRecord
 
 _OTHER_NAMES = {"pretrained": "model", "max_length": "max_model_len"}  # of options, in lm-eval's models

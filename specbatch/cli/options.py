@@ -1,4 +1,4 @@
-"""Command-line options generated from settings dataclasses such as `EngineConfig` (`specbatch.settings`).
+"""Command-line options generated from settings dataclasses such as `EngineConfig` (`specbatch.config.settings`).
 
 Name, type, default, choices and help text of an option are those of its field. `_OVERRIDES` lists the exceptions:
 options that are written differently on a command line, and those whose default depends on the command or the device.
@@ -17,13 +17,13 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from typer import Option
 
-from specbatch.acceptance_profile import read_profile
 from specbatch.cli.help import HELP_ALL
 from specbatch.cli.values import layers
-from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.config.acceptance_profile import read_profile
+from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.config.field_errors import did_you_mean
 from specbatch.core.sampling_params import SAMPLED, SamplingParams
 from specbatch.errors import at_least, refuse, shown_json
-from specbatch.field_errors import did_you_mean
 
 SPECS = ("off", "v1", "v2")
 Json = Annotated[bool, Option("--json", help="Print one JSON line instead of tables.")]

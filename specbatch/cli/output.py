@@ -14,11 +14,11 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from specbatch.atomic_file import is_leftover, remove_all_leftovers, writing
 from specbatch.cli.terminal import print_markdown
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import refuse
-from specbatch.progress import progress
+from specbatch.files.atomic_file import is_leftover, remove_all_leftovers, writing
+from specbatch.progress.bars import progress
 
 if TYPE_CHECKING:
     from specbatch.engine.engine import Engine

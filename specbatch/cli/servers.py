@@ -11,14 +11,14 @@ from specbatch.cli.configs import configured, engine_of_table
 from specbatch.cli.flags import in_keys
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions
 from specbatch.cli.output import say
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.field_errors import did_you_mean
 from specbatch.errors import SpecbatchError, refuse, shown_json
 from specbatch.extras import needs
-from specbatch.field_errors import did_you_mean
 
 if TYPE_CHECKING:
-    from specbatch.sweeps.run.http_engine import HttpEngine
-    from specbatch.sweeps.run.server import Server
+    from specbatch.sweeps.http.engine import HttpEngine
+    from specbatch.sweeps.http.server import Server
 
 KINDS = ("specbatch", "http")
 SERVER_OPTIONS = ("base_url", "send", "api_key_env", "idle_timeout", "request_timeout")
@@ -48,8 +48,8 @@ def only_server(engine: EngineOptions, values: Mapping[str, Any], given: Callabl
             raise refuse(name, values[name], "applies to servers only; add --engine http")
         return None
     needs("http")
-    from specbatch.sweeps.run.http_engine import HttpEngine
-    from specbatch.sweeps.run.server import Server
+    from specbatch.sweeps.http.engine import HttpEngine
+    from specbatch.sweeps.http.server import Server
 
     for name in filter(given, ("configs", *ENGINE_OPTIONS)):
         if name not in _ENGINE_OPTIONS_OF_SERVERS:
@@ -99,7 +99,7 @@ def _server_of_table(
             raise refuse("configs", f"{where}: {name}", 'applies to servers only; add engine = "http"')
         return None
     needs("http")
-    from specbatch.sweeps.run.server import Server
+    from specbatch.sweeps.http.server import Server
 
     own = {name: value for name, value in settings.items() if name in _TYPES}
     described = {name: value for name, value in settings.items() if name in _DESCRIBING}

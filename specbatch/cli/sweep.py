@@ -15,12 +15,12 @@ from specbatch.cli.output import fresh_folder, results, say, show
 from specbatch.cli.servers import configured_with_servers, only_server
 from specbatch.cli.values import is_given, length, share, whole_number, whole_numbers
 from specbatch.errors import one_line, refuse
-from specbatch.progress import progress
-from specbatch.sweeps.run.defaults import CPU, GPU, INPUT_LEN, default_dataset
+from specbatch.progress.bars import progress
+from specbatch.sweeps.workload.defaults import CPU, GPU, INPUT_LEN, default_dataset
 
 if TYPE_CHECKING:
-    from specbatch.config import EngineConfig
-    from specbatch.sweeps.run.server import Server
+    from specbatch.config.engine_config import EngineConfig
+    from specbatch.sweeps.http.server import Server
 
 _WORKLOAD, _TEMPLATE, _LOAD, _SERVER = "Workload", "Chat template", "Load", "HTTP server"  # boxes of --help
 
@@ -289,12 +289,12 @@ def sweep(
     from specbatch.records.objectives import Objectives
     from specbatch.records.sweep_plan import PLAN
     from specbatch.runtime.device import device_type
-    from specbatch.sweeps.run.defaults import resolved
     from specbatch.sweeps.run.grid import by_model
     from specbatch.sweeps.run.loading import check, fitted, one_group
     from specbatch.sweeps.run.process import run_in_process
     from specbatch.sweeps.run.runner import SweepOptions, run_server, run_sweep
-    from specbatch.sweeps.run.workloads import RANDOM, Workload
+    from specbatch.sweeps.workload.defaults import resolved
+    from specbatch.sweeps.workload.workloads import RANDOM, Workload
 
     engine, workers = clustered(engine, cluster, replicas=False)
     if workers is not None and engine_kind != "specbatch":

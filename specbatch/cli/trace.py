@@ -28,10 +28,10 @@ def trace(
 
     Open trace.json in chrome://tracing or ui.perfetto.dev.
     """
-    from specbatch.atomic_file import write_atomic, write_json
     from specbatch.engine.trace import text
     from specbatch.engine.trace import trace as record
-    from specbatch.sweeps.run.workloads import Workload
+    from specbatch.files.atomic_file import write_atomic, write_json
+    from specbatch.sweeps.workload.workloads import Workload
 
     for name, value in (("steps", steps), ("batch", batch), ("input_len", input_len)):
         at_least(name, value, 1)

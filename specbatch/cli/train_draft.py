@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from specbatch.atomic_file import is_leftover
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions, Json, Output, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_engine, say, show
 from specbatch.cli.values import layers
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import refuse
-from specbatch.progress import progress
-from specbatch.training.recipe import ANSWER_TOKENS, HEADS, Recipe
+from specbatch.files.atomic_file import is_leftover
+from specbatch.progress.bars import progress
+from specbatch.training.recipe import ANSWER_TOKENS, HEADS, SETTINGS, Recipe
 
 if TYPE_CHECKING:
     from specbatch.jobs.prompts import Prompt
@@ -28,20 +28,7 @@ _KEPT = (
 )
 _WITHOUT = tuple(name for name in ENGINE_OPTIONS if name not in _KEPT)
 _DATA, _HEAD, _TRAINING = "Data", "Head", "Training"
-_PANELS = dict.fromkeys(
-    (
-        "unroll",
-        "vocab",
-        "draft_layers",
-        "aux_layers",
-        "block_size",
-        "anchors",
-        "markov_rank",
-        "token_weight",
-        "selector_rank",
-    ),
-    _HEAD,
-)
+_PANELS = dict.fromkeys(SETTINGS, _HEAD)
 _in_data = partial(Option, rich_help_panel=_DATA)
 
 

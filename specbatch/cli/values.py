@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from specbatch.errors import MOST, MOST_SEED, at_least, refuse
-from specbatch.text_files import UnreadableError, parse_json, read_text
+from specbatch.files.text_files import UnreadableError, parse_json, read_text
 
 
 def bounded(command: Callable[..., None]) -> Callable[..., None]:

@@ -9,8 +9,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from specbatch.config.settings import (
+    FLAG,
+    Rule,
+    check_fields,
+    foreign_names,
+    is_number,
+    is_whole,
+    number,
+    setting,
+    whole,
+)
 from specbatch.errors import MOST, MOST_SEED, refuse
-from specbatch.settings import FLAG, Rule, check_fields, foreign_names, is_number, is_whole, number, setting, whole
 
 MOST_TOP_LOGPROBS = 20
 MOST_BIASES, MOST_BIAS = 300, 100  # of `logit_bias`, as in OpenAI's API

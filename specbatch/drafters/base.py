@@ -14,11 +14,11 @@ from specbatch.core.request import Completion
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
-from specbatch.models.quantization import Shapes
+from specbatch.models.formats.quantization import Shapes
 from specbatch.runtime.loader import Loader
 
 if TYPE_CHECKING:
-    from specbatch.config import EngineConfig
+    from specbatch.config.engine_config import EngineConfig
     from specbatch.weights import Checkpoint, Log
 
 Diagnosis = Callable[[Sequence[Completion]], str | None]

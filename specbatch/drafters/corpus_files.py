@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.drafters.corpus import Answer, CorpusPlan
 from specbatch.errors import refuse
+from specbatch.files.text_files import UnreadableError, open_regular, parse_json
 from specbatch.kernels.drafting.corpus import LEVELS
-from specbatch.text_files import UnreadableError, open_regular, parse_json
 
 if TYPE_CHECKING:
-    from specbatch.config import Speculation
-    from specbatch.tokenizer import Tokenizer
+    from specbatch.config.engine_config import Speculation
+    from specbatch.text.tokenizer import Tokenizer
     from specbatch.weights import Checkpoint, Log
 
 _COMPARED = 64  # rows of a file whose tokens and text are compared

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from specbatch import weights
+from specbatch.config.draft_shape import DraftShape
 from specbatch.core.attention_metadata import PrefillMetadata
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.draft_states import DraftStates
 from specbatch.core.step_input import Proposal, StepInput
-from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.choose import choose_at_once, draft_states, takes_argmax
 from specbatch.drafters.head_checks import stated_drafts
@@ -23,14 +23,14 @@ from specbatch.kernels.sampling.argmax_topk import Scores, topk_logprobs
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
-from specbatch.models.dflash import DFlash, DFlashConfig, published_shape, token_ids
-from specbatch.models.layers import Reader
+from specbatch.models.heads.dflash import DFlash, DFlashConfig, published_shape, token_ids
+from specbatch.models.layers.blocks import Reader
 from specbatch.runtime.device import find_device
 from specbatch.runtime.loader import Loader
 from specbatch.weights.dummy import DummyCheckpoint
 
 if TYPE_CHECKING:
-    from specbatch.config import EngineConfig
+    from specbatch.config.engine_config import EngineConfig
     from specbatch.weights import Checkpoint, Log
 
 

@@ -15,10 +15,10 @@ from specbatch.drafters.dflash import Block, DFlashDrafter, DFlashTree, block_pl
 from specbatch.drafters.tree import expand_given
 from specbatch.kernels.sampling.argmax_topk import topk_logprobs
 from specbatch.memory.kv_cache import KVCache
-from specbatch.models.dflash2 import DFlash2, DFlash2Config, published_shape
+from specbatch.models.heads.dflash2 import DFlash2, DFlash2Config, published_shape
 
 if TYPE_CHECKING:
-    from specbatch.config import EngineConfig
+    from specbatch.config.engine_config import EngineConfig
     from specbatch.weights import Checkpoint, Log
 
 

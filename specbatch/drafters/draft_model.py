@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbatch import weights
+from specbatch.config.draft_shape import DraftShape
 from specbatch.core.attention_metadata import PrefillMetadata, positions_from
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.step_input import Proposal, StepInput
-from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.choose import DraftChain, draft_states, takes_argmax
 from specbatch.drafters.head_checks import check_algorithm
@@ -26,10 +26,10 @@ from specbatch.models.decoder import Decoder, Features
 from specbatch.runtime.device import find_device
 from specbatch.runtime.loader import Loader
 from specbatch.runtime.prefill_forward import Forward
-from specbatch.tokenizer import ByteTokenizer, vocabulary_difference
+from specbatch.text.tokenizer import ByteTokenizer, vocabulary_difference
 
 if TYPE_CHECKING:
-    from specbatch.config import EngineConfig, Speculation
+    from specbatch.config.engine_config import EngineConfig, Speculation
     from specbatch.weights import Checkpoint, Log
 
 

@@ -16,10 +16,10 @@ from specbatch.drafters.dflash import Block, DFlashDrafter, DFlashTree, block_pl
 from specbatch.drafters.tree import expand_given, likeliest
 from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.memory.kv_cache import KVCache
-from specbatch.models.dspark import DSpark, DSparkConfig, published_shape
+from specbatch.models.heads.dspark import DSpark, DSparkConfig, published_shape
 
 if TYPE_CHECKING:
-    from specbatch.config import EngineConfig
+    from specbatch.config.engine_config import EngineConfig
     from specbatch.weights import Checkpoint, Log
 
 

@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specbatch.config.draft_shape import DraftShape
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.embedded_prompt import EmbeddingOverrides
 from specbatch.core.request import Completion
 from specbatch.core.step_input import Proposal, StepInput
-from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import Diagnosis, DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.choose import DraftChain, draft_states, takes_argmax
 from specbatch.drafters.tree import Beams, expand
 from specbatch.errors import refuse
-from specbatch.kernels.attention.latent_attention import write_keys
+from specbatch.kernels.attention.qkv import write_keys
+from specbatch.kernels.attention.queries import AttentionInputs
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.drafting.draft_inputs import PendingInputs, beam_inputs, buffer_features, pending_inputs
 from specbatch.kernels.elementwise.gather_rows import gather_rows
@@ -35,12 +36,12 @@ from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
-from specbatch.models.draft_head import Attend, DraftHead, Shapes
+from specbatch.models.heads.draft_head import Attend, DraftHead, Shapes
 from specbatch.runtime.cuda_graphs import GraphCounters, Recorder, bucket_of, nothing, token_buckets
 from specbatch.runtime.loader import Loader
 
 if TYPE_CHECKING:
-    from specbatch.config import EngineConfig
+    from specbatch.config.engine_config import EngineConfig
 
 
 class HeadPrefill:
@@ -75,7 +76,7 @@ class HeadPrefill:
         head, cache = self._head, self._cache
         embedded = [head.embed(*each) for each in zip(tokens, overrides, strict=True)]
         _, qkv = head.enter(embedded[0], head.project(taken), attend, embedded[1:])
-        write_keys(qkv, head.heads_of(head.depth - 1), positions, slots, cache.k[-1], cache.v[-1])
+        write_keys(AttentionInputs(qkv, head.heads_of(head.depth - 1), positions, cache.k[-1], cache.v[-1]), slots)
 
 
 def attention_of(
@@ -155,7 +156,7 @@ class HeadPrefillGraphs(HeadPrefill):
             self._x[:count].copy_(x)
             self._qkv[:count].copy_(qkv)
         else:
-            write_keys(qkv, head.heads_of(layer), positions, slots, cache.k[-1], cache.v[-1])
+            write_keys(AttentionInputs(qkv, head.heads_of(layer), positions, cache.k[-1], cache.v[-1]), slots)
 
 
 class FeatureChain(NoDraft):
@@ -252,7 +253,7 @@ class FeatureChain(NoDraft):
             metadata = replace(metadata, bound=None)  # pairs that are not ready may be beyond it
             attend = attention_of(head, cache, metadata, due.positions)
         _, qkv = head.enter(due.embedded, due.hidden, attend)
-        write_keys(qkv, head.heads_of(head.depth - 1), due.positions, slots, cache.k[-1], cache.v[-1])
+        write_keys(AttentionInputs(qkv, head.heads_of(head.depth - 1), due.positions, cache.k[-1], cache.v[-1]), slots)
 
     def _due(self, step: StepInput, most: int) -> PendingInputs:
         """Up to `most` buffered pairs per row. Rows with fewer ready pairs get invalid ones after them, whose positions

@@ -14,8 +14,8 @@ import torch
 
 from specbatch.core.request import Completion
 from specbatch.models.decoder import Decoder
-from specbatch.models.draft_head import DraftHead
 from specbatch.models.full_forward import UncachedContext
+from specbatch.models.heads.draft_head import DraftHead
 
 TEXTS = 8
 LONGEST = 2048  # tokens of a text

@@ -15,13 +15,13 @@ from specbatch.drafters.feature_head import FeatureChain, feature_chain, head_pl
 from specbatch.drafters.mtp_layers import LayerChain
 from specbatch.errors import refuse
 from specbatch.models.decoder import Decoder
-from specbatch.models.moe import Shapes
+from specbatch.models.layers.moe import Shapes
 from specbatch.runtime.loader import Loader
 from specbatch.weights.dummy import DummyCheckpoint
 from specbatch.weights.folder import check_tensors
 
 if TYPE_CHECKING:
-    from specbatch.config import EngineConfig, Speculation
+    from specbatch.config.engine_config import EngineConfig, Speculation
     from specbatch.weights import Checkpoint, Log
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")

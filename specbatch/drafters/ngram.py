@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from specbatch.config.draft_shape import DraftShape
 from specbatch.core.step_input import Proposal, StepInput
-from specbatch.draft_shape import DraftShape
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.choose import allowed_drafts
 from specbatch.kernels.drafting.ngram import merge_into_tree, ngram_match
 
 if TYPE_CHECKING:
-    from specbatch.config import EngineConfig
+    from specbatch.config.engine_config import EngineConfig
     from specbatch.weights import Checkpoint, Log
 
 

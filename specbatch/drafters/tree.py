@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from specbatch.config.draft_shape import DraftShape
 from specbatch.core.draft_states import DraftStates
-from specbatch.draft_shape import DraftShape
 from specbatch.kernels.drafting import tree_draft
 from specbatch.kernels.drafting.tree_draft import Candidates
 from specbatch.kernels.sampling.argmax_topk import topk_logprobs

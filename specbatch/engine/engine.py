@@ -10,25 +10,25 @@ from typing import Any
 import torch
 
 from specbatch.algorithms import causes_of_low_acceptance
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.core.request import Completion, Request, SamplingParams
-from specbatch.engine.builder import build
-from specbatch.engine.device_worker import DeviceWorker
+from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.interface import Events, InferenceEngine
-from specbatch.engine.open_requests import OpenRequests
-from specbatch.engine.prompt_reader import PromptReader
-from specbatch.engine.ranks import EngineRanks
+from specbatch.engine.ranks.ranks import EngineRanks
 from specbatch.engine.record_window import RecordWindow
-from specbatch.engine.runner import Runner
-from specbatch.engine.schedules import SCHEDULES
+from specbatch.engine.requests.open_requests import OpenRequests
+from specbatch.engine.requests.prompt_reader import PromptReader
+from specbatch.engine.requests.submissions import Source, SubmissionQueue
+from specbatch.engine.schedule.runner import Runner
+from specbatch.engine.schedule.schedules import SCHEDULES
 from specbatch.engine.scoring import Likelihood, OnScore, Pair, Scorer, checked_pairs
-from specbatch.engine.submissions import Source, SubmissionQueue
+from specbatch.engine.setup.builder import build
 from specbatch.errors import refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.progress import Report
+from specbatch.progress.bars import Report
 from specbatch.records.low_acceptance import LowAcceptanceWarning
 from specbatch.records.run_record import RunRecord
 from specbatch.weights import Log

@@ -9,17 +9,17 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Seque
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Self
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.settings import foreign_names
 from specbatch.core.request import Completion, SamplingParams
-from specbatch.engine.async_stream import stream_in_thread
-from specbatch.engine.open_requests import StreamEvent
-from specbatch.engine.prompt_reader import Message, Prompt, PromptReader
+from specbatch.engine.requests.async_stream import stream_in_thread
+from specbatch.engine.requests.open_requests import StreamEvent
+from specbatch.engine.requests.prompt_reader import Message, Prompt, PromptReader
+from specbatch.engine.requests.submissions import Params, Source, TimedSource, submissions
 from specbatch.engine.scoring import Likelihood, OnScore, Pair
-from specbatch.engine.submissions import Params, Source, TimedSource, submissions
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.records.run_record import RunRecord
-from specbatch.settings import foreign_names
-from specbatch.tokenizer import Tokenizer
+from specbatch.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch

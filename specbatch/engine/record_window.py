@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from specbatch.core.request import Completion
-from specbatch.engine.device_worker import DeviceWorker
-from specbatch.engine.runner import Runner
+from specbatch.engine.device.device_worker import DeviceWorker
+from specbatch.engine.schedule.runner import Runner
 from specbatch.engine.scoring import Tally
 from specbatch.memory.state_cache import StateCache, StateCounters
 from specbatch.records.run_record import RunRecord

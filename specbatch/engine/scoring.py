@@ -19,8 +19,8 @@ import torch
 
 from specbatch.core.async_copy import AsyncCopy
 from specbatch.core.attention_metadata import PromptChunk, split_into_passes
-from specbatch.engine.device_worker import DeviceWorker
-from specbatch.engine.score_step import ScoreWork
+from specbatch.engine.device.device_worker import DeviceWorker
+from specbatch.engine.device.score_step import ScoreWork
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.memory.page_pool import pages_for
 from specbatch.memory.planner import MemoryPlan

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
+from specbatch.files.text_files import UnreadableError, parse_json
 from specbatch.grammar.json_values import (
     KEYWORDS,
     SIMPLE,
@@ -34,7 +35,6 @@ from specbatch.grammar.number_ranges import any_of
 from specbatch.grammar.regex_parser import LONGEST, NESTED
 from specbatch.grammar.schema_merge import Place, merged
 from specbatch.grammar.schema_overlap import are_disjoint
-from specbatch.text_files import UnreadableError, parse_json
 
 DEPTH = 2  # arrays and objects in a value without a schema
 RECURSION = 2  # how often a reference is followed within itself

@@ -9,13 +9,13 @@ from collections.abc import Collection, Mapping
 from decimal import Decimal
 from typing import Any
 
+from specbatch.config.settings import is_number, is_whole
 from specbatch.errors import MOST
 from specbatch.grammar.limits import RegexError, spend
 from specbatch.grammar.number_ranges import DIGITS, INTEGER, LARGEST_EXCLUSIVE, Bound, any_of, decimals, integers
 from specbatch.grammar.regex import compile_regex
 from specbatch.grammar.regex_parser import match_lengths, without_anchors
 from specbatch.grammar.schema_overlap import KINDS
-from specbatch.settings import is_number, is_whole
 
 KEYWORDS = {
     "string": {"minLength", "maxLength", "pattern", "format"},

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from specbatch.config.settings import is_number
 from specbatch.grammar.json_values import (
     KEYWORDS,
     TYPES,
@@ -22,7 +23,6 @@ from specbatch.grammar.json_values import (
     types,
 )
 from specbatch.grammar.limits import spend
-from specbatch.settings import is_number
 
 _LIMITS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "minimum": max, "exclusiveMinimum": max, "minLength": max, "minItems": max,

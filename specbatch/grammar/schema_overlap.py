@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from specbatch.settings import is_number
+from specbatch.config.settings import is_number
 
 KINDS: dict[str, type] = {"string": str, "boolean": bool, "null": type(None), "array": list, "object": dict}
 _CHOICES = ("anyOf", "oneOf")

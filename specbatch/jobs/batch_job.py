@@ -22,9 +22,10 @@ from itertools import tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse, reporting
+from specbatch.files.text_files import UnreadableError
 from specbatch.jobs.formats import BadRow, JobFormat, JobRow, PromptRows, Request
 from specbatch.jobs.input_scan import (
     SECONDS_BETWEEN_REPORTS,
@@ -40,9 +41,8 @@ from specbatch.jobs.output_files import OutputFiles, column_types
 from specbatch.jobs.partial_output import MAKES_TOKENS, PartialRows, Row, RowsOnDisk
 from specbatch.jobs.prompt_file import location
 from specbatch.jobs.prompts import LINES
-from specbatch.progress import NotedReport, Report, Speed
+from specbatch.progress.bars import NotedReport, Report, Speed
 from specbatch.records.differences import describe_differences
-from specbatch.text_files import UnreadableError
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specbatch.algorithms import NO_SPECULATION
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import each_once, refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 
@@ -66,7 +66,7 @@ def named(base: EngineConfig, names: Iterable[str]) -> dict[str, EngineConfig]:
 def check_draft(configs: Iterable[EngineConfig], log: Log | None) -> None:
     """Refuse a draft or corpus that does not fit its target, before an engine without speculation has loaded the
     target."""
-    from specbatch.engine.prepare import prepare
+    from specbatch.engine.setup.prepare import prepare
 
     drafting = (config for config in configs if config.speculation.reads_files)
     if (config := next(drafting, None)) is not None:

@@ -15,11 +15,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from specbatch.atomic_file import is_leftover, replacing
 from specbatch.errors import SpecbatchError, refuse
+from specbatch.files.atomic_file import is_leftover, replacing
+from specbatch.files.text_files import TEMPORARY, UnreadableError
 from specbatch.jobs.files import is_remote, open_input
 from specbatch.jobs.input_version import HUB
-from specbatch.text_files import TEMPORARY, UnreadableError
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _ARROW = (".parquet", ".arrow")

@@ -11,14 +11,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import one_line
-from specbatch.point_times import MARGINAL, MARGINAL_ON_CPU
+from specbatch.progress.point_times import MARGINAL, MARGINAL_ON_CPU
 from specbatch.records.sweep_plan import Point
 from specbatch.runtime.device import device_type
 
 if TYPE_CHECKING:
-    from specbatch.tokenizer import Tokenizer
+    from specbatch.text.tokenizer import Tokenizer
 
 ON_DEVICES = ("tensor_parallel", "data_parallel")
 Engines = Mapping[str, Any]  # engines, or clients of servers, by configuration

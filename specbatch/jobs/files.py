@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from specbatch.errors import refuse
-from specbatch.text_files import UnreadableError, open_regular
+from specbatch.files.text_files import UnreadableError, open_regular
 
 _LOCAL = "file://"
 

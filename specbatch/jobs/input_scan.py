@@ -18,7 +18,7 @@ import numpy
 from specbatch.errors import SpecbatchError, shown_json
 from specbatch.jobs.formats import BadRow, JobFormat, JobRow
 from specbatch.jobs.prompt_file import location
-from specbatch.progress import Report
+from specbatch.progress.bars import Report
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from specbatch.config.field_errors import first_problem
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse_json
-from specbatch.field_errors import first_problem
 from specbatch.jobs.dataset import is_dataset
 from specbatch.jobs.formats import BadRow, JobFormat, JobRow, Request
 from specbatch.jobs.input_version import InputVersion

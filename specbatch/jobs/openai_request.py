@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from specbatch.errors import shown_json
-from specbatch.text_files import UnreadableError, parse_json
+from specbatch.files.text_files import UnreadableError, parse_json
 
 _WITHOUT_EFFECT = {
     "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",

@@ -11,7 +11,7 @@ from specbatch.jobs.openai_request import ChatBody, CompletionBody
 from specbatch.jobs.token_pieces import TokenPieces
 
 if TYPE_CHECKING:
-    from specbatch.tokenizer import Tokenizer
+    from specbatch.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # OpenAI's value for a token that is very unlikely; JSON has no infinity
 

@@ -21,13 +21,13 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryFile
 from typing import Any
 
-from specbatch.atomic_file import replacing, write_atomic, writing
 from specbatch.errors import SpecbatchError, refuse
+from specbatch.files.atomic_file import replacing, write_atomic, writing
+from specbatch.files.text_files import UnreadableError, parse_json
 from specbatch.jobs.dataset import is_dataset, is_saved, read_rows, write_rows
 from specbatch.jobs.files import exists, is_remote, local_path, open_input, remove, upload
 from specbatch.jobs.formats import COLUMNS, SOMETIMES
 from specbatch.jobs.partial_output import Row
-from specbatch.text_files import UnreadableError, parse_json
 
 _EARLIER = r"\.(part|old)\d+"
 _ERRORS, _PARTIAL, _RECORD = "errors.jsonl", "partial", "record.json"

@@ -15,10 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
-from specbatch.atomic_file import writing
 from specbatch.errors import ChangedError, refuse
+from specbatch.files.atomic_file import writing
+from specbatch.files.text_files import UnreadableError, parse_json
 from specbatch.records.differences import describe_differences
-from specbatch.text_files import UnreadableError, parse_json
 
 SECONDS_BETWEEN_SYNCS = 5.0
 # Settings of the engine that must not change when a job continues.

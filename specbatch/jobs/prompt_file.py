@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from specbatch.errors import SpecbatchError, refuse
+from specbatch.files.text_files import LARGEST, UnreadableError, parse_json
 from specbatch.jobs.dataset import is_dataset, read_rows
 from specbatch.jobs.files import open_input
 from specbatch.jobs.input_version import InputVersion
-from specbatch.text_files import LARGEST, UnreadableError, parse_json
 
 LONGEST_LINE = 16 << 20  # bytes
 BLOCK = 1 << 17  # bytes that are read at a time

@@ -19,17 +19,17 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbatch.config.field_errors import did_you_mean
 from specbatch.core.request import SamplingParams
 from specbatch.core.sampling_params import FOREIGN_NAMES
 from specbatch.errors import SpecbatchError, refuse, refuse_json, shown_json
-from specbatch.field_errors import did_you_mean
+from specbatch.files.text_files import UnreadableError
 from specbatch.jobs.input_version import InputVersion
 from specbatch.jobs.prompt_file import location, parse_line, stream_rows
-from specbatch.text_files import UnreadableError
-from specbatch.tokenizer import refuse_longer
+from specbatch.text.tokenizer import refuse_longer
 
 if TYPE_CHECKING:
-    from specbatch.tokenizer import Tokenizer
+    from specbatch.text.tokenizer import Tokenizer
 
 FORMS = ("prompt", "prompt_token_ids", "question", "messages")
 TURNS = "turns"

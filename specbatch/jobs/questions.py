@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from specbatch.atomic_file import is_leftover
 from specbatch.errors import refuse
+from specbatch.files.atomic_file import is_leftover
+from specbatch.files.text_files import TEMPORARY, UnreadableError, parse_json
 from specbatch.jobs.prompts import is_text
-from specbatch.text_files import TEMPORARY, UnreadableError, parse_json
 
 FIELDS = ("question", "answer")
 _FORM = 'JSONL with one {"question": ..., "answer": ...} per line'

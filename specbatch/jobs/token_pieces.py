@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from specbatch.core.output_text import IncrementalText
 
 if TYPE_CHECKING:
-    from specbatch.tokenizer import Tokenizer
+    from specbatch.text.tokenizer import Tokenizer
 
 
 class Piece(NamedTuple):

@@ -12,7 +12,7 @@ from specbatch.memory.page_pool import pages_for, reach_of
 if TYPE_CHECKING:
     import torch
 
-    from specbatch.config import EngineConfig
+    from specbatch.config.engine_config import EngineConfig
 
 # A CPU shares its memory with other processes: without an explicit kv_pages the pool stays below this size.
 _CPU_KV_BYTES = 4 << 30

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
-from specbatch.config_values import count_of, flag_of, names_of, positive_of, spelled, token_ids
 from specbatch.errors import refuse
-from specbatch.models.mxfp4 import is_mxfp4
-from specbatch.models.quantization import Quantization
-from specbatch.models.quantization_config import KEY, quantization_of
+from specbatch.files.config_values import count_of, flag_of, names_of, positive_of, spelled, token_ids
+from specbatch.models.formats.mxfp4 import is_mxfp4
+from specbatch.models.formats.quantization import Quantization
+from specbatch.models.formats.quantization_config import KEY, quantization_of
 from specbatch.models.rope import Rope, read_rope
 
 if TYPE_CHECKING:
@@ -69,12 +69,12 @@ class ModelConfig:
     `eos_ids` and `bos_id` are those of the config; the tokenizer's list is the complete one. `dtype` is the dtype of
     the published checkpoint and `mtp_layers` the number of layers of its MTP draft head, None if the config does not
     state them. quantization: of the checkpoint's weights, None if they have a dtype. ranks: the number of ranks over
-    which a model is divided, of which this is the config of one (see `models.partition`). windows: per layer, how many
-    keys a query sees, itself included (None: all); empty if no layer has a window.
+    which a model is divided, of which this is the config of one (see `layers.partition`). windows: per layer, how
+    many keys a query sees, itself included (None: all); empty if no layer has a window.
     """
 
-    module: ClassVar[str] = "specbatch.models.llama"  # its functions `layer` and `final_norm` build the model
-    mtp_module: ClassVar[str] = "specbatch.models.mtp"  # its `Mtp` is the MTP draft head
+    module: ClassVar[str] = "specbatch.models.families.llama"  # its functions `layer` and `final_norm` build the model
+    mtp_module: ClassVar[str] = "specbatch.models.heads.mtp"  # its `Mtp` is the MTP draft head
     reads_mxfp4: ClassVar[bool] = False
 
     family: str
@@ -272,7 +272,7 @@ class ModelConfig:
 
     @property
     def layer_inputs(self) -> int:
-        """Numbers per token that all layers together get beside the residual stream (`models.per_layer_embedding`)."""
+        """Numbers per token that all layers together get beside the residual stream (`per_layer_embedding`)."""
         return 0
 
     @property
@@ -374,6 +374,12 @@ class ModelConfig:
         return sum(math.prod(shape) for shape in self.weight_shapes().values())
 
 
+def family_modules() -> tuple[str, ...]:
+    """The modules of all families, in the order of the registry."""
+    names = dict.fromkeys(("llama", *(module for _, module, _ in _OTHERS.values())))
+    return tuple(f"specbatch.models.families.{name}" for name in names)
+
+
 def follows_layers(name: str, layers: int) -> bool:
     """Whether a tensor belongs to a layer after the first `layers` ones, where MTP heads are stored."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
@@ -387,7 +393,7 @@ def _other(config: dict[str, Any]) -> type[ModelConfig] | None:
         if names == [architecture] if names else model_type == kind:
             if model_type not in (None, kind):
                 raise refuse("model_type", model_type, f"architectures={names!r} goes with {kind!r}")
-            found: type[ModelConfig] = getattr(import_module(f"specbatch.models.{module}"), name)
+            found: type[ModelConfig] = getattr(import_module(f"specbatch.models.families.{module}"), name)
             return found
     return None
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specbatch.config_values import count_of, flag_of, positive_of, positives_of, table_of
 from specbatch.errors import refuse
+from specbatch.files.config_values import count_of, flag_of, positive_of, positives_of, table_of
 
 if TYPE_CHECKING:
     import torch

@@ -9,11 +9,11 @@ import torch
 
 from specbatch.errors import refuse
 from specbatch.kernels.gemm.linear import Linear
-from specbatch.kernels.gemm.weight import Weight
+from specbatch.kernels.gemm.quantized.weight import Weight
 from specbatch.models.config import ModelConfig
-from specbatch.models.layers import Reader
-from specbatch.models.partition import rows_per_rank
-from specbatch.models.quantization import MatrixShape, Shapes
+from specbatch.models.formats.quantization import MatrixShape, Shapes
+from specbatch.models.layers.blocks import Reader
+from specbatch.models.layers.partition import rows_per_rank
 
 MOST_VALUES = 1 << 40  # of a tensor
 MOST_IN_VECTOR = 1 << 24

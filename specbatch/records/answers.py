@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from specbatch.errors import SpecbatchError, refuse
-from specbatch.plurals import counted
+from specbatch.errors import SpecbatchError, counted, refuse
 from specbatch.records.metrics import Better
 from specbatch.records.run_record import RunRecord
 from specbatch.records.schema import AnsweredQuestion, AnswersTable, Question, checked, read_rows

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
-from specbatch.atomic_file import write_atomic
 from specbatch.errors import SpecbatchError, refuse
+from specbatch.files.atomic_file import write_atomic
 from specbatch.records.run_record import REQUESTS
 from specbatch.records.store import RECORD, WORKS
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from specbatch.algorithms import NO_SPECULATION
-from specbatch.config import EngineConfig
-from specbatch.plurals import listed
+from specbatch.config.engine_config import EngineConfig
+from specbatch.errors import listed
 from specbatch.records.run_record import RunRecord
 
 BASELINE = "baseline"

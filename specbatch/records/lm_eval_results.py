@@ -14,14 +14,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self, TypeGuard
 
-from specbatch.errors import refuse
-from specbatch.plurals import counted
+from specbatch.errors import counted, refuse
+from specbatch.files.text_files import read_json
 from specbatch.records.answers import GENERATES, EvalAnswers, Score
 from specbatch.records.metrics import Better
 from specbatch.records.run_record import RunRecord
 from specbatch.records.schema import LmEvalResults, LmEvalSample, checked, read_rows
 from specbatch.records.store import RECORD
-from specbatch.text_files import read_json
 
 _DATED = re.compile(r".*_(\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(\.\d+)?)\.json")
 _WORKS = "name the folder of a run of lm-eval with --log_samples, of version 0.4.7 or later"

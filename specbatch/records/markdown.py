@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
-from specbatch.plurals import counted
+from specbatch.errors import counted
 from specbatch.records.metrics import ACCEPTANCE
 
 DENOMINATORS = (

@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from specbatch.acceptance_profile import AcceptanceProfile, whole_lengths
 from specbatch.algorithms import NO_SPECULATION
-from specbatch.atomic_file import write_atomic
-from specbatch.config import Speculation
-from specbatch.draft_shape import AUTO, MOST
+from specbatch.config.acceptance_profile import AcceptanceProfile, whole_lengths
+from specbatch.config.draft_shape import AUTO, MOST
+from specbatch.config.engine_config import Speculation
+from specbatch.files.atomic_file import write_atomic
 from specbatch.records.environment import hardware, versions
 from specbatch.records.provenance import provenance
 

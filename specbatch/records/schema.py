@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from specbatch.config import Graphs
+from specbatch.config.engine_config import Graphs
+from specbatch.config.field_errors import first_problem
 from specbatch.errors import refuse
-from specbatch.field_errors import first_problem
+from specbatch.files.text_files import UnreadableError, open_regular, parse_json
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import speculation_of
-from specbatch.text_files import UnreadableError, open_regular, parse_json
 
 _LARGEST = 1e15
 _MOST_POINTS = 1_000_000  # of a sweep
@@ -208,7 +208,7 @@ class _Sampling(_Table):
 
 
 class PointWorkload(Workload):
-    """Of a point of a sweep (`sweeps.run.workloads.Workload.describe`)."""
+    """Of a point of a sweep (`sweeps.workload.workloads.Workload.describe`)."""
 
     configuration: Annotated[str, Field(min_length=1)]
     concurrency: Positive

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.errors import refuse
+from specbatch.files.text_files import read_json
 from specbatch.records.run_record import REQUESTS, SCHEMA, RunRecord
 from specbatch.records.schema import OutputRow, Record, RequestRow, checked, read_rows
-from specbatch.text_files import read_json
 
 RECORD = "record.json"
 OUTPUT_RECORD = ".record.json"  # after the name of an output of generate

@@ -12,13 +12,13 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from specbatch.atomic_file import write_atomic, writing
 from specbatch.errors import refuse
+from specbatch.files.atomic_file import write_atomic, writing
+from specbatch.files.text_files import read_json
 from specbatch.records.differences import describe_differences
 from specbatch.records.run_record import RunRecord
 from specbatch.records.schema import Plan, checked
 from specbatch.records.store import RECORD
-from specbatch.text_files import read_json
 
 PLAN = "sweep.json"
 LEFT_OUT = "left_out.json"  # of an evaluation in several configurations: why some were not measured

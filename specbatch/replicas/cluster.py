@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import refuse
 
 PORT = 6379  # of a head node, unless it was started with another

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from specbatch.engine.submissions import Submission
+from specbatch.engine.requests.submissions import Submission
 
 MOST_DEATHS = 3  # of replicas that ran a prompt, before it is given up
 

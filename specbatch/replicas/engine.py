@@ -9,15 +9,15 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from specbatch import weights
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.engine.interface import Events, InferenceEngine
-from specbatch.engine.open_requests import StreamEvent
-from specbatch.engine.prompt_reader import PromptReader
+from specbatch.engine.requests.open_requests import StreamEvent
+from specbatch.engine.requests.prompt_reader import PromptReader
+from specbatch.engine.requests.submissions import Source
 from specbatch.engine.scoring import Likelihood, OnScore, Pair, checked_pairs
-from specbatch.engine.submissions import Source
 from specbatch.errors import refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
-from specbatch.progress import Report
+from specbatch.progress.bars import Report
 from specbatch.records.run_record import RunRecord
 from specbatch.replicas.merged_record import MergedWindow
 from specbatch.replicas.messages import Build

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.core.request import Completion
-from specbatch.engine.submissions import Submission
+from specbatch.engine.requests.submissions import Submission
 from specbatch.errors import SpecbatchError
 from specbatch.memory.planner import MemoryShare
 

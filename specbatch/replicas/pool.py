@@ -12,9 +12,8 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from specbatch.errors import FailedError, SpecbatchError
-from specbatch.plurals import counted
-from specbatch.progress import Report
+from specbatch.errors import FailedError, SpecbatchError, counted
+from specbatch.progress.bars import Report
 from specbatch.replicas.messages import (
     Begin,
     Build,

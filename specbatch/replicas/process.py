@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 import torch
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import refuse
 from specbatch.replicas.messages import Command, Ended, Message, Output
 from specbatch.runtime.device import find_device

@@ -17,7 +17,7 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import SpecbatchError
 from specbatch.replicas.cluster import Cluster
 from specbatch.replicas.messages import Command, Ended, Message, Output

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbatch.config import EngineConfig
-from specbatch.errors import SpecbatchError, refuse
+from specbatch.config.engine_config import EngineConfig
+from specbatch.errors import SpecbatchError, counted, refuse
 from specbatch.extras import needs
-from specbatch.plurals import counted
 from specbatch.replicas.cluster import AUTO, LOCAL, PORT, Cluster
 from specbatch.replicas.messages import Ended
 from specbatch.version import __version__

@@ -11,7 +11,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 from specbatch.engine.engine import Engine
-from specbatch.engine.submissions import SubmissionQueue
+from specbatch.engine.requests.submissions import SubmissionQueue
 from specbatch.errors import SpecbatchError
 from specbatch.replicas.messages import (
     Abort,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from specbatch.core.embedded_prompt import EmbeddedPrompt
 from specbatch.core.request import Completion, RequestMetrics
-from specbatch.engine.submissions import Submission
+from specbatch.engine.requests.submissions import Submission
 from specbatch.replicas.dispatcher import MOST_DEATHS, Dispatcher, Item
 from specbatch.replicas.messages import Abort, Begin, Completed, End, Ended, Submit
 from specbatch.replicas.pool import ReplicaPool

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from specbatch.config import Graphs
+from specbatch.config.engine_config import Graphs
 from specbatch.core.sampling import SamplingFlags
 from specbatch.core.sampling_params import MOST_TOP_LOGPROBS
 from specbatch.kernels.common.rehearsal import is_rehearsing, rehearse

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from specbatch.config import Graphs
+from specbatch.config.engine_config import Graphs
 from specbatch.errors import refuse
 
 

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from specbatch.kernels.attention.prefill_backends import PrefillAttention
+from specbatch.kernels.attention.prefill.prefill_backends import PrefillAttention
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.linear import is_blocked
-from specbatch.kernels.gemm.mxfp4 import keeps_mxfp4, mxfp4_bytes
-from specbatch.kernels.gemm.weight import keeps_quantized
+from specbatch.kernels.gemm.quantized.mxfp4 import keeps_mxfp4, mxfp4_bytes
+from specbatch.kernels.gemm.quantized.weight import keeps_quantized
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
-from specbatch.models import mxfp4
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.fp8 import FP8Weights
-from specbatch.models.int4 import Int4Weights
-from specbatch.models.layers import Reader
-from specbatch.models.partition import rows_per_rank
-from specbatch.models.quantization import MatrixShape, Shapes
-from specbatch.progress import Stages
+from specbatch.models.formats import mxfp4
+from specbatch.models.formats.fp8 import FP8Weights
+from specbatch.models.formats.int4 import Int4Weights
+from specbatch.models.formats.quantization import MatrixShape, Shapes
+from specbatch.models.layers.blocks import Reader
+from specbatch.models.layers.partition import rows_per_rank
+from specbatch.progress.bars import Stages
 from specbatch.runtime.cuda_graphs import Recorder
 from specbatch.runtime.prefill_forward import EagerForward, Forward, PiecewiseGraphs, PromptWork
 

@@ -21,7 +21,7 @@ import triton
 from triton import AsyncCompileMode, JITFunction
 
 from specbatch.kernels.common.rehearsal import rehearse, rehearsing
-from specbatch.progress import Report
+from specbatch.progress.bars import Report
 
 MOST_THREADS = 32
 _compiling = threading.Lock()  # launches are redirected for the whole process

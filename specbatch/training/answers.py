@@ -19,10 +19,10 @@ import torch
 
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse
+from specbatch.files.text_files import UnreadableError, open_regular
 from specbatch.jobs.partial_output import PartialRows, Row, parsed, row_seed
-from specbatch.progress import Report
+from specbatch.progress.bars import Report
 from specbatch.records.differences import describe_differences
-from specbatch.text_files import UnreadableError, open_regular
 from specbatch.training.data import LEAST_OUTPUT, Example
 
 if TYPE_CHECKING:

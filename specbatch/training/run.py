@@ -13,13 +13,13 @@ import torch
 
 from specbatch import weights
 from specbatch.algorithms import ALGORITHMS
-from specbatch.atomic_file import write_json
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.core.request import SamplingParams
 from specbatch.errors import at_least, refuse, reporting
+from specbatch.files.atomic_file import write_json
 from specbatch.jobs.prompts import Prompt, read_prompts
-from specbatch.progress import Report
+from specbatch.progress.bars import Report
 from specbatch.records.environment import hardware, versions
 from specbatch.runtime.device import find_device, find_dtype, type_name
 from specbatch.training import files
@@ -28,7 +28,7 @@ from specbatch.training.data import Example, answers_hash, split
 from specbatch.training.recipe import ANSWER_TOKENS, Recipe
 from specbatch.training.saved_state import SavedState
 from specbatch.training.target import Target
-from specbatch.training.trainer import History, make_head, train
+from specbatch.training.trainer import History, make_head, method_of, train
 from specbatch.weights.cache import file_hash
 
 if TYPE_CHECKING:
@@ -111,7 +111,8 @@ def train_draft(
         works = f"{checkpoint.name} has {checkpoint.config.max_position} positions; use at most that"
         raise refuse("max_len", recipe.max_len, works)
     recipe.vocabulary(checkpoint.config.vocab_size)
-    beside = files.takes_a_head(checkpoint) if ALGORITHMS[recipe.algorithm].in_target else None
+    in_target = ALGORITHMS[recipe.algorithm].in_target
+    beside = method_of(recipe).takes_a_head(checkpoint) if in_target else None
     examples, described = _examples(config, source, recipe, checkpoint, dtype, folder, open_engine, progress, log)
     kept, held_out = split(examples, recipe.held_out)
     log(f"data: {len(kept)} answers to train on, {len(held_out)} held out; {described['answer_tokens']} tokens in all")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from specbatch.atomic_file import replacing
 from specbatch.errors import refuse
+from specbatch.files.atomic_file import replacing
 from specbatch.records.differences import describe_differences
 
 FILE = "training.pt"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
+from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import UncachedContext

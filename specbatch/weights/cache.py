@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from specbatch.atomic_file import scratch_folder
 from specbatch.errors import refuse
-from specbatch.text_files import open_regular
+from specbatch.files.atomic_file import scratch_folder
+from specbatch.files.text_files import open_regular
 
 
 def cache_folder() -> Path:

@@ -9,14 +9,14 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specbatch.errors import SpecbatchError, refuse
+from specbatch.files.text_files import read_json
 from specbatch.models.config import ModelConfig
-from specbatch.text_files import read_json
-from specbatch.tokenizer_files import TOKENIZER_FILES
+from specbatch.text.tokenizer_files import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     import torch
 
-    from specbatch.tokenizer import Tokenizer
+    from specbatch.text.tokenizer import Tokenizer
 
 Log = Callable[[str], None]
 Read = Callable[[dict[str, Any]], ModelConfig]
@@ -187,7 +187,7 @@ def open_tokenizer(tokenizer: str, log: Log | None = None) -> Tokenizer:
     """The tokenizer of a known model, of a .gguf file, of a folder (with tokenizer.json or a single .gguf) or of a hub
     id, in this order. `log` receives lines about downloads and about files that disagree. Raises SpecbatchError if
     there is none."""
-    from specbatch.tokenizer import Tokenizer
+    from specbatch.text.tokenizer import Tokenizer
     from specbatch.weights import hub
     from specbatch.weights.known_models import KNOWN_MODELS, pull
 
@@ -210,7 +210,7 @@ def open_tokenizer(tokenizer: str, log: Log | None = None) -> Tokenizer:
 
 def _tokenizer_of_gguf(path: Path, name: str) -> Tokenizer:
     """The tokenizer of a GGUF file, whose weights are not converted."""
-    from specbatch.tokenizer import Tokenizer
+    from specbatch.text.tokenizer import Tokenizer
     from specbatch.weights.gguf_tokenizer import write_tokenizer
 
     with TemporaryDirectory() as scratch:

@@ -6,12 +6,12 @@ import hashlib
 import math
 from typing import TYPE_CHECKING
 
-from specbatch.kernels.gemm.weight import MX_BLOCK, byte_chunks
-from specbatch.models import mxfp4
+from specbatch.kernels.gemm.quantized.weight import MX_BLOCK, byte_chunks
 from specbatch.models.config import ModelConfig
-from specbatch.models.fp8 import SCALES, scaled
-from specbatch.models.int4 import INTEGERS, Int4Weights, is_zeros
-from specbatch.tokenizer import ByteTokenizer, Tokenizer
+from specbatch.models.formats import mxfp4
+from specbatch.models.formats.fp8 import SCALES, scaled
+from specbatch.models.formats.int4 import INTEGERS, Int4Weights, is_zeros
+from specbatch.text.tokenizer import ByteTokenizer, Tokenizer
 from specbatch.weights.shapes import SHAPES
 
 if TYPE_CHECKING:

@@ -7,16 +7,16 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.config_values import table_of
 from specbatch.errors import SpecbatchError, refuse, shown
-from specbatch.models import mxfp4
+from specbatch.files.config_values import table_of
+from specbatch.files.text_files import UnreadableError, open_regular
 from specbatch.models.config import ModelConfig
-from specbatch.models.fp8 import SCALES, FP8Weights, is_per_output, scaled
-from specbatch.models.int4 import INTEGERS, ORDERS, VALUES, WHOLE, Int4Weights
-from specbatch.models.quantization import is_unused_scale
-from specbatch.models.quantization_config import KEY
-from specbatch.text_files import UnreadableError, open_regular
-from specbatch.tokenizer import Tokenizer
+from specbatch.models.formats import mxfp4
+from specbatch.models.formats.fp8 import SCALES, FP8Weights, is_per_output, scaled
+from specbatch.models.formats.int4 import INTEGERS, ORDERS, VALUES, WHOLE, Int4Weights
+from specbatch.models.formats.quantization import is_unused_scale
+from specbatch.models.formats.quantization_config import KEY
+from specbatch.text.tokenizer import Tokenizer
 from specbatch.weights.checkpoint import Log, Read, read_config
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from specbatch.text_files import open_regular
+from specbatch.files.text_files import open_regular
 
 MOST_ITEMS = 1 << 22  # of a list; large vocabularies have 300,000 tokens
 LONGEST_TEXT = 1 << 24  # bytes

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.text_files import UnreadableError
+from specbatch.files.text_files import UnreadableError
 from specbatch.weights import hub
 from specbatch.weights.cache import cache_folder, file_hash, keep, staging
 from specbatch.weights.checkpoint import Log

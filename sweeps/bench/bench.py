@@ -15,11 +15,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from specbatch.atomic_file import write_atomic
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import refuse, reporting
+from specbatch.files.atomic_file import write_atomic
 from specbatch.jobs.engine_groups import Engines, Failed
-from specbatch.progress import NotedReport
+from specbatch.progress.bars import NotedReport
 from specbatch.records.sweep_plan import PLAN, check_plan, plan_of
 from specbatch.sweeps.bench.limits import Limits
 from specbatch.sweeps.bench.peers import PEERS, differences_from, figures_of

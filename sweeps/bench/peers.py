@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 
 from specbatch.algorithms import ALGORITHMS, NO_SPECULATION
-from specbatch.draft_shape import shape_of
+from specbatch.config.draft_shape import shape_of
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.bench.sections import KINDS, kind_of

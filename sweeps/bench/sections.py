@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from specbatch.algorithms import NO_SPECULATION
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError, at_least, each_once, refuse
 from specbatch.jobs.configurations import CONFIGURATIONS
 from specbatch.memory.page_pool import pages_for, reach_of
@@ -25,10 +25,10 @@ from specbatch.records.summarize import MIN_FULL_STEPS
 from specbatch.sweeps.report.tables import View
 from specbatch.sweeps.run.loading import Log
 from specbatch.sweeps.run.runner import SweepOptions
-from specbatch.sweeps.run.workloads import Workload
+from specbatch.sweeps.workload.workloads import Workload
 
 if TYPE_CHECKING:
-    from specbatch.engine.prepare import Prepared
+    from specbatch.engine.setup.prepare import Prepared
 
 MACHINE = "machine"
 VERIFY_ROWS = 16
@@ -170,7 +170,7 @@ def plan_bench(base: EngineConfig, options: BenchOptions, log: Log | None = None
     `log` gets a line about sections that are left out. Refused: nothing is left, engines that cannot run, and lengths
     that the user gave and that the model cannot hold.
     """
-    from specbatch.engine.prepare import prepare
+    from specbatch.engine.setup.prepare import prepare
     from specbatch.runtime.device import find_device
 
     if MACHINE in options.sections and "sections" in options.given and find_device(base.device).type != "cuda":

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.atomic_file import write_atomic
 from specbatch.errors import refuse
+from specbatch.files.atomic_file import write_atomic
+from specbatch.files.text_files import read_json
 from specbatch.records.bases import bases_sentence
 from specbatch.records.markdown import markdown_table
 from specbatch.records.metrics import METRICS
@@ -25,8 +26,7 @@ from specbatch.sweeps.machine.limits import data_sheet_bandwidth
 from specbatch.sweeps.report.decision import decision
 from specbatch.sweeps.report.summaries import caps_text, heading, run_on
 from specbatch.sweeps.report.tables import GENERAL, bases, described, load_records, notes, shown, table
-from specbatch.sweeps.run.workloads import lines_of
-from specbatch.text_files import read_json
+from specbatch.sweeps.workload.workloads import lines_of
 
 if TYPE_CHECKING:
     import pandas as pd

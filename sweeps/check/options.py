@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from specbatch.config.settings import FLAG, check_fields, setting, whole
 from specbatch.core.request import SamplingParams
 from specbatch.errors import refuse
-from specbatch.settings import FLAG, check_fields, setting, whole
 
 RANDOM_PROMPTS = 32
 SAMPLED = ("math-table", "list-json", "dialogue-shop")  # of the bundled ones: texts that repeat themselves, and one

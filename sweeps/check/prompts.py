@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from specbatch.errors import refuse
 from specbatch.jobs.prompts import Prompt, read_prompts
 from specbatch.sweeps.check.options import RANDOM_PROMPTS, SAMPLED, CheckOptions
-from specbatch.sweeps.run.workloads import Workload
+from specbatch.sweeps.workload.workloads import Workload
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
     from specbatch.records.run_record import RunRecord
-    from specbatch.tokenizer import Tokenizer
+    from specbatch.text.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).with_name("prompts.jsonl")
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from specbatch import weights
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import refuse
-from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
+from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
 from specbatch.memory.planner import available_memory, size_text
 from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import UncachedContext

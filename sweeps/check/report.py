@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from specbatch.atomic_file import write_atomic
-from specbatch.config import Graphs, Speculation
-from specbatch.plurals import counted
+from specbatch.config.engine_config import Graphs, Speculation
+from specbatch.errors import counted
+from specbatch.files.atomic_file import write_atomic
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.check.options import CheckOptions

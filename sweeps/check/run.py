@@ -13,20 +13,19 @@ from dataclasses import asdict, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.core.request import Completion
 from specbatch.engine.interface import InferenceEngine
-from specbatch.errors import refuse
+from specbatch.errors import counted, refuse
 from specbatch.jobs.configurations import check_draft, load_engine
 from specbatch.memory.planner import MemoryShare
-from specbatch.plurals import counted
-from specbatch.progress import Report
+from specbatch.progress.bars import Report
 from specbatch.sweeps.check import prompts as check_prompts
 from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.referee import Referee, RefereePlan, plan_referee
 from specbatch.sweeps.check.report import Answer, CheckReport, Finding
 from specbatch.sweeps.check.verdict import Places
-from specbatch.sweeps.run.workloads import sha256_of
+from specbatch.sweeps.workload.workloads import sha256_of
 
 Log = Callable[[str], None]
 # Of the prompts, one in so many runs without log-probabilities, as most requests of users do: greedy steps then need

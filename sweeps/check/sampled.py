@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from specbatch.atomic_file import write_atomic
-from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.core.request import Completion, SamplingParams
+from specbatch.errors import counted
+from specbatch.files.atomic_file import write_atomic
 from specbatch.jobs.configurations import load_engine
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
-from specbatch.plurals import counted
-from specbatch.progress import Report
+from specbatch.progress.bars import Report
 from specbatch.records.estimates import holm
 from specbatch.records.markdown import acceptance_table, markdown_table
 from specbatch.records.run_record import RunRecord
@@ -35,7 +35,7 @@ from specbatch.sweeps.check.referee import Referee, plan_referee
 from specbatch.sweeps.check.run import Progress, refuse_simulated
 from specbatch.sweeps.check.verdict import ALPHA, POWER
 from specbatch.sweeps.report.summaries import heading, run_on
-from specbatch.sweeps.run.workloads import sha256_of
+from specbatch.sweeps.workload.workloads import sha256_of
 
 # Requests of one batch share its kernels, so the first runs without filters, the others together.
 SAMPLING: tuple[dict[str, float], ...] = (

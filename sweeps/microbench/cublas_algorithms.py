@@ -3,7 +3,7 @@
 A search at some numbers of rows times all tiles and clusters roughly, then the fastest with all options of their
 kernels. What it finds is timed at every eighth number of rows, in CUDA graphs, interleaved with `torch.mm`, over more
 weights than the L2 cache holds: an algorithm that is the fastest at 256 rows can take twice the time at 144.
-`kernels/gemm/cublas_lt_configs` has what was adopted.
+`kernels/gemm/dense/cublas_lt_configs` has what was adopted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 import typer
 
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.kernels.gemm.cublas_lt import Gemm, Sizes, tiles_and_options
-from specbatch.kernels.gemm.cublas_lt_configs import Algorithm, algorithm_for
+from specbatch.kernels.gemm.dense.cublas_lt import Gemm, Sizes, tiles_and_options
+from specbatch.kernels.gemm.dense.cublas_lt_configs import Algorithm, algorithm_for
 from specbatch.sweeps.machine.timing import captured, interleaved_seconds
 from specbatch.sweeps.microbench.runner import Call, Row, Table, in_a_row
 

@@ -16,7 +16,7 @@ import typer
 
 from specbatch import weights
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk, positions_from
-from specbatch.kernels.attention.prefill_backends import prefill_backend
+from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
 from specbatch.kernels.dispatch import use_deterministic
 from specbatch.kernels.sampling.argmax_topk import argmax
 from specbatch.memory.kv_cache import KVCache

@@ -25,7 +25,7 @@ from specbatch.memory.kv_cache import KVCache
 from specbatch.records.summarize import steps_at
 from specbatch.sweeps.machine.timing import median_seconds
 from specbatch.sweeps.microbench.runner import Row, Table, in_a_row
-from specbatch.sweeps.run.workloads import Workload
+from specbatch.sweeps.workload.workloads import Workload
 
 BATCH, ROWS, HIDDEN, OUTPUTS = 32, 512, 4096, 24576  # the largest GEMM of a layer of Qwen3-8B
 PROMPT, NEW_TOKENS, REPEATS = 512, 288, 3

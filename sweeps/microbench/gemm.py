@@ -23,17 +23,17 @@ import typer
 
 from specbatch.errors import refuse
 from specbatch.kernels.elementwise.activations import silu_and_mul
-from specbatch.kernels.elementwise.fp8_quantize import quantize_fp8
 from specbatch.kernels.elementwise.norm import rms_norm
-from specbatch.kernels.gemm import skinny_gemm_triton
-from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
-from specbatch.kernels.gemm.fp8_linear import fp8_linear, linear
-from specbatch.kernels.gemm.int4 import Int4Tiles, int4_linear, int4_tiles
+from specbatch.kernels.gemm.dense.one_row_triton import OneRowTile
+from specbatch.kernels.gemm.dense.skinny_gemm_configs import Tile
+from specbatch.kernels.gemm.dense.skinny_gemm_triton import skinny_gemm
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.kernels.gemm.one_row_triton import OneRowTile
-from specbatch.kernels.gemm.skinny_gemm_configs import Tile
+from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
+from specbatch.kernels.gemm.quantized.fp8_linear import fp8_linear, linear
+from specbatch.kernels.gemm.quantized.fp8_quantize import quantize_fp8
+from specbatch.kernels.gemm.quantized.int4 import Int4Tiles, int4_linear, int4_tiles
+from specbatch.kernels.gemm.quantized.weight import Weight
 from specbatch.kernels.gemm.split_k_triton import workspace
-from specbatch.kernels.gemm.weight import Weight
 from specbatch.sweeps.microbench.runner import Case, Table
 
 HIDDEN, QKV, INNER, VOCABULARY, LAYERS = 4096, 6144, 12288, 151936, 36
@@ -94,10 +94,8 @@ def model_gemm(
     tile: Tile | OneRowTile | None = None,
 ) -> torch.Tensor:
     """The GEMM with the norm, gating or residual that the model has there."""
-    weights_of_norm, added = norm if name in NORMED else None, residual if name in ADDED else None
-    return skinny_gemm_triton._product(
-        x, weight, None, weights_of_norm, 1e-6, added, gated=name == "gate+up", tile=tile, pdl=pdl
-    )
+    normed, added = (norm, 1e-6) if name in NORMED else None, residual if name in ADDED else None
+    return skinny_gemm(x, weight, None, normed, added, gated=name == "gate+up", tile=tile, pdl=pdl)
 
 
 def library_gemm(

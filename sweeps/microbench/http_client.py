@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.core.request import SamplingParams
+from specbatch.sweeps.http.server import Server
 from specbatch.sweeps.microbench.runner import Row, Table
-from specbatch.sweeps.run.server import Server
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -38,7 +38,7 @@ def tables(
 
 
 def _row(url: str, concurrency: int, chunks: int, repeats: int) -> Row:
-    from specbatch.sweeps.run.http_engine import HttpEngine
+    from specbatch.sweeps.http.engine import HttpEngine
 
     engine = HttpEngine(Server(url, alongside=EngineConfig()))
     params = [SamplingParams(max_new_tokens=chunks)] * (2 * concurrency)

@@ -14,10 +14,10 @@ from typing import Annotated
 import torch
 import typer
 
-from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
 from specbatch.kernels.gemm.linear import Norm
-from specbatch.kernels.gemm.mxfp4 import pack_mxfp4
-from specbatch.kernels.gemm.weight import MX_BLOCK, Weight
+from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
+from specbatch.kernels.gemm.quantized.mxfp4 import pack_mxfp4
+from specbatch.kernels.gemm.quantized.weight import MX_BLOCK, Weight
 from specbatch.kernels.moe.experts import Experts
 from specbatch.kernels.moe.routing import Routing, route_ref
 from specbatch.sweeps.microbench.runner import Case, Table

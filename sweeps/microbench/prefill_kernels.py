@@ -19,7 +19,7 @@ import typer
 from specbatch import Engine, EngineConfig, Graphs, SamplingParams
 from specbatch.sweeps.microbench.kernel_times import by_time, per_step, profiled
 from specbatch.sweeps.microbench.runner import Row, Table
-from specbatch.sweeps.run.workloads import Workload
+from specbatch.sweeps.workload.workloads import Workload
 
 SHORT, LONG, REPEATS = 2, 6, 3  # passes of the two runs; pairs of runs without the profiler
 

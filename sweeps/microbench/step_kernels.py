@@ -16,7 +16,7 @@ from specbatch import Engine, EngineConfig, Graphs, SamplingParams, Speculation
 from specbatch.records.summarize import steps_at
 from specbatch.sweeps.microbench.kernel_times import by_time, per_step, profiled
 from specbatch.sweeps.microbench.runner import Row, Table
-from specbatch.sweeps.run.workloads import Workload
+from specbatch.sweeps.workload.workloads import Workload
 
 SHORT, LONG, REPEATS = 8, 72, 3  # new tokens of the two runs; runs without the profiler
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-from specbatch.plurals import listed
+from specbatch.errors import listed
 from specbatch.records.bases import base_in_words
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord

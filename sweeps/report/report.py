@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbatch.atomic_file import write_atomic, writing
 from specbatch.core.sampling_params import sampling_text
 from specbatch.errors import refuse
+from specbatch.files.atomic_file import write_atomic, writing
 from specbatch.records.answers import is_evaluated
 from specbatch.records.archive import SUFFIX, unpacked
 from specbatch.records.bases import bases_sentence

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from specbatch.plurals import counted, listed
+from specbatch.errors import counted, listed
 from specbatch.records.markdown import draft_length_lines
 from specbatch.records.metrics import METRICS, least_values
 from specbatch.records.run_record import RunRecord
@@ -17,7 +17,7 @@ from specbatch.records.sweep_plan import Point
 from specbatch.records.verdicts import ONE_REPEAT
 from specbatch.sweeps.report.gain import Gain
 from specbatch.sweeps.report.notes import Note, failures, replay_notes
-from specbatch.sweeps.run.workloads import RANDOM
+from specbatch.sweeps.workload.workloads import RANDOM
 
 BUSY_CLIENT = 0.6  # of a core
 MEANS = (

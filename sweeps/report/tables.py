@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
-from specbatch.atomic_file import write_atomic
-from specbatch.config import Graphs
+from specbatch.config.engine_config import Graphs
 from specbatch.core.sampling_params import sampling_text
 from specbatch.errors import refuse
+from specbatch.files.atomic_file import write_atomic
 from specbatch.records.bases import bases_of, bases_sentence
 from specbatch.records.intervals import of_ratios, were_interleaved
 from specbatch.records.markdown import acceptance_table, markdown_table
@@ -46,7 +46,7 @@ from specbatch.sweeps.report.notes import Note
 from specbatch.sweeps.report.server_acceptance import server_acceptance
 from specbatch.sweeps.report.summaries import caps_text, heading, run_on, with_spread
 from specbatch.sweeps.report.sweep_notes import MEANS, disagreement, sweep_notes
-from specbatch.sweeps.run.workloads import lines_of
+from specbatch.sweeps.workload.workloads import lines_of
 
 if TYPE_CHECKING:
     import pandas as pd

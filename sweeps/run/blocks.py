@@ -14,10 +14,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import FailedError, SpecbatchError
 from specbatch.jobs.engine_groups import Failed
-from specbatch.progress import NotedReport, Waves
+from specbatch.progress.bars import NotedReport, Waves
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Point, check_plan, plan_of, points, save
 from specbatch.replicas.cluster import Cluster

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING
 import torch
 from tabulate import tabulate
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
+from specbatch.errors import counted
 from specbatch.jobs.engine_groups import engines_of
 from specbatch.memory.planner import MemoryPlan, MemoryShare, size_text
-from specbatch.plurals import counted
-from specbatch.progress import time_text
+from specbatch.progress.bars import time_text
 from specbatch.records.sweep_plan import points
+from specbatch.sweeps.http.server import Server
 from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
-from specbatch.sweeps.run.conversations import longest
 from specbatch.sweeps.run.loading import Configs, planned
 from specbatch.sweeps.run.runner import SweepOptions, check_concurrency
-from specbatch.sweeps.run.server import Server
+from specbatch.sweeps.workload.conversations import longest
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from specbatch.engine.prepare import Prepared
+    from specbatch.engine.setup.prepare import Prepared
 
 _HEADS = ("configuration", "concurrency", "repeats", "prompts", "new tokens", "about")
 
@@ -82,7 +82,7 @@ def _check_pages(
     found: Mapping[str, tuple[Prepared, MemoryPlan, MemoryShare]], configs: Configs, options: SweepOptions
 ) -> None:
     """Refuse a concurrency that an engine cannot hold, and prompts that it cannot run."""
-    from specbatch.engine.prompt_reader import PromptReader
+    from specbatch.engine.requests.prompt_reader import PromptReader
 
     most, tokenizer = max(options.concurrency), next(iter(found.values()))[0].target.tokenizer()
     prompts = options.workload.prompts(tokenizer, options.workload.count(most))

@@ -24,13 +24,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import refuse
+from specbatch.files.text_files import read_toml, read_yaml
 from specbatch.jobs.engine_groups import engines_of
 from specbatch.records.sweep_plan import folder_name
+from specbatch.sweeps.http.server import Server
 from specbatch.sweeps.run.loading import OF_WEIGHTS, Configs
-from specbatch.sweeps.run.server import Server
-from specbatch.text_files import read_toml, read_yaml
 
 Settings = dict[str, str | int | float | bool]
 SUFFIXES = (".toml", ".yaml", ".yml")

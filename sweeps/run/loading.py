@@ -8,18 +8,18 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from specbatch.algorithms import NO_SPECULATION
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import FailedError, SpecbatchError, one_line, refuse
 from specbatch.jobs.configurations import check_draft, load_engine
 from specbatch.jobs.engine_groups import ON_DEVICES, Failed, engines_of, groups_of
 from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare
-from specbatch.sweeps.run.server import Server
-from specbatch.sweeps.run.workloads import Workload, shown
+from specbatch.sweeps.http.server import Server
+from specbatch.sweeps.workload.workloads import Workload, shown
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
-    from specbatch.engine.prepare import Prepared
-    from specbatch.sweeps.run.http_engine import HttpEngine
+    from specbatch.engine.setup.prepare import Prepared
+    from specbatch.sweeps.http.engine import HttpEngine
     from specbatch.sweeps.run.runner import SweepOptions
 
 Log = Callable[[str], None]
@@ -46,7 +46,7 @@ def check_early(configs: Configs, failed: Failed, log: Log | None) -> None:
 
 def check_machine(config: EngineConfig) -> Prepared:
     """Refuse an engine that cannot run on this machine, with nothing loaded. Returns that of one replica."""
-    from specbatch.engine.ranks import checked
+    from specbatch.engine.ranks.ranks import checked
     from specbatch.replicas.engine import of_one
     from specbatch.replicas.process import LocalProcesses
 
@@ -125,8 +125,8 @@ def shares_of(configs: Mapping[str, EngineConfig]) -> list[MemoryShare]:
 def _shared_pages(configs: Mapping[str, EngineConfig]) -> int | None:
     if len(configs) == 1 or any(config.prefix_cache for config in configs.values()):
         return None
-    from specbatch.engine.memory_plan import pages_of_shared_pool
-    from specbatch.engine.prepare import prepare
+    from specbatch.engine.setup.memory_plan import pages_of_shared_pool
+    from specbatch.engine.setup.prepare import prepare
     from specbatch.replicas.engine import of_one
 
     prepared, replicas = [], 1
@@ -148,7 +148,7 @@ def _clients(configs: Configs, log: Log | None, failed: Failed | None) -> dict[s
     clients: dict[str, HttpEngine] = {}
     for name, server in configs.items():
         if isinstance(server, Server):
-            from specbatch.sweeps.run.http_engine import HttpEngine
+            from specbatch.sweeps.http.engine import HttpEngine
 
             with noted(failed, name):
                 clients[name] = HttpEngine(server, log=_prefixed(log, name))
@@ -252,7 +252,7 @@ def check(configs: Configs, options: SweepOptions) -> dict[str, Prepared]:
 def planned(configs: Configs, options: SweepOptions) -> dict[str, tuple[Prepared, MemoryPlan, MemoryShare]]:
     """Each engine (one replica) with the memory that it would get, and its share. Refused: what `check` refuses, and
     engines that do not fit."""
-    from specbatch.engine.memory_plan import memory_plan
+    from specbatch.engine.setup.memory_plan import memory_plan
     from specbatch.replicas.engine import of_one
 
     found: dict[str, tuple[Prepared, MemoryPlan, MemoryShare]] = {}

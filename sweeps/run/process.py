@@ -12,7 +12,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from specbatch.errors import FailedError, SpecbatchError
-from specbatch.progress import progress
+from specbatch.progress.bars import progress
 
 if TYPE_CHECKING:
     from specbatch.replicas.cluster import Cluster

@@ -14,20 +14,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.core.request import SamplingParams
-from specbatch.errors import SpecbatchError, at_least, each_once, refuse, reporting
+from specbatch.errors import SpecbatchError, at_least, counted, each_once, refuse, reporting
 from specbatch.jobs.engine_groups import Failed, Load, LoadedGroup, engines_of, in_batches, marginal_of
 from specbatch.memory.page_pool import held_at_once
-from specbatch.plurals import counted
-from specbatch.point_times import PointWork
-from specbatch.progress import NotedReport, Waves, begin_phase
+from specbatch.progress.bars import NotedReport, Waves, begin_phase
+from specbatch.progress.point_times import PointWork
 from specbatch.records.run_record import RunRecord
 from specbatch.records.store import load_record
 from specbatch.records.sweep_plan import Described, Point, check_plan, plan_of, points, round_of, rounds_at, save
 from specbatch.sweeps.report.notes import failures
 from specbatch.sweeps.report.tables import load_records, losses_of, precision_of, write_summary
-from specbatch.sweeps.run.conversations import Call, ask, label, longest
 from specbatch.sweeps.run.loading import (
     Configs,
     Engines,
@@ -39,14 +37,15 @@ from specbatch.sweeps.run.loading import (
     noted,
     one_group,
 )
-from specbatch.sweeps.run.sanity_checks import warnings
-from specbatch.sweeps.run.workloads import Workload, sha256_of
+from specbatch.sweeps.workload.conversations import Call, ask, label, longest
+from specbatch.sweeps.workload.sanity_checks import warnings
+from specbatch.sweeps.workload.workloads import Workload, sha256_of
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
     from specbatch.replicas.cluster import Cluster
-    from specbatch.sweeps.run.http_engine import HttpEngine
-    from specbatch.tokenizer import Tokenizer
+    from specbatch.sweeps.http.engine import HttpEngine
+    from specbatch.text.tokenizer import Tokenizer
 
 DIGEST = 16  # hexadecimal digits
 WARM_UP_TOKENS = 16

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import pytest
 from typer.testing import CliRunner, Result
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.core.request import Completion, RequestMetrics, SamplingParams
-from specbatch.engine.open_requests import StreamEvent
+from specbatch.engine.requests.open_requests import StreamEvent
 from specbatch.errors import refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.records.run_record import RunRecord
@@ -183,7 +183,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
     module = types.ModuleType("specbatch.engine.engine")
     module.Engine = StubEngine  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "specbatch.engine.engine", module)
-    monkeypatch.setattr("specbatch.engine.prepare.prepare", lambda config, say: None)
+    monkeypatch.setattr("specbatch.engine.setup.prepare.prepare", lambda config, say: None)
     monkeypatch.setattr("specbatch.sweeps.run.loading._shared_pages", lambda configs: None)
     monkeypatch.chdir(tmp_path)
     return StubEngine

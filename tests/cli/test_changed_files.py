@@ -15,8 +15,8 @@ import pytest
 from typer.testing import Result
 
 import specbatch
-from specbatch.atomic_file import temporary_path
 from specbatch.cli import generate
+from specbatch.files.atomic_file import temporary_path
 from specbatch.jobs import batch_job
 
 LINES = [json.dumps({"prompt": f"a{place}", "id": place}) for place in range(400)]

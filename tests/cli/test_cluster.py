@@ -12,7 +12,7 @@ from specbatch import SpecbatchError
 from specbatch.cli.app import app
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
 from specbatch.cli.options import EngineOptions
-from specbatch.config import Graphs
+from specbatch.config.engine_config import Graphs
 from specbatch.replicas.cluster import Cluster
 
 NONE = dict.fromkeys(CLUSTER_OPTIONS)

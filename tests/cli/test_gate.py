@@ -123,7 +123,7 @@ def test_workflow_in_the_docs_is_valid():
 
 def test_every_rule_and_metric_is_documented():
     from specbatch.evals.gate.policy import Accuracy, Bound
-    from specbatch.sweeps.compare import COMPARED
+    from specbatch.sweeps.report.compare import COMPARED
 
     text = DOCS.read_text()
     for name in (*Accuracy.model_fields, *Bound.model_fields, *COMPARED):

@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 from specbatch.cli.app import app
 from specbatch.cli.options import EngineOptions
 from specbatch.cli.values import whole_numbers
-from specbatch.config import Speculation
+from specbatch.config.engine_config import Speculation
 from specbatch.evals.options import MAX_NEW_TOKENS
-from specbatch.models.eagle3 import default_aux
+from specbatch.models.heads.eagle3 import default_aux
 from specbatch.sweeps.check import prompts as check_prompts
 from specbatch.sweeps.check.options import CheckOptions
-from specbatch.sweeps.run.defaults import CPU, GPU
-from specbatch.sweeps.run.workloads import Workload
+from specbatch.sweeps.workload.defaults import CPU, GPU
+from specbatch.sweeps.workload.workloads import Workload
 from specbatch.training.recipe import HEADS, Recipe
 
 HEAVY = ("torch", "transformers", "lm_eval", "datasets", "pandas", "numpy", "matplotlib", "scipy")
@@ -70,7 +70,7 @@ for words in {commands!r}:
     assert result.exit_code == 0, result.output
     assert not {set(HEAVY) - {"numpy", "scipy"}!r} & set(sys.modules), words
     assert words[-1:] != ["--help"] or not {{"numpy", "scipy"}} & set(sys.modules), words
-import specbatch.kernels.attention.prefill_backends
+import specbatch.kernels.attention.prefill.prefill_backends
 assert not {{"triton.language", "flashinfer", "flash_attn"}} & set(sys.modules)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

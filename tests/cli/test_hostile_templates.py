@@ -10,8 +10,8 @@ import pytest
 from checkpoints import write_folder
 from typer.testing import CliRunner
 
-from specbatch import chat_template
 from specbatch.cli.app import app
+from specbatch.text import chat_template
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 TEMPLATE = (

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from specbatch.cli import lm_eval_model
 from specbatch.cli.app import app
 from specbatch.evals import few_shot
-from specbatch.sweeps.compare import compare
+from specbatch.sweeps.report.compare import compare
 
 TASKS = Path(few_shot.__file__).parent / "tasks"
 Run = Callable[..., Result]

@@ -20,7 +20,7 @@ first = gc.get_freeze_count()
 EngineOptions(device="cpu").config()
 print(first, gc.get_freeze_count())
 try:
-    import specbatch.runtime.parallel_compilation, specbatch.kernels.gemm.few_rows_triton
+    import specbatch.runtime.parallel_compilation, specbatch.kernels.gemm.quantized.few_rows_triton
 except ModuleNotFoundError:  # there is no Triton
     pass
 """

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specbatch.cli.options import _ONLY_WITH_DRAFTS, EngineOptions
-from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError
 
 

@@ -12,7 +12,7 @@ import pytest
 from specbatch.cli.output import fresh_folder
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.memory.planner import MemoryShare
-from specbatch.sweeps.compare import compare
+from specbatch.sweeps.report.compare import compare
 from specbatch.sweeps.report.tables import load_records, precision_of, write_summary
 from specbatch.sweeps.run import runner
 
@@ -285,7 +285,7 @@ def test_no_model_runs_if_one_is_refused(sweep, tmp_path, monkeypatch):
         if config.model == "missing":
             raise refuse("model", config.model, "does not exist")
 
-    monkeypatch.setattr("specbatch.engine.prepare.prepare", prepare)
+    monkeypatch.setattr("specbatch.engine.setup.prepare.prepare", prepare)
     grid = tmp_path / "grid.toml"
     grid.write_text('[baseline]\nspec = "off"\nload_format = "dummy"\nmodel = ["toy", "missing"]\n')
     result = sweep(f"--configs {grid}")

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
-from specbatch.atomic_file import is_leftover
 from specbatch.cli.app import app
+from specbatch.files.atomic_file import is_leftover
 from specbatch.training import files
 
 TOY = ("--model", "toy", "--load-format", "dummy", "--device", "cpu")

@@ -14,7 +14,7 @@ import pytest
 from crossed import crossed, slow_but
 from typer.testing import Result
 
-from specbatch.atomic_file import is_leftover, temporary_path
+from specbatch.files.atomic_file import is_leftover, temporary_path
 
 from .conftest import TINY_SWEEP
 

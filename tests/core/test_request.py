@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.output_text import Decode, IncrementalText, OutputText
 from specbatch.core.request import Completion, Logprobs, Request, RequestMetrics, SamplingParams
-from specbatch.tokenizer import Tokenizer
+from specbatch.text.tokenizer import Tokenizer
 
 EOS, OTHER_END = 0, 1
 PIECES = [b"", b"", b"a", b"b", b"ab", b"ba ", b"\xc3", b"\xa9", b"b\xf0\x9f", b"\x98\x80", "ß".encode(), b"\n\n"]

@@ -16,7 +16,7 @@ from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.step_input import StepInput
 from specbatch.drafters.base import Drafter
-from specbatch.kernels.attention.prefill_backends import prefill_backend
+from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features

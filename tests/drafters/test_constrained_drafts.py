@@ -21,7 +21,7 @@ from specbatch.core.sampling import SamplingFlags
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.core.token_constraint import Constraint
 from specbatch.drafters.choose import DraftChain, allowed_drafts, choose_at_once, draft_states
-from specbatch.engine.acceptance import accept_ref
+from specbatch.engine.device.acceptance import accept_ref
 from specbatch.grammar.regex import compile_regex
 from specbatch.grammar.token_automaton import FREE, compile_tokens
 from specbatch.kernels.sampling.rng import ACCEPT, DRAFT, RESIDUAL

@@ -12,14 +12,14 @@ from targets import Targets
 from uncached import run_texts
 
 from specbatch import SamplingParams
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.drafters.draft_model import DraftModelChain, parse_skip, plan
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
 from specbatch.kernels.sampling.rng import DRAFT, uniform_ref, verify_keys
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.models.decoder import Decoder
-from specbatch.tokenizer import ByteTokenizer
+from specbatch.text.tokenizer import ByteTokenizer
 from specbatch.weights.checkpoint import open_checkpoint
 from specbatch.weights.dummy import DummyCheckpoint
 

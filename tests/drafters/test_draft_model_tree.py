@@ -12,8 +12,8 @@ import torch
 from crossed import crossed
 from uncached import run_texts
 
-from specbatch.config import EngineConfig, Speculation
-from specbatch.draft_shape import DraftShape
+from specbatch.config.draft_shape import DraftShape
+from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.drafters.draft_model import DraftModelTree, plan
 from specbatch.drafters.tree import expand
 from specbatch.kernels.sampling.accept import commit_ref

@@ -14,16 +14,17 @@ import torch
 from targets import MTP, QUANTIZED, SIZES, TARGETS, TargetCheckpoint
 
 from specbatch import Engine, SpecbatchError
-from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.algorithms import ALGORITHMS, algorithms_with
+from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.core.request import SamplingParams
-from specbatch.kernels.gemm.fp8_linear import FP8Linear
-from specbatch.kernels.gemm.weight import Weight, quantize_fp8_weight
-from specbatch.models import layers
+from specbatch.kernels.gemm.quantized.fp8_linear import FP8Linear
+from specbatch.kernels.gemm.quantized.weight import Weight, quantize_fp8_weight
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.draft_head import HEAD
-from specbatch.models.layers import Reader
-from specbatch.models.quantization import MatrixShape
+from specbatch.models.formats.quantization import MatrixShape
+from specbatch.models.heads.draft_head import HEAD
+from specbatch.models.layers import blocks as layers
+from specbatch.models.layers.blocks import Reader
 
 SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 260, "hidden_size": 256,
@@ -52,7 +53,7 @@ GPT_OSS = {
     "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2,
     "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "attention_bias": True,
 }  # fmt: skip
-ALGORITHMS = ("standalone", "eagle", "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark")
+QUANTIZES = [name for name in algorithms_with("draft_quantization") if ALGORITHMS[name].alias_of is None]
 PROMPTS = [[5, 6, 7, 8, 9] * 3, [3, 1, 4, 1, 5, 9, 2]]
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
 
@@ -69,7 +70,8 @@ def build(tmp_path: Path) -> Iterator[Build]:
         for name, config in (("target", SHAPE), ("small", SMALL)):
             (tmp_path / name).mkdir(exist_ok=True)
             (tmp_path / name / "config.json").write_text(json.dumps(config))
-        draft = {"none": None, "mtp": None, "standalone": str(tmp_path / "small")}.get(algorithm, "dummy")
+        entry = ALGORITHMS[algorithm]
+        draft = str(tmp_path / "small") if entry.drafts_by_model else "dummy" if entry.draft else None
         log = settings.pop("log", None)
         settings = {"device": "cpu", "dtype": "float32", "max_running": 4, "max_model_len": 60} | settings
         speculation = Speculation(algorithm, draft=draft, draft_quantization=quantization)
@@ -96,7 +98,7 @@ def of_target(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 
 def keep_quantized(monkeypatch: pytest.MonkeyPatch, *, keeps: bool = True) -> None:
     """Whether weights stay quantized, as on a GPU."""
-    for module in ("models.layers", "runtime.loader", "engine.memory_plan"):
+    for module in ("models.layers.blocks", "runtime.loader", "engine.setup.memory_plan"):
         monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: keeps)
 
 
@@ -117,7 +119,7 @@ def tokens(engine: Engine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "keeps"), [*((name, True) for name in ALGORITHMS), pytest.param("eagle3", False, id="dequantized")]
+    ("algorithm", "keeps"), [*((name, True) for name in QUANTIZES), pytest.param("eagle3", False, id="dequantized")]
 )
 def test_the_tokens_are_the_targets(
     build: Build, of_target: list[list[int]], monkeypatch: pytest.MonkeyPatch, algorithm: str, keeps: bool
@@ -134,7 +136,7 @@ def test_the_tokens_are_the_targets(
         saved = sum(4 * weight.values.numel() - _bytes(weight) for weight in quantized)
         saved -= 0 if algorithm == "standalone" else 4 * heads[0].values.numel()  # the target keeps its own
         planned = plain.caps["weights_bytes"] - engine.caps["weights_bytes"]
-        twice = algorithm in ("dflash", "dflash2", "dspark")
+        twice = ALGORITHMS[algorithm].tree == "block"
         assert saved * (0.8 if twice else 0.99) < planned < saved * (1 if twice else 1.01)
 
 
@@ -145,7 +147,7 @@ def _bytes(weight: Weight) -> int:
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", QUANTIZES)
 def test_the_tokens_are_the_targets_on_a_gpu(build: Build, algorithm: str) -> None:
     """In float32, where only the weights are quantized. In bfloat16 with graphs, activations are, too."""
     expected = tokens(build(device="cuda"))
@@ -181,7 +183,7 @@ def test_quantized_weights(shape: tuple[int, ...]) -> None:
 def test_the_parts_of_a_large_weight_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(2, 400, 256, generator=torch.Generator().manual_seed(2))
     whole = quantize_fp8_weight(values)
-    monkeypatch.setattr("specbatch.kernels.gemm.weight._PART", 128 * 256)
+    monkeypatch.setattr("specbatch.kernels.gemm.quantized.weight._PART", 128 * 256)
     parts = quantize_fp8_weight(values)
     assert torch.equal(whole.values.view(torch.uint8), parts.values.view(torch.uint8))
     assert whole.scales is not None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ngram_search import continuations
 
-from specbatch.draft_shape import DraftShape
+from specbatch.config.draft_shape import DraftShape
 from specbatch.drafters.base import NoDraft
 from specbatch.drafters.ngram import NGram
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbatch.draft_shape import DraftShape
+from specbatch.config.draft_shape import DraftShape
 from specbatch.drafters.tree import Beams, expand, expand_block
 
 Text = tuple[int, ...]

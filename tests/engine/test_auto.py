@@ -13,14 +13,14 @@ from crossed import crossed
 from stand_ins import fake_graphs, no_step_times, random_draft_lengths
 
 from specbatch import Engine, SamplingParams
-from specbatch.acceptance_profile import AcceptanceProfile
-from specbatch.config import Graphs, Speculation
+from specbatch.config.acceptance_profile import AcceptanceProfile
+from specbatch.config.engine_config import Graphs, Speculation
 from specbatch.core.async_copy import StepTimer
 from specbatch.drafters.draft_model import DraftModelChain
 from specbatch.drafters.feature_head import FeatureChain
-from specbatch.engine.draft_length import DraftLength
-from specbatch.engine.scheduler import Scheduler
-from specbatch.engine.step import DecodeStep
+from specbatch.engine.device.step import DecodeStep
+from specbatch.engine.schedule.draft_length import DraftLength
+from specbatch.engine.schedule.scheduler import Scheduler
 from specbatch.runtime.cuda_graphs import graph_bytes
 
 BOTH = Graphs(decode="whole", prefill="piecewise")
@@ -184,8 +184,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> type[FakeClock]:
         return FakeClock.now - start
 
     monkeypatch.setattr(DecodeStep, "__call__", timed)
-    monkeypatch.setattr("specbatch.engine.runner.StepTimer", FakeClock)
-    monkeypatch.setattr("specbatch.engine.step_times.seconds_of", seconds_of)
+    monkeypatch.setattr("specbatch.engine.schedule.runner.StepTimer", FakeClock)
+    monkeypatch.setattr("specbatch.engine.setup.step_times.seconds_of", seconds_of)
     return FakeClock
 
 

@@ -18,8 +18,8 @@ from crossed import first_quick
 from exact_acceptance import Rule, Text, Toy, lattice_of, mutant
 
 from specbatch.core.step_input import Proposal
-from specbatch.engine import acceptance
-from specbatch.engine.acceptance import accept_ref
+from specbatch.engine.device import acceptance
+from specbatch.engine.device.acceptance import accept_ref
 from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL
 
 BESIDE = 1e-9

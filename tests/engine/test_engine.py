@@ -12,7 +12,7 @@ from crossed import crossed, slow_but
 from stand_ins import late_results
 
 from specbatch import Completion, Engine, SamplingParams, SpecbatchError, Speculation
-from specbatch.engine.schedules import Overlapped
+from specbatch.engine.schedule.schedules import Overlapped
 
 SPECULATIONS = {
     "none-v1": Speculation(schedule="v1"),

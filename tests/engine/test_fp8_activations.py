@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from specbatch import Engine, SpecbatchError, weights
-from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.core.request import SamplingParams
 from specbatch.core.step_input import StepInput
 from specbatch.drafters.feature_head import FeatureChain
-from specbatch.engine.device_worker import DeviceWorker
-from specbatch.engine.draft_length import DraftLength
-from specbatch.engine.step import DecodeStep
-from specbatch.kernels.gemm import fp8_activations
-from specbatch.kernels.gemm.fp8_activations import quantizes
+from specbatch.engine.device.device_worker import DeviceWorker
+from specbatch.engine.device.step import DecodeStep
+from specbatch.engine.schedule.draft_length import DraftLength
+from specbatch.kernels.gemm.quantized import fp8_activations
+from specbatch.kernels.gemm.quantized.fp8_activations import quantizes
 from specbatch.records import low_acceptance
 from specbatch.training.data import Batch
 from specbatch.training.target import Target
@@ -58,7 +58,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     """`build(shape, **settings)`; weights stay FP8 on a CPU, too."""
     engines: list[Engine] = []
-    for module in ("models.layers", "runtime.loader"):
+    for module in ("models.layers.blocks", "runtime.loader"):
         monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: True)
 
     def build(

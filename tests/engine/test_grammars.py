@@ -15,7 +15,7 @@ from targets import Targets
 from thread_ranks import thread_group
 
 from specbatch import Engine, EngineConfig, SamplingParams, SpecbatchError, Speculation
-from specbatch.config import Graphs
+from specbatch.config.engine_config import Graphs
 from specbatch.memory.grammar_pool import GrammarPool
 from specbatch.weights.known_models import KNOWN_MODELS
 
@@ -59,7 +59,7 @@ def test_requests_wait_for_the_places_of_tables(
     monkeypatch: pytest.MonkeyPatch, toy: Any, toy_engine: Callable[..., Engine], cells: int
 ) -> None:
     """In 200 cells there is room for one table, and slots are used by requests with and without grammars."""
-    monkeypatch.setattr("specbatch.engine.scheduler.GrammarPool", lambda: GrammarPool(cells))
+    monkeypatch.setattr("specbatch.engine.schedule.scheduler.GrammarPool", lambda: GrammarPool(cells))
     engine = toy_engine(max_running=4, kv_pages=18, page_size=2, max_model_len=24, speculation=NGRAM)
     letters = "abcdefg"
     free = SamplingParams(max_new_tokens=16, ignore_eos=True)
@@ -154,7 +154,7 @@ def test_grammars_that_cannot_work_are_refused(
 
 
 def test_a_table_without_room_is_refused(monkeypatch: pytest.MonkeyPatch, toy_engine: Callable[..., Engine]) -> None:
-    monkeypatch.setattr("specbatch.engine.prompt_reader.CELLS", 50)
+    monkeypatch.setattr("specbatch.engine.requests.prompt_reader.CELLS", 50)
     with pytest.raises(SpecbatchError, match=r"regex=.*: its table takes .* MiB; simplify it"):
         toy_engine().generate([[3]], SamplingParams(regex="[a-z]{9}", max_new_tokens=20))
 

@@ -11,8 +11,8 @@ import pytest
 from stand_ins import late_results
 
 from specbatch import Engine, SamplingParams, Speculation
-from specbatch.engine.runner import Launched, Runner
-from specbatch.engine.scheduler import Scheduler
+from specbatch.engine.schedule.runner import Launched, Runner
+from specbatch.engine.schedule.scheduler import Scheduler
 
 
 @pytest.fixture

@@ -14,9 +14,11 @@ from targets import Targets
 from thread_ranks import thread_group
 
 from specbatch import Completion, Engine, SamplingParams, SpecbatchError
-from specbatch.engine import builder, rank_group, rank_link, ranks, token_check
-from specbatch.engine.rank_group import RankGroup
-from specbatch.engine.step import DecodeStep
+from specbatch.engine.device import token_check
+from specbatch.engine.device.step import DecodeStep
+from specbatch.engine.ranks import rank_group, rank_link, ranks
+from specbatch.engine.ranks.rank_group import RankGroup
+from specbatch.engine.setup import builder
 
 SHORT, LONG = (SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 38))
 

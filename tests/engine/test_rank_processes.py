@@ -17,7 +17,7 @@ from processes import end_within, is_running
 from thread_ranks import thread_group
 
 from specbatch import Completion, Engine, EngineConfig, SamplingParams, SpecbatchError
-from specbatch.engine import rank_group, ranks
+from specbatch.engine.ranks import rank_group, ranks
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48,
@@ -78,7 +78,9 @@ def test_processes_generate_the_tokens_of_one_and_errors_name_the_rank(model: st
 
 def children() -> list[int]:
     """Processes of other ranks that this process has started."""
-    found = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "specbatch.engine.follower"], capture_output=True)
+    found = subprocess.run(
+        ["pgrep", "-P", str(os.getpid()), "-f", "specbatch.engine.ranks.follower"], capture_output=True
+    )
     return [int(line) for line in found.stdout.split() if is_running(int(line))]
 
 
@@ -190,7 +192,7 @@ def test_threads_come_back_with_the_last_engine(monkeypatch: pytest.MonkeyPatch)
             assert used[-1] == 3
         assert used[-1] == 3
     assert used[-1] == 6
-    monkeypatch.setattr("specbatch.engine.builder._load", lambda *_: 1 / 0)
+    monkeypatch.setattr("specbatch.engine.setup.builder._load", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         Engine(divided)
     assert used[-1] == 6

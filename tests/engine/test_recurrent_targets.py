@@ -121,7 +121,7 @@ def test_prefix_cache_turns_off_without_memory_for_states(targets: Targets, monk
     """The log and the record report it."""
     plan = targets.engine("qwen3.5", prefix_cache=False).plan
     few = 2 * (plan.weights + plan.workspace + plan.states + plan.grammars + 40 * plan.page_bytes)
-    monkeypatch.setattr("specbatch.engine.memory_plan.available_memory", lambda device: few)
+    monkeypatch.setattr("specbatch.engine.setup.memory_plan.available_memory", lambda device: few)
     lines: list[str] = []
     engine = targets.engine("qwen3.5", memory_fraction=0.5, log=lines.append)
     done = engine.generate(targets.prompts("qwen3.5"), SamplingParams(max_new_tokens=5, ignore_eos=True))

@@ -14,7 +14,7 @@ from stand_ins import fake_graphs, late_results
 from targets import SPECULATIONS, Targets
 
 from specbatch import Completion, Engine, SamplingParams, SpecbatchError, Speculation
-from specbatch.config import Graphs
+from specbatch.config.engine_config import Graphs
 from specbatch.kernels.sampling.rng import uniform_ref
 
 SAMPLED = SamplingParams(temperature=1.0, max_new_tokens=8, ignore_eos=True, n=4, seed=3)

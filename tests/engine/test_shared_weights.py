@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from specbatch import Engine, EngineConfig, SamplingParams, SpecbatchError, Speculation
-from specbatch.engine import memory_plan
-from specbatch.engine.prepare import prepare
+from specbatch.engine.setup import memory_plan
+from specbatch.engine.setup.prepare import prepare
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 
 TOY = {"model": "toy", "load_format": "dummy", "device": "cpu", "page_size": 4, "max_running": 4}

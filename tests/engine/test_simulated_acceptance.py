@@ -15,7 +15,7 @@ from crossed import slow_but
 from stand_ins import random_draft_lengths
 
 from specbatch import Engine, SamplingParams, Speculation
-from specbatch.acceptance_profile import AcceptanceProfile, geometric
+from specbatch.config.acceptance_profile import AcceptanceProfile, geometric
 from specbatch.jobs.send_one import table
 from specbatch.kernels.sampling.rng import acceptance_thresholds, simulated_accept_ref
 

@@ -13,7 +13,7 @@ from targets import Targets
 from thread_ranks import thread_group
 
 from specbatch import Engine
-from specbatch.config import Graphs
+from specbatch.config.engine_config import Graphs
 
 EVERY = [
     case

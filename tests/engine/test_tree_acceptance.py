@@ -14,12 +14,12 @@ from chi_square import smallest_p_value
 from crossed import first_quick
 from exact_acceptance import Rule, Text, Toy, lattice_of, mutant, sampling_of
 
+from specbatch.config.draft_shape import DraftShape
 from specbatch.core.sampling import Sampling
 from specbatch.core.step_input import Proposal
-from specbatch.draft_shape import DraftShape
 from specbatch.drafters.tree import expand
-from specbatch.engine import acceptance
-from specbatch.engine.acceptance import accept_ref
+from specbatch.engine.device import acceptance
+from specbatch.engine.device.acceptance import accept_ref
 from specbatch.kernels.sampling import tree_verify
 from specbatch.kernels.sampling.rng import TARGET
 from specbatch.kernels.sampling.tree_verify import ancestor_words, tree_depths

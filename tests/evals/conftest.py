@@ -15,7 +15,7 @@ import torch
 import transformers as hf
 from checkpoints import tokenizer as bytes_and_merges
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.core.output_text import OutputText
 from specbatch.core.request import Completion, RequestMetrics, SamplingParams
 from specbatch.engine.scoring import Likelihood, OnScore

@@ -14,7 +14,7 @@ from tokenizers import processors
 
 from specbatch.errors import SpecbatchError
 from specbatch.evals.encoding import Encoding
-from specbatch.tokenizer import Tokenizer
+from specbatch.text.tokenizer import Tokenizer
 
 TEXTS = ["abc", "<s>abc", " <s>abc", "<|im_end|>abc", "<|im_start|>user\nabc<|im_end|>", ""]
 BOS, END = "<s>", "<|im_end|>"

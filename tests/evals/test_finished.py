@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import SpecbatchError
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import prepare, run_eval
-from specbatch.sweeps.compare import compare
+from specbatch.sweeps.report.compare import compare
 
 PARTIAL = "answers.partial.jsonl"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import SpecbatchError
 from specbatch.evals.generation import parsed
 from specbatch.evals.generation_config import NAME, TOP_K, generation_config, unapplied

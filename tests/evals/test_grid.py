@@ -17,7 +17,7 @@ from lm_eval.api.task import ConfigurableTask
 from made_runs import make_report
 
 from specbatch.cli.report import _scores
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.evals.grid import GridOptions, _grid, load_grid, run_grid
 from specbatch.evals.grid_table import Grid, _differing, _paired, _speedup
@@ -26,7 +26,7 @@ from specbatch.evals.run import EvalOptions, run_eval
 from specbatch.jobs.configurations import named
 from specbatch.records.archive import pack, unpacked
 from specbatch.records.runs import load_run
-from specbatch.sweeps.compare import compare
+from specbatch.sweeps.report.compare import compare
 from specbatch.sweeps.report.tables import load_records, markdown, table
 
 CONFIGS = named(EngineConfig(speculation=Speculation("ngram")), ("baseline", "v1", "v2"))

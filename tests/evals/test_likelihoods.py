@@ -25,7 +25,7 @@ from specbatch.evals.grid import GridOptions, run_grid
 from specbatch.evals.lm import SpecBatchLM
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, prepare, run_eval
-from specbatch.sweeps.compare import compare
+from specbatch.sweeps.report.compare import compare
 
 LONGEST = 64
 SIZES: dict[str, Any] = {

@@ -11,12 +11,12 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.utils import postprocess_generated_text
 
 from specbatch import Engine, EngineConfig
-from specbatch.chat_template import TemplateRefusal
 from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.evals.lm import SpecBatchLM
 from specbatch.evals.options import MAX_NEW_TOKENS
-from specbatch.tokenizer import ByteTokenizer, Tokenizer
+from specbatch.text.chat_template import TemplateRefusal
+from specbatch.text.tokenizer import ByteTokenizer, Tokenizer
 
 
 def ask(context: str, doc_id: int = 0, **wanted: Any) -> Instance:

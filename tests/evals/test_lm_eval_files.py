@@ -14,12 +14,12 @@ import numpy
 import pandas
 import pytest
 
-from specbatch.atomic_file import UnwritableError
 from specbatch.errors import SpecbatchError
 from specbatch.evals import lm_eval_files
 from specbatch.evals.gate.gate import run_gate
 from specbatch.evals.options import EvalOptions
-from specbatch.sweeps.compare import compare
+from specbatch.files.atomic_file import UnwritableError
+from specbatch.sweeps.report.compare import compare
 
 # As `lm_eval run --model hf --log_samples --output_path` of lm-eval 0.4.13 writes them, without a chat template.
 KEYS = {

@@ -12,11 +12,11 @@ from typing import Any
 import numpy
 import pytest
 
-from specbatch.atomic_file import UnwritableError
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import SpecbatchError
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, prepare
+from specbatch.files.atomic_file import UnwritableError
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.evals.lm import SpecBatchLM
 from specbatch.evals.options import EvalOptions

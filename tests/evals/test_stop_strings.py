@@ -17,10 +17,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.core.request import Completion, Request, SamplingParams
 from specbatch.evals.lm import SpecBatchLM
-from specbatch.tokenizer import Tokenizer
+from specbatch.text.tokenizer import Tokenizer
 
 SPECIAL, END = ["<s>", "</s>", "<|im_end|>", "<|sep|>"], 1
 WORDS = ["xab", "ab", "b\n", "cat"]

@@ -12,12 +12,12 @@ from fuzzing import Fuzz
 from mutate import dump_json, mutate_bytes, mutate_value
 from openai_types import ErrorLine, OutputLine
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.core.request import Completion, RequestMetrics, SamplingParams
-from specbatch.engine.open_requests import StreamEvent
+from specbatch.engine.requests.open_requests import StreamEvent
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.jobs.batch_job import BatchJob
-from specbatch.tokenizer import ByteTokenizer
+from specbatch.text.tokenizer import ByteTokenizer
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
 COMMON = {"model": "m", "max_tokens": 5, "temperature": 0.7, "top_p": 0.9, "n": 2, "stop": ["a"], "seed": 3}

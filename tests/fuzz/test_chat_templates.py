@@ -8,9 +8,9 @@ import pytest
 from chat_templates import PLAIN, REFUSED, RENDERED
 from fuzzing import Fuzz
 
-from specbatch import chat_template
-from specbatch.chat_template import ChatTemplate
 from specbatch.errors import SpecbatchError
+from specbatch.text import chat_template
+from specbatch.text.chat_template import ChatTemplate
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

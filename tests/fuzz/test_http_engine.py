@@ -27,11 +27,11 @@ from mutate import HOSTILE, dump_json, mutate_bytes, mutate_json_text, mutate_va
 
 from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError
-from specbatch.sweeps.run import http_client
-from specbatch.sweeps.run.http_answer import SPECIAL_TOKENS, Answer
-from specbatch.sweeps.run.http_client import Failed, parsed
-from specbatch.sweeps.run.http_engine import HttpEngine, Server
-from specbatch.sweeps.run.server_counters import accepted, counters_of
+from specbatch.sweeps.http import client as http_client
+from specbatch.sweeps.http.answer import SPECIAL_TOKENS, Answer
+from specbatch.sweeps.http.client import Failed, parsed
+from specbatch.sweeps.http.engine import HttpEngine, Server
+from specbatch.sweeps.http.server_counters import accepted, counters_of
 
 TOKENS = 6
 TIMEOUT_S = 0.15

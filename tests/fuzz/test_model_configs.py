@@ -16,8 +16,8 @@ from quantized_weights import FORMATS
 from targets import SIZES, TARGETS
 
 from specbatch import Engine, EngineConfig, SamplingParams, Speculation
-from specbatch.engine.memory_plan import memory_plan
-from specbatch.engine.prepare import prepare
+from specbatch.engine.setup.memory_plan import memory_plan
+from specbatch.engine.setup.prepare import prepare
 from specbatch.errors import SpecbatchError
 from specbatch.weights import open_checkpoint
 

@@ -16,7 +16,7 @@ from plain_decoding import check_end, check_logprobs, check_tokens, seed_of_samp
 from stand_ins import fake_graphs, late_results
 
 from specbatch import Completion, Engine, SamplingParams, Speculation
-from specbatch.config import Graphs
+from specbatch.config.engine_config import Graphs
 from specbatch.memory.page_pool import pages_for, reach_of
 
 Random = random_module.Random

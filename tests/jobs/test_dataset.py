@@ -154,7 +154,7 @@ def test_failed_write_keeps_the_old_table(tmp_path, monkeypatch, name, fails):
             raise KeyboardInterrupt
         replace(source, target)
 
-    monkeypatch.setattr("specbatch.atomic_file.os.replace", move)
+    monkeypatch.setattr("specbatch.files.atomic_file.os.replace", move)
     with pytest.raises((ValueError, KeyboardInterrupt)):
         write_rows(path, OUT if fails == "move" else [{"index": "no number"}], TYPES)
     assert list(tmp_path.iterdir()) == [path]

@@ -14,10 +14,10 @@ import fsspec
 import pytest
 
 from specbatch.errors import ChangedError, SpecbatchError
+from specbatch.files.text_files import UnreadableError
 from specbatch.jobs import prompt_file
 from specbatch.jobs.input_version import InputVersion
 from specbatch.jobs.prompt_file import stream_rows
-from specbatch.text_files import UnreadableError
 
 ROWS = 3_000  # more than a batch of rows, and than a buffer
 

@@ -7,7 +7,7 @@ from typing import Any
 from specbatch.core.request import Completion, RequestMetrics
 from specbatch.jobs.openai_request import BODIES
 from specbatch.jobs.openai_response import response_body
-from specbatch.tokenizer import ByteTokenizer
+from specbatch.text.tokenizer import ByteTokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 OF = {CHAT: {"messages": [{"role": "user", "content": "x"}]}, TEXT: {"prompt": "x"}}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specbatch.atomic_file import temporary_path
 from specbatch.errors import SpecbatchError
+from specbatch.files.atomic_file import temporary_path
 from specbatch.jobs.questions import BUNDLED, Questions, bundled_questions, read_questions, refuse_shared
 
 GOOD = '{"question": "a?", "answer": "1"}'

@@ -7,7 +7,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from specbatch.jobs.thinking import Reasoning
-from specbatch.tokenizer import ByteTokenizer, Tokenizer
+from specbatch.text.tokenizer import ByteTokenizer, Tokenizer
 
 
 @pytest.mark.parametrize(

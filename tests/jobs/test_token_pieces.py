@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from specbatch.jobs.token_pieces import TokenPieces
-from specbatch.tokenizer import ByteTokenizer, Tokenizer
+from specbatch.text.tokenizer import ByteTokenizer, Tokenizer
 
 _AFTER = [decoders.ByteFallback(), decoders.Fuse()]
 _STRIP = decoders.Strip(" ", 1, 0)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from specbatch.kernels import dispatch
-from specbatch.kernels.attention import verify_attention_configs
+from specbatch.kernels.attention.verify import verify_attention_configs
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported

@@ -18,17 +18,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specbatch.kernels.attention import latent_attention_triton as latents
-from specbatch.kernels.attention import prefill_attention_triton as prompts
-from specbatch.kernels.attention import span_attention_triton as spans
-from specbatch.kernels.attention import span_latents_triton as span_latents
-from specbatch.kernels.attention import verify_attention_triton as verifies
-from specbatch.kernels.attention.verify_attention_configs import Tile
+from specbatch.kernels.attention.deterministic import span_attention_triton as spans
+from specbatch.kernels.attention.deterministic import span_latents_triton as span_latents
+from specbatch.kernels.attention.latent import latent_attention_triton as latents
+from specbatch.kernels.attention.prefill import prefill_attention_triton as prompts
+from specbatch.kernels.attention.verify import verify_attention_triton as verifies
+from specbatch.kernels.attention.verify.verify_attention_configs import Tile
 from specbatch.kernels.collectives import push_triton as one_shots
 from specbatch.kernels.collectives import two_shot_triton as two_shots
 from specbatch.kernels.collectives.peer_words_triton import EMPTY, KINDS
-from specbatch.kernels.gemm import fixed_order_gemm_triton as gemms
 from specbatch.kernels.gemm import head_gemm_triton as head_gemms
+from specbatch.kernels.gemm.deterministic import fixed_order_gemm_triton as gemms
 
 EARLY = {
     "early": r"ld\.global|cp\.async\.c[ag]\.",

@@ -9,9 +9,9 @@ from typing import Any
 import triton
 from compiled import compiled
 
-from specbatch.kernels.gemm import one_row_triton as one_rows
-from specbatch.kernels.gemm import skinny_gemm_triton as skinny
-from specbatch.kernels.gemm.skinny_gemm_configs import Tile, puts_weight_first, tile_for, undivided_tile_for
+from specbatch.kernels.gemm.dense import one_row_triton as one_rows
+from specbatch.kernels.gemm.dense import skinny_gemm_triton as skinny
+from specbatch.kernels.gemm.dense.skinny_gemm_configs import Tile, puts_weight_first, tile_for, undivided_tile_for
 
 # qkv, o, gate and up, down; of Qwen3-8B, Qwen2.5-1.5B, Qwen2.5-0.5B and SmolLM2-135M
 SHAPES = {

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from compiled import compiled
 
-from specbatch.kernels.gemm import fp8_few_rows_triton as fp8_few_rows
-from specbatch.kernels.gemm import fp8_linear_triton as fp8s
-from specbatch.kernels.gemm import int4_few_rows_triton as int4_few_rows
-from specbatch.kernels.gemm import int4_triton as int4s
-from specbatch.kernels.gemm import w8a8_few_rows_triton as w8a8_few_rows
+from specbatch.kernels.gemm.quantized import fp8_few_rows_triton as fp8_few_rows
+from specbatch.kernels.gemm.quantized import fp8_linear_triton as fp8s
+from specbatch.kernels.gemm.quantized import int4_few_rows_triton as int4_few_rows
+from specbatch.kernels.gemm.quantized import int4_triton as int4s
+from specbatch.kernels.gemm.quantized import w8a8_few_rows_triton as w8a8_few_rows
 from specbatch.kernels.moe import experts_triton as experts
 
 

@@ -19,15 +19,15 @@ from safetensors.torch import save_file
 from uncached import prefill_texts
 
 from specbatch.algorithms import ALGORITHMS
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.core.step_input import Proposal
 from specbatch.drafters.base import Drafter, DraftPlan
-from specbatch.kernels.attention.prefill_backends import prefill_backend
+from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
-from specbatch.models.moe import Mixture, read_experts
+from specbatch.models.layers.moe import Mixture, read_experts
 from specbatch.models.shape_recorder import ShapeRecorder
-from specbatch.progress import Stages
+from specbatch.progress.bars import Stages
 from specbatch.runtime.loader import Loader
 
 VOCABULARY, HIDDEN, HEADS, KV, DIM, MLP = 13, 24, 4, 2, 8, 32

@@ -9,12 +9,12 @@ import pytest
 import torch
 from targets import MTP, SPECULATIONS, Targets
 
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.core.attention_metadata import _BoundDecode
 from specbatch.core.device_batch import DeviceBatch
-from specbatch.engine import acceptance
-from specbatch.engine.step import DecodeStep
-from specbatch.kernels.attention import verify_attention
+from specbatch.engine.device import acceptance
+from specbatch.engine.device.step import DecodeStep
+from specbatch.kernels.attention.verify import verify_attention
 from specbatch.kernels.gemm.linear import Linear
 from specbatch.kernels.recurrent.state_replay import StateReplay
 

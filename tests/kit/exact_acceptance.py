@@ -17,8 +17,8 @@ import torch
 
 from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.step_input import Proposal
-from specbatch.engine import acceptance
-from specbatch.engine.acceptance import RefResult
+from specbatch.engine.device import acceptance
+from specbatch.engine.device.acceptance import RefResult
 
 Text = tuple[int, ...]
 Rule = Callable[[torch.Tensor, Proposal, torch.Tensor, Any], RefResult]

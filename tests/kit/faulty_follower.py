@@ -1,4 +1,4 @@
-"""A process of another rank with a fault, in place of `specbatch.engine.follower`. FAULT names it: see `FAULTS`."""
+"""A process of another rank with a fault, in place of `engine.ranks.follower`. FAULT names it: see `FAULTS`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from specbatch.engine import builder, follower
-from specbatch.engine.device_worker import DeviceWorker
-from specbatch.engine.prefill import PrefillStep
+from specbatch.engine.device.device_worker import DeviceWorker
+from specbatch.engine.device.prefill import PrefillStep
+from specbatch.engine.ranks import follower
+from specbatch.engine.setup import builder
 
 
 def _raising(error: BaseException) -> Callable[..., NoReturn]:

@@ -13,8 +13,8 @@ from stand_ins import fake_graphs, late_results, random_draft_lengths
 from targets import MTP, SPECULATIONS, TARGETS, Targets
 
 from specbatch import Completion, Engine, SamplingParams
-from specbatch.config import Graphs
-from specbatch.draft_shape import shape_of
+from specbatch.config.draft_shape import shape_of
+from specbatch.config.engine_config import Graphs
 
 GRAPHS = {
     "eager": Graphs(),

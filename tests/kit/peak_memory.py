@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from specbatch.kernels.attention.prompt_inputs import prompt_inputs_ref
+from specbatch.kernels.attention.prefill.prompt_inputs import prompt_inputs_ref
 
 
 class _Watch(TorchDispatchMode):
@@ -47,4 +47,4 @@ def as_on_a_device(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("specbatch.kernels.dispatch._forced", True)
     patch.setattr("specbatch.core.attention_metadata.prompt_inputs", prompt_inputs_ref)  # tokens must be valid
     patch.setattr("specbatch.kernels.gemm.linear.is_blocked", lambda dtype, device: False)
-    patch.setattr("specbatch.kernels.gemm.skinny_gemm_triton.is_skinny", lambda rows, weight: False)
+    patch.setattr("specbatch.kernels.gemm.dense.skinny_gemm_triton.is_skinny", lambda rows, weight: False)

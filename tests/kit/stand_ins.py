@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from specbatch.core.async_copy import AsyncCopy
-from specbatch.engine.draft_length import DraftLength
+from specbatch.engine.schedule.draft_length import DraftLength
 from specbatch.kernels.common.rehearsal import is_rehearsing, rehearse
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, silu_and_mul_fp8
-from specbatch.kernels.gemm import fp8_linear
+from specbatch.kernels.gemm.quantized import fp8_linear
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations
+from specbatch.kernels.gemm.quantized.fp8_quantize import silu_and_mul_fp8
 from specbatch.runtime.cuda_graphs import Program, nothing
 
 
@@ -40,8 +41,8 @@ class FakeRecorder:
 
 def fake_graphs(patch: pytest.MonkeyPatch) -> None:
     """Engines on a CPU accept graphs, and record them with `FakeRecorder`."""
-    patch.setattr("specbatch.engine.builder.Recorder", FakeRecorder)
-    patch.setattr("specbatch.engine.prepare._check_device", lambda config, device: None)
+    patch.setattr("specbatch.engine.setup.builder.Recorder", FakeRecorder)
+    patch.setattr("specbatch.engine.setup.prepare._check_device", lambda config, device: None)
 
 
 def late_results(patch: pytest.MonkeyPatch) -> None:
@@ -52,7 +53,7 @@ def late_results(patch: pytest.MonkeyPatch) -> None:
 def no_step_times(patch: pytest.MonkeyPatch) -> None:
     """Engines with `draft_tokens="auto"` neither time steps at start nor learn from step times."""
     patch.setattr(DraftLength, "took", lambda *_: None)
-    patch.setattr("specbatch.engine.builder.measure_step_times", lambda *_, **__: {})
+    patch.setattr("specbatch.engine.setup.builder.measure_step_times", lambda *_, **__: {})
 
 
 def random_draft_lengths(patch: pytest.MonkeyPatch, seed: int = 5) -> None:

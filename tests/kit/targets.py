@@ -16,15 +16,15 @@ import torch
 from quantized_weights import FORMATS
 from safetensors.torch import save_file
 
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.engine.engine import Engine
-from specbatch.kernels.attention.prefill_backends import prefill_backend
+from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.eagle import eagle_shapes
+from specbatch.models.heads.eagle import eagle_shapes
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37, "hidden_size": 40, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from specbatch.engine import ranks
-from specbatch.engine.follower import builder
-from specbatch.engine.rank_group import RankGroup
-from specbatch.engine.rank_link import Failed, Link
+from specbatch.engine.ranks import ranks
+from specbatch.engine.ranks.follower import builder
+from specbatch.engine.ranks.rank_group import RankGroup
+from specbatch.engine.ranks.rank_link import Failed, Link
 from specbatch.kernels.collectives.communicator import sum_ref
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
-from specbatch.kernels.attention.prefill_backends import prefill_backend
+from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.decoder import Decoder, Features

@@ -12,8 +12,8 @@ from block_drafts import Reference
 from uncached import decoder_of, prefill_texts
 
 from specbatch import SamplingParams, Speculation
+from specbatch.config.draft_shape import DraftShape
 from specbatch.core.step_input import Proposal
-from specbatch.draft_shape import DraftShape
 from specbatch.drafters.dflash import DFlashDrafter
 
 Text = tuple[int, ...]

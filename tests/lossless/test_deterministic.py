@@ -18,18 +18,19 @@ from stand_ins import late_results, random_draft_lengths
 from targets import SPECULATIONS, TARGETS, Targets
 
 from specbatch import Completion, EngineConfig, SamplingParams, SpecbatchError, Speculation
-from specbatch.engine.prepare import prepare
-from specbatch.kernels.attention import span_attention
-from specbatch.kernels.attention.latent_attention import LatentDecodeRef, latent_prefill_ref
-from specbatch.kernels.attention.verify_attention import DecodeAttentionRef, DecodeQueries
+from specbatch.engine.setup.prepare import prepare
+from specbatch.kernels.attention.deterministic import span_attention
+from specbatch.kernels.attention.latent.latent_attention import LatentDecodeRef, latent_prefill_ref
+from specbatch.kernels.attention.queries import DecodeQueries
+from specbatch.kernels.attention.verify.verify_attention import DecodeAttentionRef
 from specbatch.kernels.common.rowwise import row_sum
 from specbatch.kernels.dispatch import use_deterministic
-from specbatch.kernels.gemm import fixed_rows
+from specbatch.kernels.gemm.deterministic import fixed_rows
 from specbatch.kernels.gemm.head_gemm import head_gemm_ref
 from specbatch.kernels.gemm.linear import Linear
 from specbatch.kernels.moe import experts
 from specbatch.kernels.recurrent import gated_delta, mamba2, row_by_row, short_conv
-from specbatch.models import deepseek
+from specbatch.models.families import deepseek
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -119,7 +120,7 @@ def _results(done: list[Completion]) -> list[Any]:
 
 
 def _rows_of_a_gemm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("specbatch.kernels.gemm.fp8_linear.linear_in_blocks", F.linear)
+    patch.setattr("specbatch.kernels.gemm.quantized.fp8_linear.linear_in_blocks", F.linear)
 
 
 def _place_in_a_gemm(patch: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def _place_in_a_gemm(patch: pytest.MonkeyPatch) -> None:
 
 
 def _spans_of_a_prompt(patch: pytest.MonkeyPatch) -> None:
-    place = "specbatch.kernels.attention.prefill_backends"
+    place = "specbatch.kernels.attention.prefill.prefill_backends"
     patch.setattr(f"{place}.span_prefill_attention", partial(_with_spans_of, 32, span_attention.span_prefill_attention))
 
 
@@ -270,7 +271,7 @@ def test_gemm_whose_bits_depend_on_the_place_takes_one_row_at_a_time(monkeypatch
 
 
 def test_what_it_does_not_cover_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbatch.engine.prepare.find_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr("specbatch.engine.setup.prepare.find_device", lambda device: torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     with pytest.raises(SpecbatchError, match="deterministic=True: its kernels were compared on Hopper only"):
         prepare(EngineConfig(deterministic=True), print)

@@ -17,10 +17,11 @@ from stand_ins import late_results, random_draft_lengths
 from targets import LATENT, SIZES, SPECULATIONS, TargetCheckpoint, Targets, random_weights
 
 from specbatch import Completion, SamplingParams
-from specbatch.kernels.attention import span_attention_triton
-from specbatch.kernels.gemm import fixed_order, skinny_gemm_triton
-from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
-from specbatch.kernels.gemm.skinny_gemm_configs import tile_for
+from specbatch.kernels.attention.deterministic import span_attention_triton
+from specbatch.kernels.gemm.dense import skinny_gemm_triton
+from specbatch.kernels.gemm.dense.skinny_gemm_configs import tile_for
+from specbatch.kernels.gemm.deterministic import fixed_order
+from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
 from specbatch.models.config import ModelConfig
 from specbatch.weights.dummy import DummyCheckpoint
 from specbatch.weights.shapes import SHAPES

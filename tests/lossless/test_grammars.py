@@ -14,7 +14,7 @@ from targets import SPECULATIONS, Targets
 
 from specbatch import Completion, SamplingParams
 from specbatch.core.step_input import Proposal, StepInput
-from specbatch.engine.step import DecodeStep
+from specbatch.engine.device.step import DecodeStep
 
 # Letters are @ to d; B is the end token, and most tokens are followed by the next of their four.
 _HOW: tuple[dict[str, Any], ...] = (

@@ -32,7 +32,7 @@ def test_quantized_targets_are_lossless(
     targets: Targets, monkeypatch: pytest.MonkeyPatch, case: lossless.Case, ranks: int
 ) -> None:
     """Weights stay quantized on a CPU, too."""
-    for module in ("models.layers", "runtime.loader"):
+    for module in ("models.layers.blocks", "runtime.loader"):
         monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: True)
     if ranks > 1:
         thread_group(monkeypatch)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import SpecbatchError
 from specbatch.memory.planner import MemoryPlan, MemoryShare, plan_memory
 

@@ -75,7 +75,9 @@ def test_prefix_cache_does_not_change_tokens(
     rows = {"none": 1, "ngram": 4, "ngram-tree": 10}[draft[0]]
     pages = -(-(60 + 2 * rows) // page_size) + spare
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specbatch.engine.builder.StateCache", lambda cache, size, _: StateCache(cache, size, slots))
+        patch.setattr(
+            "specbatch.engine.setup.builder.StateCache", lambda cache, size, _: StateCache(cache, size, slots)
+        )
         engine = build(*draft, page_size=page_size, prefill_chunk=chunk, kv_pages=pages, max_model_len=55)
     for _ in range(2):
         expect_equal(plain, prompts, [item.token_ids for item in engine.generate(prompts, NEW)])

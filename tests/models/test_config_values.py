@@ -17,11 +17,11 @@ from targets import HYBRIDS, LATENT, SIZES, TARGETS, WINDOWED
 import specbatch.models
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
-from specbatch.models.dflash import DFlashConfig
-from specbatch.models.dflash2 import DFlash2Config
-from specbatch.models.draft_head import layer_config
-from specbatch.models.dspark import DSparkConfig
-from specbatch.models.eagle3 import Eagle3Config
+from specbatch.models.heads.dflash import DFlashConfig
+from specbatch.models.heads.dflash2 import DFlash2Config
+from specbatch.models.heads.draft_head import layer_config
+from specbatch.models.heads.dspark import DSparkConfig
+from specbatch.models.heads.eagle3 import Eagle3Config
 from specbatch.weights.folder import check_tensors
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7}

@@ -13,12 +13,12 @@ from quantized_weights import FORMATS, int4
 from safetensors.torch import load_file, save_file
 from uncached import logits_of
 
-from specbatch.config import EngineConfig
-from specbatch.engine.prepare import prepare
+from specbatch.config.engine_config import EngineConfig
+from specbatch.engine.setup.prepare import prepare
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.int4 import Int4Weights
+from specbatch.models.formats.int4 import Int4Weights
 from specbatch.runtime.loader import dequantized_bytes, weight_bytes
 from specbatch.weights import open_checkpoint
 
@@ -101,7 +101,7 @@ def test_quantized_model_matches_dequantized_model(
     unquantized = ModelConfig.from_dict(described).fit({name: tuple(item.shape) for name, item in meant.items()})
     expected = logits(load(unquantized, meant.__getitem__, device))
     if device == "cpu":
-        for module in ("models.layers", "runtime.loader"):
+        for module in ("models.layers.blocks", "runtime.loader"):
             monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: keeps)
     found = load(checkpoint.config, checkpoint.tensor, device)
     attention = {name for name in found.dequantized if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")}
@@ -319,7 +319,7 @@ def test_scales_that_gemms_cannot_take_are_refused(
     change(tmp_path, f"{NAME}.scales", torch.full((4, 64), scale).bfloat16().float())
     checkpoint = open_checkpoint(str(tmp_path))
     load(checkpoint.config, checkpoint.tensor)
-    monkeypatch.setattr("specbatch.models.layers.keeps_quantized", lambda device: True)
+    monkeypatch.setattr("specbatch.models.layers.blocks.keeps_quantized", lambda device: True)
     with pytest.raises(SpecbatchError, match=rf"{NAME}\.weight.*{message}"):
         load(checkpoint.config, checkpoint.tensor)
 
@@ -353,7 +353,7 @@ def test_scales_of_activations_and_caches(tmp_path: Path, monkeypatch: pytest.Mo
     )
     assert checkpoint.config.quantization is not None
     assert checkpoint.config.quantization.has_cache_scales
-    monkeypatch.setattr("specbatch.engine.prepare._check_device", lambda config, device: None)
+    monkeypatch.setattr("specbatch.engine.setup.prepare._check_device", lambda config, device: None)
     with pytest.raises(SpecbatchError, match=r"kv_dtype='fp8': the checkpoint has scales .*use auto"):
         prepare(EngineConfig(model=str(tmp_path), device="cpu", kv_dtype="fp8"), print)
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.jobs.configurations import named
 from specbatch.records.bases import bases_of, bases_sentence
 from specbatch.records.run_record import RunRecord

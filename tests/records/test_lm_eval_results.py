@@ -14,7 +14,7 @@ from specbatch.cli.app import app
 from specbatch.errors import SpecbatchError
 from specbatch.evals.gate.gate import run_gate
 from specbatch.records.lm_eval_results import ResultsFile
-from specbatch.sweeps.compare import compare
+from specbatch.sweeps.report.compare import compare
 
 RIGHT = [1.0, 1.0, 0.0, 1.0]
 WORSE = [1.0, 0.0, 0.0, 0.0]

@@ -10,12 +10,12 @@ import pytest
 from made_runs import make_record, make_report, metrics_of
 from swept import saved
 
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.output_files import read_output
 from specbatch.records.answers import load_answers
 from specbatch.records.runs import PointKey, load_run
-from specbatch.sweeps.compare import compare
+from specbatch.sweeps.report.compare import compare
 
 
 @pytest.mark.parametrize(

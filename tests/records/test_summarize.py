@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import make_record, metrics_of
 
-from specbatch.atomic_file import write_atomic
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import Completion, RequestMetrics
+from specbatch.files.atomic_file import write_atomic
 from specbatch.records.environment import hardware, versions
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord

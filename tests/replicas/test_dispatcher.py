@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from specbatch import SamplingParams
 from specbatch.core.embedded_prompt import EmbeddedPrompt
-from specbatch.engine.submissions import Submission
+from specbatch.engine.requests.submissions import Submission
 from specbatch.replicas.dispatcher import MOST_DEATHS, Dispatcher, Item
 
 ROOM = 4

@@ -19,15 +19,16 @@ from stand_ins import FakeRecorder, fake_graphs
 from targets import Targets
 
 from specbatch import EmbeddedPrompt, SpecbatchError
-from specbatch.config import Graphs, Speculation
+from specbatch.config.engine_config import Graphs, Speculation
 from specbatch.core.async_copy import StepTimer
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.core.request import SamplingParams
-from specbatch.engine.device_worker import DeviceWorker
-from specbatch.engine.prefill import PrefillStep
+from specbatch.engine.device.device_worker import DeviceWorker
+from specbatch.engine.device.prefill import PrefillStep
+from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.common.kv_slots import kv_slots
-from specbatch.models.padded_attention import PaddedAttention
+from specbatch.models.families.padded_attention import PaddedAttention
 from specbatch.runtime.cuda_graphs import RING, batch_buckets, token_buckets
 from specbatch.runtime.parallel_compilation import Compilation, compile_ahead
 from specbatch.runtime.prefill_forward import EagerForward, PiecewiseGraphs, static_bytes
@@ -163,7 +164,7 @@ def test_recordings_and_prefills_are_no_part_of_step_times(
     toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither counts as an iteration's time, as a gap or as a late launch."""
-    monkeypatch.setattr("specbatch.engine.runner.StepTimer", Clock)
+    monkeypatch.setattr("specbatch.engine.schedule.runner.StepTimer", Clock)
     engine = graph_engine(max_running=2)
     params = [greedy(5), greedy(25), SAMPLED]
     engine.generate([list(prompt) for prompt in toy.prompts()[:3]], params, concurrency=2)
@@ -178,7 +179,7 @@ def test_recordings_and_prefills_are_no_part_of_step_times(
 def test_gap_that_began_before_the_record_is_not_counted(
     toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specbatch.engine.runner.StepTimer", Clock)
+    monkeypatch.setattr("specbatch.engine.schedule.runner.StepTimer", Clock)
     engine = graph_engine()
     events = engine.stream([list(toy.prompts()[0])], greedy(20))
     for _ in range(5):
@@ -372,10 +373,11 @@ class FromTables:
     name = "tables"
     recordable = True
 
-    def __call__(
-        self, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-        spans: RaggedBatch, window: int, out: torch.Tensor, sinks: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
+    def __call__(self, inputs: PrefillInputs) -> torch.Tensor:
+        q, k_new, v_new, k_cache, v_cache, spans, _, out, _ = inputs
+        assert k_new is not None
+        assert v_new is not None
+        assert out is not None
         starts, ends, rows, offsets = spans.table.tolist()
         for span, row in spans.tiles(3).tolist():
             first, last = starts[span] + row, min(starts[span] + row + 3, ends[span])
@@ -401,7 +403,7 @@ def test_short_passes_with_and_without_prefixes_are_one_graph(
     prompts = [list(prompt) for prompt in toy.prompts()[:24]]
     pairs = [(prompt[:2], prompt[2:]) for prompt in prompts if len(prompt) > 2]
     wanted = graph_engine(graphs=Graphs()).score(pairs)
-    monkeypatch.setattr("specbatch.engine.prepare.prefill_backend", lambda *_, **__: FromTables())
+    monkeypatch.setattr("specbatch.engine.setup.prepare.prefill_backend", lambda *_, **__: FromTables())
     monkeypatch.setattr("specbatch.runtime.prefill_forward._most_spans", lambda bucket: 3)
     load, loaded = StaticRaggedBatch.load, list[tuple[bool, int]]()
 
@@ -473,7 +475,7 @@ def test_out_of_memory_shows_the_plan(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
 
     engine = graph_engine(graphs=Graphs())
-    monkeypatch.setattr("specbatch.engine.runner.Runner.decode", fail)
+    monkeypatch.setattr("specbatch.engine.schedule.runner.Runner.decode", fail)
     with pytest.raises(SpecbatchError, match="out of memory while running prompts"):
         engine.generate([list(toy.prompts()[0])], greedy(4))
     monkeypatch.setattr(FakeRecorder, "record", fail)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.models.layers import SwiGlu
+from specbatch.models.layers.blocks import SwiGlu
 from specbatch.runtime.structure import structure_of
 
 

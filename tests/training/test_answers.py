@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from specbatch import weights
-from specbatch.atomic_file import temporary_path
 from specbatch.errors import SpecbatchError
+from specbatch.files.atomic_file import temporary_path
 from specbatch.training import run
 from specbatch.training.answers import _weights_hash, partial_answers, read_answers
 from specbatch.training.data import Batch, Example

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from specbatch.atomic_file import scratch_folder
+from specbatch.files.atomic_file import scratch_folder
 from specbatch.training import files
 from specbatch.training.files import staged
 

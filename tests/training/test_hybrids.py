@@ -10,8 +10,8 @@ from targets import HYBRIDS, LATENT
 from uncached import decoder_of
 
 from specbatch.kernels.attention.qkv import split_qkv_rope_ref
-from specbatch.models.layers import Reader
-from specbatch.models.mtp import Mtp, mtp_config
+from specbatch.models.heads.mtp import Mtp, mtp_config
+from specbatch.models.layers.blocks import Reader
 from specbatch.training.chain import Memory, ahead
 from specbatch.training.data import Batch, Example
 from specbatch.training.mtp import MtpHead

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.gemm.weight import Weight
-from specbatch.models.int4 import Int4Weights
+from specbatch.kernels.gemm.quantized.weight import Weight
+from specbatch.models.formats.int4 import Int4Weights
 from specbatch.weights import open_checkpoint
 from specbatch.weights.dummy import SHAPES, random_fp8, random_scales, random_tensor
 

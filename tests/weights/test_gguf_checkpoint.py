@@ -14,8 +14,8 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from tokenizers import Tokenizer as Backend
 from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
-from specbatch.atomic_file import is_leftover
 from specbatch.errors import SpecbatchError
+from specbatch.files.atomic_file import is_leftover
 from specbatch.models.config import ModelConfig
 from specbatch.weights import gguf_checkpoint, gguf_file, gguf_values, known_models, open_checkpoint
 from specbatch.weights.cache import file_hash

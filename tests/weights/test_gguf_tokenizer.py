@@ -12,7 +12,7 @@ from checkpoints import Field, gguf_bytes, metadata
 from gguf.constants import GGUFValueType
 
 from specbatch.errors import SpecbatchError
-from specbatch.tokenizer import Tokenizer
+from specbatch.text.tokenizer import Tokenizer
 from specbatch.weights import open_checkpoint, open_tokenizer
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4

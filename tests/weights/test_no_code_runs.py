@@ -18,11 +18,11 @@ import pytest
 from checkpoints import TINY, Field, gguf_bytes, metadata, write_folder
 from gguf.constants import GGUFValueType
 
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.dataset import read_rows
 from specbatch.models.config import ModelConfig
-from specbatch.tokenizer import Tokenizer
+from specbatch.text.tokenizer import Tokenizer
 from specbatch.weights import open_checkpoint
 from specbatch.weights.checkpoint import open_tokenizer
 from specbatch.weights.draft_heads import open_draft
@@ -155,7 +155,7 @@ def test_drafts(tmp_path: Path, canary: Canary, on_hub: Callable[[Path], str]) -
 
 
 def test_draft_models(tmp_path: Path, canary: Canary) -> None:
-    from specbatch.engine.prepare import prepare
+    from specbatch.engine.setup.prepare import prepare
 
     target = canary.plant(write_folder(tmp_path / "target"))
     draft = canary.plant(write_folder(tmp_path / "draft"))

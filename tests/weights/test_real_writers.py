@@ -17,7 +17,7 @@ from specbatch.drafters import eagle3
 from specbatch.drafters.base import DraftPlan
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.dflash import DFlashConfig
+from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.weights import open_checkpoint
 from specbatch.weights.checkpoint import read_config
 
@@ -56,7 +56,7 @@ def test_weights_are_those_of_the_tool(
     name: str, device: str, keeps: bool, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
-        for module in ("models.layers", "runtime.loader"):
+        for module in ("models.layers.blocks", "runtime.loader"):
             monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: keeps)
     checkpoint = open_checkpoint(str(FILES / name))
     where = torch.device(device)

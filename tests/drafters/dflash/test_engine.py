@@ -11,7 +11,7 @@ from stand_ins import fake_graphs
 from watched_blocks import Watch, check_trees
 
 from specbatch import SamplingParams, Speculation
-from specbatch.config import Graphs
+from specbatch.config.engine_config import Graphs
 from specbatch.drafters.dflash import DFlashDrafter, DFlashTree
 
 

@@ -13,7 +13,7 @@ from crossed import crossed, slow_but
 from specbatch.kernels.sampling.rng import DRAFT, uniform_ref, verify_keys
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.models.decoder import Decoder
-from specbatch.models.dflash import DFlashConfig
+from specbatch.models.heads.dflash import DFlashConfig
 
 
 @pytest.fixture

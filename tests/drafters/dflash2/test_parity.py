@@ -13,7 +13,7 @@ from block_drafts import BASE, HIDDEN, LAYERS, VOCABULARY, Run, check_greedy_cha
 from crossed import crossed
 
 from specbatch.drafters.dflash2 import DFlash2Drafter
-from specbatch.models.dflash2 import DFlash2, DFlash2Config
+from specbatch.models.heads.dflash2 import DFlash2, DFlash2Config
 
 OWN = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}
 DFLASH2: dict[str, Any] = BASE | {

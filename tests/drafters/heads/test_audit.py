@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from specbatch import EngineConfig, SpecbatchError, Speculation
 from specbatch.drafters import eagle
 from specbatch.drafters.head_checks import parameters, usual_head
-from specbatch.engine.prepare import prepare
+from specbatch.engine.setup.prepare import prepare
 from specbatch.models.config import ModelConfig
 from specbatch.weights import open_checkpoint
 from specbatch.weights.draft_heads import open_draft

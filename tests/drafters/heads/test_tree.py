@@ -11,7 +11,7 @@ import pytest
 import torch
 from crossed import crossed
 
-from specbatch.draft_shape import DraftShape
+from specbatch.config.draft_shape import DraftShape
 from specbatch.drafters.tree import Beams, expand
 
 LENGTHS = (2, 3, 6, 13)

@@ -17,7 +17,7 @@ from made_runs import make_record, make_report, metrics_of
 from scipy import stats
 from swept import saved
 
-from specbatch.config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.evals.gate.checks import Check, Level, PendingCheck, judged
 from specbatch.evals.gate.gate import GateResult, run_gate
@@ -25,7 +25,7 @@ from specbatch.evals.gate.report import junit, markdown, save
 from specbatch.evals.report import EvalReport
 from specbatch.records.archive import pack
 from specbatch.records.mcnemar import Changes, changes, detectable_drop
-from specbatch.sweeps.compare import compare
+from specbatch.sweeps.report.compare import compare
 
 RULES = '[accuracy]\nfilter = "loose"\n'
 

@@ -12,6 +12,7 @@ from crossed import crossed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specbatch.kernels.attention.deterministic.span_attention import span_attention, span_prefill_attention
 from specbatch.kernels.attention.paged_attention import (
     attention_bias,
     attention_mask,
@@ -20,7 +21,6 @@ from specbatch.kernels.attention.paged_attention import (
     write_kv_ref,
 )
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.attention.span_attention import span_attention, span_prefill_attention
 
 GARBAGE = {torch.float32: 1e30, torch.bfloat16: 1e30, torch.float16: 1e4}
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from specbatch.draft_shape import DraftShape
+from specbatch.config.draft_shape import DraftShape
 from specbatch.drafters.tree import Beams, expand
 from specbatch.kernels.drafting import tree_draft, tree_draft_triton
 from specbatch.kernels.drafting.tree_draft import Candidates, Level

@@ -15,16 +15,17 @@ from dtypes import HALVES
 from mxfp4_encoding import encoded
 
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.elementwise import elementwise_triton
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8, quantize_fp8_ref
 from specbatch.kernels.gemm import linear
-from specbatch.kernels.gemm.fp8_activations import use_fp8_activations
-from specbatch.kernels.gemm.int4 import Int4Tiles, int4_tiles, pack_int4
 from specbatch.kernels.gemm.linear import Norm
-from specbatch.kernels.gemm.mxfp4 import pack_mxfp4
-from specbatch.kernels.gemm.weight import Weight
+from specbatch.kernels.gemm.quantized import fp8_quantize_triton
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations, use_fp8_activations
+from specbatch.kernels.gemm.quantized.fp8_quantize import quantize_fp8, quantize_fp8_ref
+from specbatch.kernels.gemm.quantized.int4 import Int4Tiles, int4_tiles, pack_int4
+from specbatch.kernels.gemm.quantized.mxfp4 import pack_mxfp4
+from specbatch.kernels.gemm.quantized.weight import Weight
 from specbatch.kernels.moe import experts_triton
-from specbatch.kernels.moe.experts import NO_BIASES, Activation, Biases, Experts, experts_ref, shared_slices
+from specbatch.kernels.moe.expert_weights import Activation, Biases, ExpertWeights
+from specbatch.kernels.moe.experts import Experts, experts_ref, shared_slices
 from specbatch.kernels.moe.experts_triton import Tile, fused_moe, grouped, rows_for, weighted_sum
 from specbatch.kernels.moe.routing import Routing, route_ref
 from specbatch.kernels.moe.routing_triton import route
@@ -60,7 +61,7 @@ class Case:
         self.logits = (torch.randn(tokens, rule.logits) if logits is None else logits).to(device)
         self.up = torch.randn(count, rows, hidden).div_(hidden**0.5).to(**kind)
         self.down = torch.randn(count, hidden, inner).div_(inner**0.5).to(**kind)
-        self.biases = Biases(*(torch.randn(count, n).to(**kind) for n in (rows, hidden))) if biased else NO_BIASES
+        self.biases = Biases(*(torch.randn(count, n).to(**kind) for n in (rows, hidden))) if biased else Biases()
         self.weights, self.experts = route_ref(self.logits, rule)
 
     def dense(self) -> torch.Tensor:
@@ -83,12 +84,19 @@ class Case:
         return y if self.biases.down is None else y + weight @ self.biases.down.double()
 
     def run(self, residual: torch.Tensor | None = None) -> torch.Tensor:
-        weights = Weight(self.up), Weight(self.down)
-        return fused_moe(self.x, self.logits, self.rule, *weights, self.activation, residual, self.biases)
+        return fused_moe(self.x, self.logits, self.rule, self.mlp, residual)
 
     def reference(self) -> torch.Tensor:
-        up, down = Weight(self.up), Weight(self.down)
-        return experts_ref(self.x, self.weights, self.experts, up, down, self.activation, self.biases)
+        return experts_ref(self.x, self.weights, self.experts, self.mlp)
+
+    @property
+    def mlp(self) -> ExpertWeights:
+        return ExpertWeights(Weight(self.up), Weight(self.down), self.activation, self.biases)
+
+    def check_both(self, mlp: ExpertWeights, expected: torch.Tensor) -> None:
+        """The reference and the kernels with these weights."""
+        check(experts_ref(self.x, self.weights, self.experts, mlp), expected, self.x.dtype)
+        check(fused_moe(self.x, self.logits, self.rule, mlp), expected, self.x.dtype)
 
 
 def check(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -261,8 +269,7 @@ def test_fp8_weights(tokens: int, activation: Activation, per: str, dtype: torch
     up, down = scaled(case, per)
     case.up, case.down = up.dequantize(torch.float32), down.dequantize(torch.float32)
     expected = case.dense()
-    check(experts_ref(case.x, case.weights, case.experts, up, down, activation), expected, dtype)
-    check(fused_moe(case.x, case.logits, case.rule, up, down, activation), expected, dtype)
+    case.check_both(ExpertWeights(up, down, activation), expected)
 
 
 @pytest.mark.parametrize("tokens", slow_but([5], [1, 5, 19]))
@@ -277,9 +284,7 @@ def test_mxfp4_weights(tokens: int, dtype: torch.dtype, device: torch.device) ->
     up, down = packed
     case.up, case.down = up.dequantize(torch.float64), down.dequantize(torch.float64)
     expected = case.dense()
-    check(experts_ref(case.x, case.weights, case.experts, up, down, case.activation, case.biases), expected, dtype)
-    y = fused_moe(case.x, case.logits, case.rule, up, down, case.activation, None, case.biases)
-    check(y, expected, dtype)
+    case.check_both(ExpertWeights(up, down, case.activation, case.biases), expected)
 
 
 @pytest.mark.parametrize(("tokens", "group"), slow_but([(5, 32)], [(1, 128), (5, 32), (19, 64)]))
@@ -299,8 +304,7 @@ def test_int4_weights(
     up, down = packed
     case.up, case.down = up.dequantize(torch.float64), down.dequantize(torch.float64)
     expected = case.dense()
-    check(experts_ref(case.x, case.weights, case.experts, up, down, case.activation), expected, dtype)
-    check(fused_moe(case.x, case.logits, case.rule, up, down, case.activation), expected, dtype)
+    case.check_both(ExpertWeights(up, down, case.activation), expected)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +359,7 @@ def test_scales_apply_per_block() -> None:
 def rounding(device: torch.device, monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[[bool], None]) -> None:
     """Replaces the cast to FP8, which is wrong in the interpreter and has its own tests."""
     if device.type == "cpu":
-        monkeypatch.setattr(elementwise_triton, "quantize_fp8", quantize_fp8_ref)
+        monkeypatch.setattr(fp8_quantize_triton, "quantize_fp8", quantize_fp8_ref)
     force_kernels(True)
 
 
@@ -397,12 +401,13 @@ def test_fp8_activations_match_reference(
     outputs = grouped(quantize_fp8(h), down, plan, rule, rows)
     expected = of_rounded(quantize_fp8(h), down, owner, None)
     check(outputs, expected, dtype)
-    y = fused_moe(case.x, case.logits, rule, up, down, activation, quantize=True)
+    mlp = ExpertWeights(up, down, activation)
+    y = fused_moe(case.x, case.logits, rule, mlp, quantize=True)
     check(y, (expected.unflatten(0, (tokens, -1)) * weights[..., None].double()).sum(1), dtype)
-    ours = experts_ref(case.x, case.weights, case.experts, up, down, activation, quantize=True)
+    ours = experts_ref(case.x, case.weights, case.experts, mlp, quantize=True)
     # Of the values quantized between the GEMMs, 1% may round the other way, by an eighth.
     assert (y - ours).double().norm() <= 2e-2 * ours.double().norm()
-    unquantized = experts_ref(case.x, case.weights, case.experts, up, down, activation)
+    unquantized = experts_ref(case.x, case.weights, case.experts, mlp)
     assert (ours - unquantized).double().norm() > 1e-2 * unquantized.double().norm()
 
 
@@ -411,11 +416,10 @@ def test_tokens_do_not_depend_on_prefill_chunk(device: torch.device, assert_same
     """A NaN stays with its token."""
     tokens = 12 if device.type == "cpu" else 2000
     case = Case(Routing(4, 2, shared=1), tokens, device, torch.float16, hidden=160, inner=128)
-    up, down = scaled(case)
+    mlp = ExpertWeights(*scaled(case), case.activation)
 
     def run(first: int, last: int) -> torch.Tensor:
-        logits = case.logits[first:last]
-        return fused_moe(case.x[first:last], logits, case.rule, up, down, case.activation, quantize=True)
+        return fused_moe(case.x[first:last], case.logits[first:last], case.rule, mlp, quantize=True)
 
     together = run(0, tokens)
     assert_same(run(0, 1), together[:1])
@@ -435,7 +439,7 @@ def test_fp8_activations_apply_within_context_only(
     force_kernels(kernels)
     monkeypatch.setattr(linear, "is_blocked", lambda dtype, device: False)
     if device.type == "cpu":  # few rows of an unquantized weight use the skinny GEMM
-        monkeypatch.setattr("specbatch.kernels.gemm.skinny_gemm_triton.is_skinny", lambda rows, weight: False)
+        monkeypatch.setattr("specbatch.kernels.gemm.dense.skinny_gemm_triton.is_skinny", lambda rows, weight: False)
     case = Case(Routing(3, 2), 5, device, torch.float16, hidden=136, inner=128)
     up, down = scaled(case)
     router = torch.randn(3, 136).to(case.x)
@@ -455,7 +459,7 @@ def test_fp8_activations_apply_within_context_only(
         prompt_of_narrow = block(case.x)
     assert torch.equal(prompt_of_narrow, block(case.x))
     weights, experts = route_ref(F.linear(case.x, router), case.rule)
-    expected = experts_ref(case.x, weights, experts, up, down, "swiglu", quantize=True)
+    expected = experts_ref(case.x, weights, experts, ExpertWeights(up, down, "swiglu"), quantize=True)
     # Another order of a sum can move an activation to the next FP8 value.
     error = (prompt - expected).double().norm()
     assert error <= 3e-2 * expected.double().norm()
@@ -619,7 +623,7 @@ def test_larger_blocks_are_for_weights_that_are_not_dequantized(
     up, down = (Weight(x.to(torch.float8_e4m3fn), torch.ones(6, *size, device=device)) for x, size in (
         (case.up, (2, 1)), (case.down, (1, 1))
     ))  # fmt: skip
-    fused_moe(case.x, case.logits, case.rule, up, down, case.activation)
+    fused_moe(case.x, case.logits, case.rule, ExpertWeights(up, down, case.activation))
     assert [how["is_stored_whole"] for how in asked] == [True, False]
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.step_input import Proposal
-from specbatch.engine.acceptance import accept_ref
+from specbatch.engine.device.acceptance import accept_ref
 from specbatch.kernels.sampling.accept import BatchRows
 from specbatch.kernels.sampling.accept_triton import _BLOCK, Chosen, argmax_partials, commit, verify_inputs
 from specbatch.kernels.sampling.rng import SIMULATED, acceptance_thresholds, simulated_accept_ref, uniform_ref

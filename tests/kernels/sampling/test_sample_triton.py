@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.step_input import Proposal
-from specbatch.engine import acceptance
+from specbatch.engine.device import acceptance
 from specbatch.kernels.sampling import filtered_distribution_triton as law_module
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
 from specbatch.kernels.sampling.filtered_distribution_triton import filter_logits, probabilities

@@ -9,7 +9,7 @@ import torch
 from crossed import crossed
 from trees import ancestor_masks, path_of
 
-from specbatch.kernels.common.verified_rows import VerifiedRows
+from specbatch.kernels.common.kv_slots import VerifiedRows
 from specbatch.kernels.sampling.accept import BatchRows, Proposal
 from specbatch.kernels.sampling.accept_triton import Chosen, argmax_partials, verify_inputs
 from specbatch.kernels.sampling.rng import acceptance_thresholds, simulated_accept_ref

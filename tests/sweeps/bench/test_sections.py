@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from specbatch.config import EngineConfig, Graphs, Speculation
-from specbatch.engine import memory_plan, prepare
+from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.engine.setup import memory_plan, prepare
 from specbatch.errors import SpecbatchError
 from specbatch.runtime import device as devices
 from specbatch.sweeps.bench.sections import BenchOptions, plan_bench

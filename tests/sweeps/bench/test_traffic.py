@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specbatch import Engine
-from specbatch.config import EngineConfig
+from specbatch.config.engine_config import EngineConfig
 from specbatch.models.config import ModelConfig
 from specbatch.sweeps.bench.traffic import hit_experts, moved_states, step_bytes, used_bytes
 from specbatch.weights.dummy import SHAPES

@@ -14,7 +14,7 @@ from lossless import slots_per_step
 from stand_ins import fake_graphs, late_results
 from targets import SPECULATIONS, TARGETS, Targets
 
-from specbatch.config import Graphs
+from specbatch.config.engine_config import Graphs
 from specbatch.memory.page_pool import pages_for, reach_of
 from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.report import CheckReport

@@ -16,9 +16,9 @@ from typer.testing import CliRunner, Result
 
 from specbatch import EngineConfig, SpecbatchError, Speculation
 from specbatch.cli.app import app
-from specbatch.config import Graphs
+from specbatch.config.engine_config import Graphs
 from specbatch.core.request import Completion, RequestMetrics
-from specbatch.engine import acceptance
+from specbatch.engine.device import acceptance
 from specbatch.jobs.configurations import load_engine
 from specbatch.records.store import load_record
 from specbatch.sweeps.check.options import CheckOptions

@@ -15,7 +15,7 @@ from engine_faults import config_of
 from scipy import stats
 from targets import Targets
 
-from specbatch.engine import acceptance
+from specbatch.engine.device import acceptance
 from specbatch.records.store import load_record
 from specbatch.sweeps.check.chi_square import ChiSquare, of_counts, smallest_distance
 from specbatch.sweeps.check.options import CheckOptions

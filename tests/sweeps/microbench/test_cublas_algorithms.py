@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.gemm.cublas_lt_configs import RANGES
+from specbatch.kernels.gemm.dense.cublas_lt_configs import RANGES
 from specbatch.sweeps.microbench.cublas_algorithms import MODELS, shapes_of, tables
 
 

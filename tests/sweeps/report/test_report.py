@@ -14,8 +14,8 @@ from lxml import etree
 from lxml import html as parser
 from swept import saved, swept
 
-from specbatch.atomic_file import UnwritableError
 from specbatch.errors import SpecbatchError
+from specbatch.files.atomic_file import UnwritableError
 from specbatch.sweeps.report.headline import headline
 from specbatch.sweeps.report.report import command_of, draw_all, page, warnings_of, write_report
 from specbatch.sweeps.report.serving import serving_rows

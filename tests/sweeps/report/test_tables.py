@@ -10,13 +10,13 @@ import pytest
 from made_runs import make_record, metrics_of
 from swept import saved
 
-from specbatch.acceptance_profile import AcceptanceProfile
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config.acceptance_profile import AcceptanceProfile
+from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import summarize
 from specbatch.records.sweep_plan import Point
-from specbatch.sweeps.compare import compare
+from specbatch.sweeps.report.compare import compare
 from specbatch.sweeps.report.summaries import run_on
 from specbatch.sweeps.report.tables import (
     COLUMNS,

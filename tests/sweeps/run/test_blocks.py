@@ -18,7 +18,7 @@ from specbatch.replicas import ray_cluster
 from specbatch.replicas.cluster import Cluster
 from specbatch.sweeps.run import blocks
 from specbatch.sweeps.run.runner import SweepOptions, measured_points, run_sweep
-from specbatch.sweeps.run.workloads import Workload
+from specbatch.sweeps.workload.workloads import Workload
 
 BASE = EngineConfig(model="toy", load_format="dummy", device="cpu", prefix_cache=False)
 CONFIGS = {"baseline": BASE, "v2": EngineConfig(**{**vars(BASE), "speculation": Speculation("ngram", "v2")})}

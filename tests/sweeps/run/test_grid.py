@@ -12,14 +12,14 @@ import pytest
 
 from specbatch.cli.configs import configured
 from specbatch.cli.options import EngineOptions
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.configurations import named
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import PLAN, check_plan, plan_of, points, save, unfinished
 from specbatch.sweeps.run.grid import by_model, read_grid
 from specbatch.sweeps.run.runner import SweepOptions
-from specbatch.sweeps.run.workloads import Workload
+from specbatch.sweeps.workload.workloads import Workload
 
 TOML = """
 [baseline]

@@ -26,7 +26,7 @@ from specbatch.sweeps.run.estimate import dry_run
 from specbatch.sweeps.run.grid import by_model
 from specbatch.sweeps.run.loading import check, one_group
 from specbatch.sweeps.run.runner import SweepOptions, run_sweep
-from specbatch.sweeps.run.workloads import Workload
+from specbatch.sweeps.workload.workloads import Workload
 
 HEAD = {"algorithm": "eagle3", "draft": "dummy"}
 MODEL = {"algorithm": "standalone", "draft": "self:skip=1-1"}
@@ -153,7 +153,7 @@ def test_what_cannot_run_among_several_is_named(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_knows_the_number_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbatch.engine.ranks.find_device", torch.device)
+    monkeypatch.setattr("specbatch.engine.ranks.ranks.find_device", torch.device)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     configs = grid(tmp_path, "tensor_parallel", [1, 2], {})
     for name, config in configs.items():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from specbatch import SamplingParams
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import FailedError, SpecbatchError, one_line, refuse
 from specbatch.jobs.configurations import named
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare

@@ -10,9 +10,9 @@ from rival_servers import Rival, rival
 from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.records.schema import Record, checked
+from specbatch.sweeps.http import server_cache
+from specbatch.sweeps.http.engine import HttpEngine, Server
 from specbatch.sweeps.report.server_acceptance import server_acceptance
-from specbatch.sweeps.run import server_cache
-from specbatch.sweeps.run.http_engine import HttpEngine, Server
 
 KINDS = ("vllm", "sglang")
 LLAMACPP = "llamacpp"

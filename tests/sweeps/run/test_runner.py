@@ -7,11 +7,11 @@ from crossed import crossed, first_quick
 from thread_replicas import ThreadReplicas
 
 from specbatch import DataParallelEngine, Engine
-from specbatch.config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.jobs.configurations import named
 from specbatch.sweeps.run.loading import loaded
 from specbatch.sweeps.run.runner import _measure, _warm_up, what_is_kept
-from specbatch.sweeps.run.workloads import Workload
+from specbatch.sweeps.workload.workloads import Workload
 
 EAGLE3 = Speculation("eagle3", draft="dummy", simulate_accept_length=2.0)
 CORPUS = Speculation("ngram", corpus="run", corpus_tokens=1024)

@@ -1,0 +1,1 @@
+"""Attention whose bits depend on a query's own keys alone."""

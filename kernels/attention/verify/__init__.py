@@ -1,0 +1,1 @@
+"""Attention of decode and verify steps."""

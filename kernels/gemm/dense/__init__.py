@@ -1,0 +1,1 @@
+"""GEMMs with BF16, FP16 or FP32 weights."""

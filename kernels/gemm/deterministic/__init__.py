@@ -1,0 +1,1 @@
+"""GEMMs whose order of additions does not depend on the number of rows."""

@@ -1,0 +1,1 @@
+"""GEMMs with FP8, INT4 and MXFP4 weights."""

@@ -1,0 +1,1 @@
+"""Configuration: `EngineConfig`, shapes of drafts, simulated acceptance, and how settings become options."""

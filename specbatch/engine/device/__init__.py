@@ -1,0 +1,1 @@
+"""The device side: decode step, prefill, acceptance, scoring."""

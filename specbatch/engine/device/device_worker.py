@@ -1,0 +1,333 @@
+"""The device side of an engine: one method for each thing that the host launches, with plain data as arguments.
+
+Arguments are integers, lists, NumPy arrays and frozen dataclasses of them, which can be pickled. The same calls
+replayed in the same order on an identically built worker leave the same tensors: that is how several processes run one
+engine.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from functools import partial, wraps
+from itertools import chain
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+
+import numpy as np
+import torch
+
+from specbatch.core.attention_metadata import PromptChunk
+from specbatch.core.device_batch import Admission, DeviceBatch
+from specbatch.core.sampling import SamplingFlags
+from specbatch.core.step_input import StepInput
+from specbatch.drafters.corpus import Answer, Corpus
+from specbatch.engine.device.prefill import Prefilled, PrefillStep, PrefillWork
+from specbatch.engine.device.score_step import ScoreStep, ScoreWork
+from specbatch.engine.device.step import DecodeStep
+from specbatch.engine.device.token_check import TokenCheck
+from specbatch.kernels.collectives.communicator import Communicator
+from specbatch.kernels.common.upload import upload
+from specbatch.kernels.dispatch import use_deterministic
+from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
+from specbatch.memory.kv_cache import KVCache
+from specbatch.progress.bars import Report
+from specbatch.runtime.cuda_graphs import (
+    GraphCounters,
+    Program,
+    Recorder,
+    Recordings,
+    Result,
+    WholeGraphs,
+    token_buckets,
+)
+from specbatch.runtime.prefill_forward import PromptWork
+
+if TYPE_CHECKING:
+    from specbatch.runtime.parallel_compilation import Compiled
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Handler = Callable[[int, FrameType | None], Any]
+CALLS: list[str] = []  # the methods that launch work. Call them in `torch.inference_mode()`
+
+
+class OtherRanks(Protocol):
+    """The other ranks of a tensor-parallel engine, which make the same calls as this one."""
+
+    def build(self) -> Communicator:
+        """Start them, if they are not running, and have them build their part of the engine. Returns this rank's end of
+        the group."""
+        ...
+
+    def send(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Have them make a call. Raises SpecbatchError if one of them has failed."""
+
+    def check(self) -> None:
+        """Raises SpecbatchError if one of them has failed."""
+
+    def with_theirs(self, report: Report) -> Report:
+        """A report for the progress of this rank in building an engine, which adds that of the others."""
+        ...
+
+    def wait_until_built(self) -> None:
+        """Wait until they have built their parts of the engine. Raises SpecbatchError if one of them has failed."""
+
+    def report(self, number: int, history: list[int]) -> None:
+        """Compare the digests of this rank with theirs, see `TokenCheck`."""
+
+    def wait_until_compared(self) -> None:
+        """Wait until all digests that were reported are found equal. Raises SpecbatchError if they are not."""
+
+    def fail(self, error: BaseException) -> None:
+        """A call has raised an error here, and the ranks are at different places in their work. Raises SpecbatchError
+        if this is a consequence of what happened to another rank."""
+
+
+def launches(method: Callable[Concatenate[DeviceWorker, P], T]) -> Callable[Concatenate[DeviceWorker, P], T]:
+    """A method that launches work. The other ranks, if any, are sent the same call first. Ctrl-C waits until both have
+    happened, as ranks with different work would wait for each other forever."""
+    CALLS.append(method.__name__)
+
+    @wraps(method)
+    def call(self: DeviceWorker, *args: P.args, **kwargs: P.kwargs) -> T:
+        others = self.others
+        if others is None:
+            with use_deterministic(self._deterministic):
+                return method(self, *args, **kwargs)
+        assert not kwargs, "calls are sent by position"
+        with DeferredInterrupts():
+            try:
+                others.send(method.__name__, args)
+                return method(self, *args, **kwargs)
+            except BaseException as error:
+                others.fail(error)
+                raise
+
+    return cast("Callable[Concatenate[DeviceWorker, P], T]", call)
+
+
+class DeferredInterrupts:
+    """Within this context, Ctrl-C and SIGTERM are noted and take effect at the end. Blocking signals would not do:
+    another thread would receive them, and Python runs their handlers in the main thread all the same."""
+
+    def __enter__(self) -> None:
+        self._noted: int | None = None
+        self._handlers: dict[int, Handler] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted = number
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if self._noted is not None:
+            self._handlers[self._noted](self._noted, None)
+
+
+class DeviceWorker:
+    """Owns the batch, the models' steps and their CUDA graphs. Results are device tensors; nothing waits."""
+
+    def __init__(
+        self,
+        batch: DeviceBatch,
+        prefill_step: PrefillStep,
+        decode_step: DecodeStep,
+        score_step: ScoreStep,
+        *,
+        caches: list[KVCache],
+        forwards: dict[str, PromptWork],
+        page_size: int,
+        prefill_chunk: int,
+        draft_lengths: tuple[int, ...],
+        recorder: Recorder | None,
+        fp8: bool,
+        deterministic: bool = False,
+        token_check: TokenCheck | None = None,
+        corpus: Corpus | None = None,
+    ) -> None:
+        """caches: of target and draft; forwards: their prefill passes by role, for their counters and recordings;
+        prefill_chunk: most tokens of a pass; draft_lengths: numbers of drafts that a step may have; recorder: for
+        graphs of whole decode steps, None to run them eagerly; fp8, deterministic: see `use_fp8_activations` and
+        `use_deterministic`; token_check: of a model that is divided over ranks; corpus: that the drafter reads."""
+        self.others: OtherRanks | None = None
+        self.batch = batch
+        self.prefill_step = prefill_step
+        self.decode_step = decode_step
+        self.score_step = score_step
+        self._caches = caches
+        self.forwards = forwards
+        self._page_size = page_size
+        self._prefill_chunk = prefill_chunk
+        self._fp8 = fp8
+        self._deterministic = deterministic
+        self.token_check = token_check
+        self.corpus = corpus
+        self.decode_counters = GraphCounters()
+        self.graphs: WholeGraphs | None = None
+        if recorder is not None:
+            self.graphs = WholeGraphs(self._run, recorder, batch.slots, draft_lengths, batch.device)
+            self.decode_counters = self.graphs.counters
+
+    def lead(self, others: OtherRanks) -> None:
+        """Have the other ranks make all calls from now on."""
+        self.others = others
+        if self.token_check is not None:
+            self.token_check.report = others.report
+
+    @launches
+    def admit(self, admissions: list[Admission]) -> None:
+        """Write tokens, pages and sampling parameters of requests that were given a slot."""
+        self._clear([page for item in admissions for page in item.pages[item.shared :]])
+        self.batch.admit(admissions)
+        if self.decode_step.budget is not None:
+            self.decode_step.budget.admit([item.slot for item in admissions])
+
+    @launches
+    def load_grammar(self, start: int, cells: np.ndarray) -> None:
+        """Write the table of a grammar to its place; see `DeviceBatch.load_grammar`."""
+        self.batch.load_grammar(start, cells)
+
+    @launches
+    def add_pages(self, pages: list[tuple[int, int, int]]) -> None:
+        """Extend page rows: (slot, index in its row, page) each."""
+        self._clear([page for _, _, page in pages])
+        self.batch.add_pages(pages)
+
+    @launches
+    def prefill(self, work: PrefillWork) -> Prefilled:
+        """Run one prefill pass; see `PrefillStep`."""
+        return self.prefill_step(work)
+
+    @launches
+    def decode(self, slots: list[int], flags: SamplingFlags, num_drafts: int, bound: int) -> Result:
+        """Run one decode step over the requests in `slots`, from a graph if there are any; see `DecodeStep`. No KV is
+        longer than `bound` after it."""
+        if self.graphs is not None:
+            result = self.graphs(slots, flags, num_drafts)
+        else:
+            self.decode_counters.fall_back("off")
+            result = self._run(upload(slots, self.batch.device), flags, num_drafts, bound)
+        if self.token_check is not None:
+            self.token_check.step()
+        return result
+
+    def confirm(self) -> None:
+        """Wait until it is known that all ranks have chosen the same tokens. Raises SpecbatchError if they have not."""
+        if self.others is not None:
+            self.report_digests()
+            self.others.wait_until_compared()
+
+    @launches
+    def report_digests(self) -> None:
+        """Report the digests of all steps so far."""
+        if self.token_check is not None:
+            self.token_check.flush()
+
+    @launches
+    def shorten(self, slots: list[int], num_drafts: int, bound: int) -> None:
+        """Prepare the drafter for a step with fewer drafts than the previous one."""
+        self.decode_step.shorten(self._input(upload(slots, self.batch.device), SamplingFlags(), num_drafts, bound))
+
+    @launches
+    def catch_up(self, chunks: list[PromptChunk]) -> None:
+        """Update the draft state for tokens that steps without drafts committed."""
+        self.prefill_step.catch_up(chunks, self._prefill_chunk)
+
+    @launches
+    def add_answers(self, answers: list[Answer]) -> None:
+        """Add finished answers to the corpus."""
+        assert self.corpus is not None
+        self.corpus.add(answers)
+
+    @launches
+    def forget_answers(self) -> None:
+        """Reduce the corpus to the answers of its files."""
+        assert self.corpus is not None
+        self.corpus.forget()
+
+    @launches
+    def assign_pages(self, table: np.ndarray) -> None:
+        """Replace the page rows of slots 1, 2, ... by table int64 [n, P], for `score`."""
+        self.batch.page_table[1 : 1 + len(table)] = upload(table, self.batch.device)
+
+    @launches
+    def score(self, work: ScoreWork) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Log-probabilities of given tokens; see `ScoreStep`."""
+        return self.score_step(work)
+
+    def _clear(self, pages: list[int]) -> None:
+        for cache in self._caches:
+            cache.clear(pages)
+
+    def _run(self, slots: torch.Tensor, flags: SamplingFlags, num_drafts: int, bound: int | None = None) -> Result:
+        """One decode step over slots [B]; what a graph records."""
+        return self.decode_step(self._input(slots, flags, num_drafts, self.batch.width - 1 if bound is None else bound))
+
+    def _input(self, slots: torch.Tensor, flags: SamplingFlags, num_drafts: int, bound: int) -> StepInput:
+        lengths, sampling = self.batch.look_up(slots, flags)
+        return StepInput(self.batch, slots, lengths, num_drafts, self._page_size, bound, sampling)
+
+    # -- graphs -----------------------------------------------------------------------------------------------
+
+    def recordings(self) -> list[Recordings]:
+        """Everything that is recorded before work begins."""
+        found: list[Recordings] = [item for item in self.forwards.values() if isinstance(item, Recordings)]
+        return found if self.graphs is None else [*found, self.graphs]
+
+    @torch.inference_mode()
+    def compile_kernels(self, report: Report) -> Compiled | None:
+        """Compile the kernels of `record_graphs` in parallel, unless Triton's cache has them. On a CPU there are none,
+        and Triton may be missing."""
+        recordings = self.recordings()
+        if self.batch.device.type != "cuda" or not recordings:
+            return None
+        from specbatch.runtime.parallel_compilation import compile_ahead
+
+        with use_fp8_activations(self._fp8), use_deterministic(self._deterministic):
+            found = compile_ahead([item.capture() for item in recordings], self._warm_ups(), report)
+        torch.cuda.empty_cache()  # recordings warm up on another stream
+        return found
+
+    @torch.inference_mode()
+    def record_graphs(self, report: Report) -> int:
+        """Run what is not recorded once, so that it is ready, then record every bucket. Returns how many buckets."""
+        recordings = self.recordings()
+        with use_deterministic(self._deterministic):
+            for program in self._warm_ups():
+                program()
+        if self.batch.device.type == "cuda":
+            torch.cuda.empty_cache()
+        total = sum(len(item) for item in recordings)
+        report(0, total)
+        with use_fp8_activations(self._fp8), use_deterministic(self._deterministic):
+            for done, _ in enumerate(chain.from_iterable(item.capture() for item in recordings), start=1):
+                report(done, total)
+        if self.batch.device.type == "cuda":
+            torch.cuda.synchronize(self.batch.device)
+            torch.cuda.empty_cache()  # what warming up took on the recorder's stream, where nothing else can use it
+        return total
+
+    def _warm_ups(self) -> list[Program]:
+        """Prefill passes that compile whatever runs between the segments, which are not recorded yet: it has the static
+        tensors as inputs, whose values do not matter."""
+        if not any(isinstance(item, Recordings) for item in self.forwards.values()):
+            return []
+        warm_up, sizes = self.prefill_step.warm_up, token_buckets(self._prefill_chunk)
+        passes: list[Program] = [partial(warm_up, size) for size in sizes]
+        # Other kernels read the keys of a prefix; of a long one, several programs share them.
+        passes += [partial(warm_up, sizes[0], prefix) for prefix in (1, self.batch.width)]
+        # After the last attention a pass has as many rows as prompts end in it, and Triton compiles its GEMMs for 1
+        # row, for 16 and for the numbers between.
+        return passes + [partial(warm_up, sizes[0], ends=n) for n in (2, 16) if n <= self.batch.slots]
+
+    def close(self) -> None:
+        """Drop the graphs, which refer to this worker, so that its memory is freed at once."""
+        self.graphs = None

@@ -1,0 +1,1 @@
+"""Tensor parallelism: the processes of the ranks and their messages."""

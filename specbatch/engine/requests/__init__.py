@@ -1,0 +1,1 @@
+"""Requests on the host: submission, prompts, open streams."""

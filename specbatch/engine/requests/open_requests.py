@@ -1,0 +1,144 @@
+"""The requests of an open stream, from submission to their last event: tokens as events, completions, aborts."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from specbatch.core.request import Completion, Request
+from specbatch.engine.requests.prompt_reader import PromptReader
+from specbatch.engine.requests.submissions import Submission
+from specbatch.engine.schedule.scheduler import Scheduler
+from specbatch.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """New tokens of one sample of the prompt at `index`.
+
+    completion  on the sample's last event, else None
+    text        the text since the sample's last event. It never ends in the middle of a character, and text that may
+                be the beginning of a stop string comes with a later event. All together are `completion.text`
+    request_id  the caller's name of the prompt, if given
+    """
+
+    index: int
+    token_ids: list[int]
+    completion: Completion | None
+    text: str = ""
+    sample: int = 0
+    request_id: str | None = None
+
+
+class OpenRequests:
+    """Unfinished requests, and the events that the stream has not yielded yet."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        prompts: PromptReader,
+        on_finish: Callable[[Completion, float], None],
+    ) -> None:
+        """on_finish: called with each completion and the time."""
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._on_finish = on_finish
+        self._active: dict[tuple[int, int], Request] = {}  # by prompt and sample
+        self._aborts: deque[int | str] = deque()  # asked for, perhaps by another thread, and not handled yet
+        self._aborted: set[int | str] = set()  # in this stream
+        self._events: list[StreamEvent] = []
+        self._streams_text = False
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    @property
+    def pending(self) -> bool:
+        """Whether requests are unfinished, or events are left."""
+        return bool(self._active or self._events)
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
+    def begin(self, *, text: bool) -> None:
+        """A stream begins. text: whether its events have text."""
+        self._streams_text = text
+        self._aborts.clear()
+        self._aborted.clear()
+
+    def submit(self, item: Submission, arrived: float) -> None:
+        request = Request(
+            item.index,
+            list(item.prompt.token_ids),
+            item.params,
+            end_tokens=self._prompts.end_tokens,
+            decode=partial(self._tokenizer.decode, skip_special_tokens=item.params.skip_special_tokens),
+            byte_tokens=self._tokenizer.byte_tokens,
+            submitted=arrived,
+            embeddings=item.prompt.embeddings,
+            sample=item.sample,
+            request_id=item.request_id,
+            streams_text=self._streams_text,
+            banned=self._prompts.banned(item.params.bad_words),
+            automaton=self._prompts.automaton(item.params),
+        )
+        self._active[item.index, item.sample] = request
+        self._scheduler.add(request)
+        if self._aborted and not self._aborted.isdisjoint((item.index, item.request_id)):
+            self._abort(request)
+
+    def add_tokens(self, request: Request, tokens: list[int]) -> None:
+        """A request has new tokens, or has finished."""
+        if request.finished:
+            self._finish(request, tokens)
+        else:
+            self._add_event(request, tokens, None)
+
+    def abort(self, name: int | str) -> None:
+        """Note that all samples of a prompt, by index or request id, are to be aborted. Any thread may call this."""
+        self._aborts.append(name)
+
+    def handle_aborts(self) -> None:
+        while self._aborts:
+            name = self._aborts.popleft()
+            self._aborted.add(name)  # it may not be submitted yet
+            for request in list(self._active.values()):
+                if name in (request.index, request.request_id):
+                    self._abort(request)
+
+    def take_events(self) -> list[StreamEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def drop(self) -> None:
+        """End all requests without events."""
+        for request in list(self._active.values()):
+            self._end(request)
+        self._events.clear()
+
+    def _abort(self, request: Request) -> None:
+        self._end(request)
+        self._finish(request, [])
+
+    def _end(self, request: Request) -> None:
+        request.finish_reason = "abort"
+        self._scheduler.release(request)
+        self._active.pop((request.index, request.sample), None)
+
+    def _finish(self, request: Request, tokens: list[int]) -> None:
+        now = time.perf_counter()
+        completion = request.completion(now)
+        self._active.pop((request.index, request.sample), None)
+        self._on_finish(completion, now)
+        self._add_event(request, tokens, completion)
+
+    def _add_event(self, request: Request, tokens: list[int], completion: Completion | None) -> None:
+        text = request.new_text(completion) if self._streams_text else ""
+        event = StreamEvent(request.index, tokens, completion, text, request.sample, request.request_id)
+        self._events.append(event)

@@ -1,0 +1,338 @@
+"""Runner: executes the scheduler's plans (prefill and decode launches) and handles their results on the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from specbatch.core.async_copy import AsyncCopy, StepTimer
+from specbatch.core.attention_metadata import PromptChunk
+from specbatch.core.device_batch import Admission
+from specbatch.core.request import Logprobs, Request
+from specbatch.core.sampling import SamplingFlags
+from specbatch.engine.device.device_worker import DeviceWorker
+from specbatch.engine.device.prefill import PrefillWork
+from specbatch.engine.schedule.counters import Counters
+from specbatch.engine.schedule.draft_length import DraftLength
+from specbatch.engine.schedule.scheduler import PrefillPlan, ScheduledChunk, ScheduledRequest, Scheduler
+from specbatch.grammar.token_automaton import FREE
+from specbatch.runtime.cuda_graphs import Result
+
+# Odd, and no small multiple of the offset between the streams of a seed (`rng.offset_of`), so that no two samples share
+# random numbers.
+SAMPLE_SEED_STEP = 0xD1B54A32D192ED03
+OnTokens = Callable[[Request, list[int]], None]
+
+
+@dataclass(frozen=True)
+class Launched:
+    """Work on the device whose result the host has not handled yet.
+
+    requests  whose tokens are in the result
+    result  None if there are none
+    first   a prefill, whose results are first tokens; otherwise a decode step
+    scores  log-probabilities of prompt tokens, as many for each of the chunks as in `scored`
+    timer   device time of a decode step, where it is known
+    host_s  host time spent launching it
+    drafts  tokens drafted per request
+    judged  indices of requests whose draft had all its keys, so that its acceptance counts
+    """
+
+    requests: Sequence[ScheduledRequest]
+    result: AsyncCopy | None
+    first: bool
+    timer: StepTimer | None = None
+    host_s: float = 0.0
+    drafts: int = 0
+    judged: frozenset[int] = frozenset()
+    scored: Sequence[tuple[ScheduledChunk, int]] = ()
+    scores: AsyncCopy | None = None
+
+    def ready(self) -> bool:
+        """Whether the host can handle it without waiting."""
+        return all(copy is None or copy.ready() for copy in (self.result, self.scores))
+
+
+class Runner:
+    """The three operations that both schedules consist of: prefill, decode, handle. It keeps the host's side: times,
+    counters and bookkeeping. The worker launches."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        worker: DeviceWorker,
+        draft_length: DraftLength,
+        *,
+        idle_at_zero: bool,
+        depth: int,
+        has_budget: bool,
+        chunk: int,
+        seed: int,
+        on_tokens: OnTokens,
+        on_prefill: Callable[[int], None],
+    ) -> None:
+        """idle_at_zero: see `DraftPlan`; depth: the most drafts that a verify can accept; has_budget: whether verifies
+        have a budget of rows; chunk: most tokens of a prefill pass; seed: of the engine; on_tokens: called with the new
+        tokens of a request; on_prefill: called with the number of tokens of a prefill pass."""
+        self.scheduler = scheduler
+        self.counters = Counters()
+        self._worker = worker
+        self._draft_length = draft_length
+        self._idle_at_zero = idle_at_zero
+        self._depth = depth
+        self._has_budget = has_budget
+        self._chunk = chunk
+        self._seed = seed
+        self._on_tokens = on_tokens
+        self._on_prefill = on_prefill
+        device = worker.batch.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._drafts = 0  # of the last decode step
+        self._launched_at = 0.0
+        self._last_timer: StepTimer | None = None  # of the last decode step, if nothing was launched after it
+
+    def start_record(self) -> Counters:
+        """Reset the counters, and drop the gap between the last decode step and the next one."""
+        self._last_timer = None
+        self.counters = Counters()
+        return self.counters
+
+    @torch.inference_mode()
+    def prefill(self) -> Launched | None:
+        """Launch the next prompt chunks. None if there are none, or the host needs nothing of them."""
+        start = time.perf_counter()
+        plan = self.scheduler.plan_prefill(start)
+        if plan is None:
+            return None
+        for place, automaton in self.scheduler.grammars.take_new():
+            self._worker.load_grammar(place, automaton.cells)
+        if plan.admitted:
+            self._worker.admit([self._admission(request) for request in plan.admitted])
+        scored = [(chunk, _scored(chunk)) for chunk in plan.chunks]
+        result = self._worker.prefill(_work_of(plan, scored))
+        self._last_timer = None
+        self.counters.prefill_passes += 1
+        tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
+        self.counters.prefill_tokens += tokens
+        self.counters.prefill_s += time.perf_counter() - start
+        self._on_prefill(tokens)
+        first = None if result.first is None else self._copy(result.first)
+        found = result.prompt_logprobs
+        scores = None if found is None else AsyncCopy(found, stream=self._stream)
+        if first is None and scores is None:
+            return None
+        ending = [chunk for chunk in plan.chunks if chunk.last]
+        return Launched(ending, first, first=True, scored=scored, scores=scores)
+
+    @torch.inference_mode()
+    def decode(self, *, may_retract: bool) -> Launched | None:
+        """Launch one decode step. None if no request can gain a token."""
+        start = time.perf_counter()
+        plan = self.scheduler.plan_decode(may_retract=may_retract)
+        if plan is None:
+            return None
+        if plan.new_pages:
+            self._worker.add_pages(plan.new_pages)
+        slots = [item.slot for item in plan.requests]
+        flags = SamplingFlags.of(item.request for item in plan.requests)
+        drafts = self._draft_length.choose(len(slots))
+        if self._prepare_draft(plan.requests, drafts, plan.bound):
+            self._last_timer = None  # the gap before this step is not idle time
+        begun = time.perf_counter()
+        timer, late = StepTimer.begin(self._worker.batch.device), self._worker.decode_counters.recorded_late
+        result = self._worker.decode(slots, flags, drafts, plan.bound)
+        if self._worker.decode_counters.recorded_late > late:
+            timer = None  # it would show the time of recording
+        if timer is not None:
+            timer.end(previous=self._last_timer)
+        self._last_timer = timer
+        judged = frozenset(
+            index for index, item in enumerate(plan.requests) if item.request.draft_kv_valid_until is None
+        )
+        copy = self._copy(result)
+        self._launched_at = time.perf_counter()
+        if self._draft_length.is_auto:
+            self.counters.add_draft_length(self._draft_length.bucket(len(slots)), drafts)
+            if timer is None and self._stream is None:  # a CPU is done
+                self._draft_length.took(len(slots), drafts, self._launched_at - begun)
+        host_s = self._launched_at - start
+        self.counters.iterations += 1
+        self.counters.iteration_rows += len(plan.requests)
+        self.counters.iteration_s += host_s
+        return Launched(plan.requests, copy, first=False, timer=timer, host_s=host_s, drafts=drafts, judged=judged)
+
+    def handle(self, launched: Launched, *, overlapped: bool = False) -> None:
+        """Wait for a result and book it. `overlapped`: another decode step is launched already."""
+        start = time.perf_counter()
+        self._note_prompt_logprobs(launched)
+        if launched.result is None:
+            return
+        late = overlapped and launched.result.ready()
+        values, *more = launched.result.wait()
+        if self._worker.others is not None:
+            self._worker.others.check()
+        now = time.perf_counter()
+        if not launched.first:
+            self._count_times(launched, start, now, overlapped, late)
+        accepted, finished = [], []
+        for index, item in enumerate(launched.requests):
+            if self.scheduler.is_void(item.request, item.epoch):
+                self.counters.void_results += 1
+                continue
+            if index in launched.judged:
+                accepted.append(values[index][-3])
+            logprobs = Logprobs(*(of_requests[index] for of_requests in more)) if more else None
+            self._book(item.request, values[index], logprobs, launched.first, now)
+            if item.request.is_answered:
+                finished.append(item.request)
+        self._add_to_corpus(finished)
+        if self._draft_length.is_auto and not launched.first:
+            self._draft_length.learn(launched.drafts, accepted)
+
+    def _note_prompt_logprobs(self, launched: Launched) -> None:
+        if launched.scores is None:
+            return
+        [values] = launched.scores.wait()
+        taken = 0
+        for chunk, count in launched.scored:
+            found, taken = values[taken : taken + count], taken + count
+            if count and not self.scheduler.is_void(chunk.request, chunk.epoch):
+                assert chunk.request.prompt_logprobs is not None
+                chunk.request.prompt_logprobs[chunk.start + 1 : chunk.start + 1 + count] = found
+
+    def _prepare_draft(self, requests: list[ScheduledRequest], drafts: int, bound: int) -> bool:
+        """Prepare the drafter for another number of drafts than in the last step. True if anything was launched."""
+        fewer, self._drafts = drafts < self._drafts, drafts
+        if fewer:
+            padding = self._draft_length.bucket(len(requests)) - len(requests)
+            self._worker.shorten([*(item.slot for item in requests), *[0] * padding], drafts, bound)
+        if not self._idle_at_zero:
+            return fewer
+        if not drafts:
+            self.scheduler.draft_idles(requests)
+            return fewer
+        budget = self._chunk if self._draft_length.probing else None  # a probe learns enough from some of them
+        chunks = [PromptChunk(*chunk) for chunk in self.scheduler.plan_catch_up(requests, budget)]
+        if chunks:
+            self._worker.catch_up(chunks)
+        return fewer or bool(chunks)
+
+    def _count_times(self, launched: Launched, start: float, now: float, overlapped: bool, late: bool) -> None:
+        counters = self.counters
+        counters.iteration_s += now - start
+        rows = len(launched.requests)
+        if launched.timer is None:
+            if self._stream is None:  # a CPU runs each operation before the host continues
+                counters.add_step(rows, launched.host_s + now - start)
+            return
+        if not overlapped:
+            counters.host_waits += 1
+        elif self._last_timer is not None and self._last_timer.follows:  # else a prefill ran between them
+            counters.overlapped += 1
+            counters.late_launches += late
+            counters.launch_lead_s += 0.0 if late else now - self._launched_at
+        step, gap = launched.timer.seconds()
+        counters.device_s += step
+        counters.device_steps += 1
+        if gap is not None:
+            counters.device_idle_s += gap
+            counters.device_gaps += 1
+        counters.add_step(rows, step + (gap or 0.0))
+        if self._draft_length.is_auto:
+            self._draft_length.took(rows, launched.drafts, step + (gap or 0.0))
+
+    def _book(self, request: Request, values: list[int], logprobs: Logprobs | None, first: bool, now: float) -> None:
+        if first:
+            tokens, flags = values[:1], values[1]
+            accepted = drafted = 0
+        else:
+            *tokens, accepted, drafted, flags = values
+        finite, of_corpus = flags & 1, bool(flags & 2)
+        self.scheduler.receive(request, None if first else accepted)
+        if not finite and self.scheduler.retry_without_shared(request):
+            return
+        if not finite:
+            request.finish_reason = "error"
+            request.error = (
+                f"its logits are not finite after token {len(request.tokens)}: the weights are damaged or overflow in "
+                "this dtype; try dtype='float32' or 'bfloat16'"
+            )
+            self.scheduler.fail(request)
+            self._on_tokens(request, [])
+            return
+        kept = request.append(tokens[: accepted + 1], now, logprobs if request.params.logprobs else None)
+        if not first:
+            request.count_verify(kept, drafted, accepted, self._depth, of_corpus=of_corpus, has_budget=self._has_budget)
+        if request.finished:
+            self.scheduler.release(request)
+        self._on_tokens(request, request.tokens[len(request.tokens) - kept :])
+
+    def _add_to_corpus(self, finished: list[Request]) -> None:
+        corpus = self._worker.corpus
+        if corpus is not None and finished:
+            self._worker.add_answers([corpus.answer_of(item.tokens, item.prompt_len) for item in finished])
+
+    def _copy(self, result: Result) -> AsyncCopy:
+        return AsyncCopy(*result.tensors(), stream=self._stream)
+
+    def _admission(self, request: Request) -> Admission:
+        assert request.slot is not None
+        p = request.params
+        # The request's own seed, or one from the engine's seed and its index; as a signed 64-bit number. Those of
+        # further samples are far from it.
+        seed = int(p.seed) if p.seed is not None else (self._seed << 32) + request.index
+        seed += request.sample * SAMPLE_SEED_STEP
+        return Admission(
+            slot=request.slot,
+            tokens=request.tokens,
+            pages=request.pages,
+            shared=request.shared,
+            temperature=float(p.temperature),
+            top_k=int(p.top_k),
+            top_p=float(p.top_p),
+            min_p=float(p.min_p),
+            seed=(seed + (1 << 63)) % (1 << 64) - (1 << 63),
+            end_tokens=tuple(sorted(request.end_tokens)) if p.min_tokens else (),
+            end_from=request.prompt_len + p.min_tokens if p.min_tokens and request.end_tokens else 0,
+            prompt=request.prompt_len,
+            penalties=p.penalties,
+            bias=p.logit_bias,
+            banned=request.banned,
+            grammar=_grammar_of(request),
+        )
+
+
+def _scored(chunk: ScheduledChunk) -> int:
+    """After so many of its tokens, the first ones, the log-probability of the next token is asked for."""
+    request = chunk.request
+    return max(min(chunk.end, request.prompt_len - 1) - chunk.start, 0) if request.lacks_prompt_logprobs else 0
+
+
+def _grammar_of(request: Request) -> tuple[int, int, int, int]:
+    automaton, start = request.automaton, request.table
+    if automaton is None:
+        return 0, 0, 0, FREE
+    return start, start + automaton.classes.size, automaton.row, automaton.after(request.output)
+
+
+def _work_of(plan: PrefillPlan, scored: Sequence[tuple[ScheduledChunk, int]]) -> PrefillWork:
+    chunks = plan.chunks
+    firsts = accumulate((chunk.end - chunk.start for chunk in chunks), initial=0)  # token of the pass
+    targets = [
+        (first + place, chunk.request.tokens[chunk.start + place + 1])
+        for first, (chunk, count) in zip(firsts, scored, strict=False)
+        for place in range(count)
+    ]
+    ending = [index for index, chunk in enumerate(chunks) if chunk.last]
+    return PrefillWork(
+        [PromptChunk(chunk.slot, chunk.start, chunk.end, chunk.request.embeddings) for chunk in chunks],
+        ending,
+        plan.loads,
+        plan.saves,
+        SamplingFlags.of(chunks[index].request for index in ending),
+        targets,
+    )

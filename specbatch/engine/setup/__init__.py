@@ -1,0 +1,1 @@
+"""Builds an engine: checks, memory plan, models, caches, graphs."""

@@ -1,0 +1,348 @@
+"""Builds an engine from its configuration: models, caches, scheduler, CUDA graphs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from specbatch.config.draft_shape import counts_root
+from specbatch.config.engine_config import EngineConfig
+from specbatch.core.async_copy import on_device
+from specbatch.core.device_batch import DeviceBatch
+from specbatch.drafters.base import Diagnosis, Drafter, DraftPlan
+from specbatch.drafters.corpus import Corpus, CorpusDrafter
+from specbatch.engine.device.device_worker import DeviceWorker, OtherRanks
+from specbatch.engine.device.prefill import PrefillStep
+from specbatch.engine.device.score_step import ScoreStep
+from specbatch.engine.device.step import DecodeStep
+from specbatch.engine.device.token_check import TokenCheck
+from specbatch.engine.device.verify_budget import VerifyBudget
+from specbatch.engine.schedule.draft_length import DraftLength, announced
+from specbatch.engine.schedule.scheduler import Scheduler
+from specbatch.engine.setup.memory_plan import kv_dtype_of, memory_plan
+from specbatch.engine.setup.prepare import Prepared, prepare
+from specbatch.engine.setup.step_times import measure_step_times
+from specbatch.errors import counted
+from specbatch.kernels.collectives.communicator import Communicator
+from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
+from specbatch.kernels.sampling.rng import acceptance_thresholds
+from specbatch.memory.kv_cache import KVCache
+from specbatch.memory.page_pool import PagePool, pages_for, reach_of
+from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, size_text
+from specbatch.memory.prefix_cache import PrefixCache
+from specbatch.memory.state_cache import StateCache
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder
+from specbatch.progress.bars import Report, Stages
+from specbatch.runtime.cuda_graphs import Recorder, batch_buckets
+from specbatch.runtime.device import type_name
+from specbatch.runtime.loader import Loader, quantization_lines, quantizes_activations
+from specbatch.text.tokenizer import Tokenizer
+from specbatch.weights import Log
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is made of. config: as asked for, with what the draft and the memory decide; diagnose: see
+    `Drafter.diagnose`; caps: what it can hold at most, for the record."""
+
+    config: EngineConfig
+    device: torch.device
+    tokenizer: Tokenizer
+    model: Decoder
+    plan: MemoryPlan
+    scheduler: Scheduler
+    worker: DeviceWorker
+    draft_length: DraftLength
+    draft: DraftPlan
+    diagnose: Diagnosis
+    caps: dict[str, Any]
+
+
+def build(
+    config: EngineConfig,
+    log: Log,
+    report: Report,
+    *,
+    lender: DecodeStep | None = None,
+    share: MemoryShare = EXCLUSIVE,
+    ranks: Communicator | None = None,
+    others: OtherRanks | None = None,
+) -> EngineParts:
+    """Load and record everything. Raises SpecbatchError for what cannot run or does not fit.
+
+    lender: of an open engine, whose weights of the target are used, and its KV cache if `share` says so; ranks: over
+    which the models are divided, for a rank that is led; others: for rank 0, those that it leads. They build once the
+    configuration is checked."""
+    start = time.perf_counter()
+    prepared = prepare(config, log, shared=None if lender is None else lender.model)
+    if others is None:
+        return _build(prepared, log, report, lender, share, ranks, start=start)
+    ranks = others.build()
+    try:
+        return _build(prepared, log, others.with_theirs(report), lender, share, ranks, others, start=start)
+    except BaseException as error:
+        others.fail(error)
+        raise
+
+
+def _build(
+    prepared: Prepared,
+    log: Log,
+    report: Report,
+    lender: DecodeStep | None,
+    share: MemoryShare,
+    ranks: Communicator | None,
+    others: OtherRanks | None = None,
+    *,
+    start: float,
+) -> EngineParts:
+    if share.borrows:
+        assert lender is not None, "there is no pool to borrow"
+        share = share.within(lender.cache.pages)
+    plan = memory_plan(prepared, share, is_shared=lender is not None, ranks=ranks)
+    config = prepared.config
+    if config.prefix_cache and plan.states and not plan.cached_states:
+        log("prefix cache: off, because no prefix state fits next to the KV pages; use a higher memory_fraction")
+        prepared = prepared._replace(config=replace(config, prefix_cache=False))
+    log(f"decoding: {config.speculation}")
+    asked = config.speculation
+    if counts_root(asked.draft_steps, asked.draft_topk, asked.draft_tokens):
+        log(
+            f"draft_tokens={asked.draft_tokens} with draft_steps={asked.draft_steps} counts the root, as SGLang does: "
+            f"{asked.draft_steps} drafted"
+        )
+    if asked.is_auto:
+        log(announced(asked.lengths))
+    for line in plan.lines(1 if ranks is None else ranks.size):
+        log(line)
+    if ranks is not None and prepared.device.type == "cpu":
+        log(f"tensor_parallel={ranks.size}: on a CPU, ranks exchange tensors through gloo, which is slow and for tests")
+    try:
+        with on_device(prepared.device):
+            progress = Stages(report)
+            before = time.perf_counter()
+            parts = _load(prepared, plan, lender, log, progress, ranks)
+            parts.caps["load_s"] = time.perf_counter() - before
+            try:
+                parts.caps.update(_record_graphs(parts.worker, log, progress))
+                if others is not None:
+                    parts.worker.lead(others)
+                    others.wait_until_built()
+                if ranks is None or ranks.rank == 0:  # the others repeat its steps
+                    parts.caps.update(_time_draft_lengths(parts))
+            except BaseException:
+                parts.worker.close()  # else its memory is freed only when garbage is collected
+                raise
+            log(_times(parts.caps, time.perf_counter() - start))
+            return parts
+    except torch.OutOfMemoryError as error:
+        raise plan.out_of_memory("building the engine") from error
+
+
+def _load(
+    prepared: Prepared,
+    plan: MemoryPlan,
+    lender: DecodeStep | None,
+    log: Log,
+    progress: Stages,
+    ranks: Communicator | None,
+) -> EngineParts:
+    """Load the models and allocate the caches."""
+    config, device, target, sizes, dtype, attention, draft, asked_corpus = prepared
+    num_queries = config.speculation.drafted + 1
+    kv_slots = draft.kv_slots_per_step(num_queries)
+    width = reach_of(plan.max_model_len, kv_slots) + 1
+    recorder = Recorder(device) if config.graphs.any else None
+    to_fp8 = config.speculation.quantizes_draft
+    batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
+    loader = Loader(
+        dtype=dtype,
+        kv_dtype=kv_dtype_of(config, dtype),
+        device=device,
+        max_positions=width,
+        pages=plan.kv_pages,
+        page_size=config.page_size,
+        attention=attention,
+        chunk=config.prefill_chunk,
+        page_table=batch.page_table,
+        tokens=batch.tokens,
+        num_queries=num_queries,
+        trees=config.speculation.drafts_trees,
+        state_dtype=config.state_dtype,
+        cached_states=plan.cached_states,
+        progress=progress,
+        recorder=recorder if config.graphs.prefill == "piecewise" else None,
+        ranks=ranks,
+        draft_to_fp8=to_fp8,
+        pool=lender.cache if lender is not None and plan.borrows else None,
+    )
+    model = loader.model(target) if lender is None else lender.model.with_positions(width, sizes)
+    model = model.with_aux(draft.aux)
+    models, loads = (target.config, draft.config), (lender is None, draft.weights is not None)
+    fp8 = quantizes_activations(config.fp8_activations, dtype, device, *models, at_load=to_fp8)
+    for line in quantization_lines(model, draft.config, loads=loads, quantizes=fp8, draft_to_fp8=to_fp8):
+        log(line)
+    needs_all_hidden = draft.needs_all_hidden
+    forward, cache = loader.target(model, needs_all_hidden=needs_all_hidden)
+    drafter: Drafter = draft.build(model, loader)
+    corpus = None if asked_corpus is None else Corpus(asked_corpus, batch)
+    if corpus is not None:
+        drafter = CorpusDrafter(drafter, corpus.index)
+    states = [one.states for one in loader.caches if one.states is not None]
+    simulated = config.speculation.simulated
+    simulate = None if simulated is None else acceptance_thresholds(simulated.conditional, device)
+    token_check = None if ranks is None else TokenCheck(device)
+    passes: dict[str, Any] = {"page_size": config.page_size, "needs_all_hidden": needs_all_hidden, "fp8": fp8}
+    worker = DeviceWorker(
+        batch,
+        PrefillStep(batch, model, forward, drafter, states=states, workspace=plan.workspace, **passes),
+        DecodeStep(
+            model,
+            cache,
+            drafter,
+            simulate,
+            config.speculation.verification,
+            fp8=fp8,
+            history=None if token_check is None else token_check.history,
+            budget=_budget(config, device),
+        ),
+        ScoreStep(batch, model, forward, workspace=plan.workspace, **passes),
+        caches=loader.caches,
+        forwards=loader.forwards,
+        page_size=config.page_size,
+        prefill_chunk=config.prefill_chunk,
+        draft_lengths=config.speculation.lengths,
+        recorder=recorder if config.graphs.decode == "whole" else None,
+        fp8=fp8,
+        deterministic=config.deterministic,
+        token_check=token_check,
+        corpus=corpus,
+    )
+    return EngineParts(
+        config=config,
+        device=device,
+        tokenizer=target.tokenizer(),
+        model=model,
+        plan=plan,
+        scheduler=_scheduler(config, plan, model.config, draft, has_states=bool(states)),
+        worker=worker,
+        draft_length=DraftLength(config.speculation.lengths, batch_buckets(config.max_running)),
+        draft=draft,
+        diagnose=use_fp8_activations(fp8)(drafter.diagnose),
+        caps=_caps(prepared, plan, cache, batch.tokens.numel(), fp8=fp8),
+    )
+
+
+def _caps(prepared: Prepared, plan: MemoryPlan, cache: KVCache, running: int, *, fp8: bool) -> dict[str, Any]:
+    """What the engine can hold at most and what was chosen for it, for the record. running: tokens that all slots have
+    room for; fp8: whether activations are quantized."""
+    config, asked, corpus = prepared.config, prepared.config.speculation, prepared.corpus
+    num_queries = asked.drafted + 1
+    caps: dict[str, Any] = {
+        "device": str(prepared.device),
+        "dtype": type_name(prepared.dtype),
+        "kv_dtype": type_name(cache.dtype),
+        "fp8_activations": "on" if fp8 else "off",
+        "deterministic": "on" if config.deterministic else "off",
+        "attention_backend": cache.attention.name,
+        "max_running": config.max_running,
+        "max_model_len": plan.max_model_len,
+        "kv_pages": plan.kv_pages,
+        "page_size": config.page_size,
+        "prefill_chunk": config.prefill_chunk,
+        "verify_rows": num_queries,
+        "verify_slots": prepared.draft.kv_slots_per_step(num_queries),
+        "draft_shape": str(asked.shape) if num_queries > 1 else "none",
+        "weights_bytes": plan.weights + plan.draft_weights,
+        "kv_bytes": plan.kv,
+        "state_bytes": plan.states,
+        "cached_states": plan.cached_states,
+        "prefix_cache": "on" if config.prefix_cache else "off",
+    }
+    if asked.verify_budget is not None:
+        caps["verify_budget"] = asked.verify_budget
+    if corpus is not None:
+        caps |= {"corpus_tokens": corpus.size, "corpus_bytes": corpus.bytes(running)}
+    return caps
+
+
+def _budget(config: EngineConfig, device: torch.device) -> VerifyBudget | None:
+    asked = config.speculation
+    if asked.verify_budget is None:
+        return None
+    by_rejection = asked.entry.samples_drafts and asked.corpus is None and not config.deterministic
+    return VerifyBudget.of(asked.verify_budget, config.max_running, device, mixes_seeds=by_rejection)
+
+
+def _scheduler(
+    config: EngineConfig, plan: MemoryPlan, target: ModelConfig, draft: DraftPlan, *, has_states: bool
+) -> Scheduler:
+    pool = PagePool(plan.kv_pages)
+    prefixes, state_cache = None, None
+    if config.prefix_cache:
+        prefixes = PrefixCache(pool, config.page_size)
+        if has_states:
+            state_cache = StateCache(prefixes, config.page_size, plan.cached_states)
+    return Scheduler(
+        pool,
+        prefixes,
+        page_size=config.page_size,
+        max_running=config.max_running,
+        prefill_chunk=config.prefill_chunk,
+        kv_slots_per_step=draft.kv_slots_per_step(config.speculation.drafted + 1),
+        uncached_tail=draft.uncached_tail,
+        window=_largest_window([target, *[draft.config] * bool(draft.kv_layers)]),
+        state_cache=state_cache,
+        samples_share=state_cache is not None or not has_states,
+    )
+
+
+def _largest_window(models: list[ModelConfig]) -> int | None:
+    """The most keys that a query of any of the models sees; None: all."""
+    windows = [model.largest_window for model in models]
+    return None if None in windows else max(filter(None, windows))
+
+
+def _record_graphs(worker: DeviceWorker, log: Log, progress: Stages) -> dict[str, Any]:
+    """Record the graphs, if any, once their kernels are compiled. Returns the time and memory that it took, for the
+    caps."""
+    if not worker.recordings():
+        return {}
+    start, free = time.perf_counter(), available_memory(worker.batch.device)
+    progress.begin("compiling kernels")
+    compiled = worker.compile_kernels(progress)
+    recording = time.perf_counter()
+    if compiled and compiled.kernels:
+        log(f"kernels: {len(compiled.kernels)} compiled in {recording - start:.1f} s")
+    if compiled and compiled.missed:
+        reason = f"they need values, such as for {min(compiled.missed)}"
+        log(f"kernels of {counted(len(compiled.missed), 'program')} are compiled one by one: {reason}")
+    progress.begin("recording graphs")
+    total = worker.record_graphs(progress)
+    seconds, taken = time.perf_counter() - recording, max(free - available_memory(worker.batch.device), 0)
+    log(f"graphs: {total} buckets recorded in {seconds:.1f} s, {size_text(taken)}")
+    return {"compile_s": recording - start, "capture_s": seconds, "graph_bytes": taken}
+
+
+def _times(caps: dict[str, Any], total: float) -> str:
+    """A log line: how long an engine took to start, and its parts."""
+    parts = {"load": "load_s", "compile": "compile_s", "record": "capture_s"}
+    seconds = {verb: caps[name] for verb, name in parts.items() if name in caps}
+    seconds["other"] = total - sum(seconds.values())
+    return f"start-up: {total:.1f} s ({', '.join(f'{verb} {s:.1f} s' for verb, s in seconds.items())})"
+
+
+def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:
+    """Time decode steps of every length, if one is chosen as the engine runs. Returns seconds, for the caps."""
+    if not parts.draft_length.is_auto:
+        return {}
+    bound = parts.scheduler.kv_slots_per_step + 1
+    catch_up = parts.config.prefill_chunk if parts.draft.idle_at_zero else None
+    times = measure_step_times(parts.worker, parts.draft_length, bound=bound, catch_up_tokens=catch_up)
+    return {
+        "draft_length_s": {str(rows): {str(n): seconds for n, seconds in row.items()} for rows, row in times.items()}
+    }

@@ -1,0 +1,131 @@
+"""The memory plan of an engine: what its models, caches, activations and graphs take of the memory that is free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from specbatch.config.engine_config import EngineConfig
+from specbatch.drafters.base import DraftPlan
+from specbatch.engine.setup.prepare import Prepared
+from specbatch.errors import SpecbatchError
+from specbatch.kernels.collectives.communicator import Communicator
+from specbatch.kernels.gemm.quantized.weight import keeps_quantized
+from specbatch.memory.grammar_pool import CELLS
+from specbatch.memory.kv_cache import bytes_per_page
+from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, plan_memory
+from specbatch.memory.recurrent_state import state_bytes, state_types
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import token_bytes
+from specbatch.models.formats.fp8 import FP8Weights
+from specbatch.models.layers.partition import rows_per_rank
+from specbatch.runtime.cuda_graphs import graph_bytes
+from specbatch.runtime.loader import dequantized_bytes, saved_by_fp8, weight_bytes
+from specbatch.runtime.prefill_forward import static_bytes
+
+
+def memory_plan(
+    prepared: Prepared, share: MemoryShare = EXCLUSIVE, *, is_shared: bool = False, ranks: Communicator | None = None
+) -> MemoryPlan:
+    """How an engine would use the memory that is free now, of each rank what the rank with the least has. Refuses what
+    does not fit."""
+    config, device, _, model, dtype, _, draft, corpus = prepared
+    kv_dtype, chunk = kv_dtype_of(config, dtype), config.prefill_chunk
+    graphs = graph_bytes(
+        config.graphs,
+        most=config.max_running,
+        chunk=chunk,
+        layers=model.num_layers + draft.layers,
+        lengths=len(config.speculation.lengths),
+    )
+    if config.graphs.prefill == "piecewise":
+        graphs += static_bytes(model, dtype, chunk, needs_all_hidden=draft.needs_all_hidden, aux=len(draft.aux))
+        graphs += static_bytes(draft.config, dtype, chunk, needs_all_hidden=False) if draft.layers else 0
+    pools = 2 if graphs else 1  # graphs have one of their own
+    target_page = bytes_per_page(model, len(model.kv_layers), config.page_size, kv_dtype)
+    return plan_memory(
+        config,
+        free=available_memory(device) if ranks is None else _least_memory(device, ranks),
+        on_cpu=device.type == "cpu",
+        model_len=min(model.max_position, draft.config.max_position),
+        weights=0 if is_shared and share.index == 0 else weight_bytes(model, dtype, device),
+        draft_weights=_draft_bytes(draft, dtype, device, to_fp8=config.speculation.quantizes_draft),
+        page_bytes=target_page + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
+        target_page_bytes=target_page,
+        state_bytes=_state_bytes(prepared, config.speculation.drafted + 1),
+        cached_state_bytes=_state_bytes(prepared, 0),
+        vocabulary=model.vocab_size,
+        rows=draft.kv_slots_per_step(config.speculation.drafted + 1),
+        token_bytes=_token_bytes(model, draft, dtype),
+        temporary=pools * max(dequantized_bytes(part, dtype, device) for part in (model, draft.config)),
+        corpus_bytes=(lambda running: 0) if corpus is None else corpus.bytes,
+        grammars=2 * CELLS,
+        graphs=graphs,
+        share=share,
+    )
+
+
+def pages_of_shared_pool(prepared: Sequence[Prepared], replicas: int = 1) -> int | None:
+    """How many pages a KV pool of the target can have that all these engines use, one at a time, on one copy of the
+    weights. None if they cannot: their pages differ, one has a prefix cache, which would keep pages between its turns,
+    or there is no room. replicas: see `MemoryShare`."""
+    configs = [one.config for one in prepared]
+    sizes = {(config.page_size, config.kv_pages, kv_dtype_of(config, one.dtype), config.memory_fraction)
+             for config, one in zip(configs, prepared, strict=True)}  # fmt: skip
+    if len(sizes) > 1 or any(config.prefix_cache for config in configs):
+        return None
+    try:
+        plans = [memory_plan(one, MemoryShare(replicas=replicas)) for one in prepared]
+    except SpecbatchError:  # it is refused when it is built
+        return None
+    first = plans[0]
+    room = first.available - first.weights - sum(plan.fixed for plan in plans)
+    most = max(plan.kv_pages for plan in plans)
+    each = first.target_page_bytes + sum(plan.page_bytes - plan.target_page_bytes for plan in plans)
+    pages = min(most, room // each) if each else most
+    return pages if pages > 0 else None
+
+
+def _draft_bytes(draft: DraftPlan, dtype: torch.dtype, device: torch.device, *, to_fp8: bool) -> int:
+    """Memory that the weights of a draft take once they are loaded. to_fp8: its matrices are quantized at load, and a
+    copy of the target's output matrix if it has none of its own."""
+    size = weight_bytes(draft.weights, dtype, device) if draft.weights else 0
+    size += sum(map(math.prod, draft.shapes_of(draft.config).values())) * dtype.itemsize
+    if not to_fp8:
+        return size
+    if keeps_quantized(device):
+        size -= saved_by_fp8(draft.config, draft.shapes, dtype)
+    if any(name.endswith("lm_head.weight") for name in draft.shapes):
+        return size
+    head = rows_per_rank(draft.config.vocab_size, draft.config.ranks), draft.config.hidden_size
+    return size + (FP8Weights().memory(head) if keeps_quantized(device) else math.prod(head) * dtype.itemsize)
+
+
+def _least_memory(device: torch.device, ranks: Communicator) -> int:
+    """Free memory of a rank: on a CPU all ranks share it."""
+    free = available_memory(device) // (ranks.size if device.type == "cpu" else 1)
+    mebibytes = torch.tensor([float(free >> 20)], device=device)
+    return int(ranks.all_gather(mebibytes).min()) << 20
+
+
+def _token_bytes(target: ModelConfig, draft: DraftPlan, dtype: torch.dtype) -> int:
+    """Activations of a token: those of the target, or of the draft after it, which reads its features and may keep
+    embedded tokens with their ids and positions."""
+    features = (draft.needs_all_hidden + len(draft.aux)) * target.hidden_size * dtype.itemsize
+    embedded = draft.embedded * (draft.config.hidden_size * dtype.itemsize + 2 * torch.int64.itemsize)
+    drafting = features + embedded + token_bytes(draft.config, dtype) if draft.layers else 0
+    return max(token_bytes(target, dtype) + features, drafting)
+
+
+def _state_bytes(prepared: Prepared, rows: int) -> int:
+    """Recurrent states of one slot with a verify of `rows` tokens, the target's and the draft's; with 0, of a cached
+    prefix."""
+    model, draft, types = prepared.model, prepared.draft, state_types(prepared.dtype, prepared.config.state_dtype)
+    own = state_bytes(model.state_shapes, model.recurrent_layers, rows, types)
+    return own + state_bytes(draft.config.state_shapes, draft.state_layers, rows, types)
+
+
+def kv_dtype_of(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    return torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype

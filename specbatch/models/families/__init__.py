@@ -1,0 +1,1 @@
+"""Model families, one file each. `specbatch.models.config` is their registry."""

@@ -1,0 +1,1 @@
+"""Text and token ids: tokenizers, their files and special tokens, chat templates."""

@@ -1,0 +1,349 @@
+"""Client of an OpenAI-compatible server (vLLM, SGLang and others) with the interface of an engine.
+
+    engine = HttpEngine(Server("http://localhost:8000"))
+    completions = engine.generate(prompts, params, concurrency=8)
+
+Times are measured on this machine and include HTTP: a request is submitted when it is sent (with arrivals, when it
+arrives), and its first token arrives with the first chunk of the stream that has one. `queue_s` is the time that
+`concurrency` made it wait here; the server does not report its own queue. The server counts the tokens (`usage`); if it
+counts in every chunk (`continuous_usage_stats`: vLLM, SGLang), inter-token latencies and the peak second are known.
+A request whose connection ends before a byte of its answer came is sent once more, on a new connection: servers close
+connections between requests, as llama.cpp's does after each stream. `resent_requests` in the counters is their number.
+`client_cpu_share` in the counters is the CPU time of this client over the window: near 1 the client itself is slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import aiohttp
+
+from specbatch.core.request import Completion, SamplingParams
+from specbatch.errors import SpecbatchError, refuse
+from specbatch.records.run_record import RunRecord
+from specbatch.records.summarize import error_counts, most_at_once, peak_throughput, summarize
+from specbatch.sweeps.http import client as http_client
+from specbatch.sweeps.http.answer import Answer, Drafting, Timings
+from specbatch.sweeps.http.client import CONNECT_S, ERRORS, Failed, StatusError, Unanswered, describe, events, parsed
+from specbatch.sweeps.http.prompt_text import PromptText
+from specbatch.sweeps.http.server import Server
+from specbatch.sweeps.http.server_cache import ServerCache
+from specbatch.sweeps.http.server_counters import accepted, counters_of
+from specbatch.sweeps.workload.workloads import SENT
+
+if TYPE_CHECKING:
+    from specbatch.text.tokenizer import Tokenizer
+
+NAME_LENGTH = 200  # of a model, which becomes the name of a folder
+VERSION = ("/version", "/server_info")  # vLLM, SGLang
+SGLANG = "sglang"  # owned_by of its models
+Messages = list[dict[str, Any]]
+
+
+class HttpEngine:
+    """The part of `Engine` that a sweep needs. Raises SpecbatchError if the server, its model or a tokenizer is not
+    available; a request that fails later is a completion with finish_reason "error", counted by its
+    `error` in the record."""
+
+    tokenizer: Tokenizer  # next to an engine, that of the engine, set by whoever loads it
+
+    def __init__(self, server: Server, *, log: Callable[[str], None] | None = None) -> None:
+        self.server = server
+        self._log = log or (lambda line: None)
+        found = self._model()
+        self.model: str = found["id"]
+        if server.alongside is None:
+            self.tokenizer = self._open_tokenizer(found)
+        self.config = server
+        self.caps: dict[str, Any] = {"device": server.base_url, "dtype": "the server's own"}
+        longest = found.get("max_model_len")
+        if isinstance(longest, int) and not isinstance(longest, bool) and 0 < longest < 2**31:
+            self.caps["max_model_len"] = longest
+        self._messages: dict[tuple[int, ...], Messages] = {}
+        self._texts: PromptText | None = None
+        kind = found.get("owned_by")
+        self._is_sglang = kind == SGLANG
+        owner = http_client.one_line(kind, NAME_LENGTH) if isinstance(kind, str) else ""
+        self._cache = ServerCache(owner or None, lambda path: self._ask_text(path, method="POST"))
+        if (version := self._version()) is not None:
+            self.caps["server_version"] = version
+            owner = f"{owner} {version}".lstrip()
+        about = f" ({owner})" if owner else ""
+        self._name = f"server{about} at {server.base_url}, prompts as {server.send}"
+        self._log(f"{self._name}, model {self.model}")
+        self._before: dict[str, float] | None = None
+        self._start_window()
+
+    # -- work -------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        *,
+        concurrency: int,
+        arrivals: Sequence[float] | None = None,
+        on_completion: Callable[[Completion], None] | None = None,
+    ) -> list[Completion]:
+        """As `Engine.generate`; the completions hold text and no token ids. Refuses parameters that are not sent."""
+        for own in {id(own): own for own in params}.values():
+            _refuse_unsent(own)
+        if self.server.send == "text" and self._texts is None:
+            self._texts = PromptText(self.tokenizer, lambda body: self._get_text("/tokenize", body))
+        cpu = time.thread_time()
+        try:
+            return asyncio.run(self._work(prompts, params, concurrency, arrivals, on_completion))
+        finally:
+            self._cpu_s += time.thread_time() - cpu
+
+    def know_messages(self, prompts: Sequence[list[int]], messages: Sequence[Messages | None]) -> None:
+        """The messages that the chat template rendered as these prompts, for `send` "chat"; None: another kind."""
+        if self.server.send != "chat":
+            return
+        if not all(messages):
+            works = "needs prompts that are messages: use a data set of messages, or --chat-template"
+            raise refuse("send", "chat", works)
+        self._messages |= {tuple(ids): found for ids, found in zip(prompts, messages, strict=True) if found}
+
+    def forget_prefixes(self) -> None:
+        """Keep what follows from using the server's prefix cache of what came before, if it has a way for that."""
+        self._cache.forget()
+
+    def reset_record(self) -> None:
+        """Start a new measured window."""
+        self._start_window()
+        self._before = counters_of(self._get_text("/metrics"))
+
+    def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
+        """All work since `reset_record`. The accept length comes from the server's own counters over that time."""
+        window = self._closed - self._opened if self._opened is not None else 0.0
+        metrics = summarize(self._completions, window, concurrency)
+        metrics["peak_output_throughput"] = peak_throughput(self._per_second, window) if self._counts_chunks else None
+        metrics["peak_concurrency"] = most_at_once(self._spans)
+        found = accepted(self._before, counters_of(self._get_text("/metrics")), self._completions, self._drafting)
+        metrics |= found.metrics
+        counters = {"errors": error_counts(self._completions), "resent_requests": self._resent} | found.counters
+        if window > 0:
+            counters["client_cpu_share"] = self._cpu_s / window
+        return RunRecord(
+            config=self._config(),
+            caps=dict(self.caps),
+            metrics=metrics,
+            counters=counters,
+            requests=[item.as_row() for item in self._completions],
+            workload=workload or {},
+        )
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _config(self) -> dict[str, Any]:
+        found = self.server.as_dict() | {
+            "server": self._name,
+            "served_model": self.model,
+            "prefix_cache": f"the server's own, {self._cache.state}",
+            "idle_timeout_s": self.server.idle_timeout,
+            "request_timeout_s": self.server.request_timeout,
+        }
+        if self.server.alongside is None:
+            found |= {"model": self.model, "tokenizer": self.tokenizer.name}
+        return found
+
+    def _start_window(self) -> None:
+        self._completions: list[Completion] = []
+        self._drafting: list[Drafting | Timings] = []
+        self._resent = 0
+        self._counts_chunks = True  # of each answer
+        self._cpu_s = 0.0
+        self._per_second: Counter[int] = Counter()
+        self._spans: list[tuple[float, float]] = []
+        self._opened: float | None = None
+        self._closed = 0.0
+
+    async def _work(
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        concurrency: int,
+        arrivals: Sequence[float] | None,
+        on_completion: Callable[[Completion], None] | None,
+    ) -> list[Completion]:
+        waiting: deque[int] = deque(range(len(prompts)))
+        done: dict[int, Completion] = {}
+        timeout = aiohttp.ClientTimeout(total=self.server.request_timeout, sock_connect=CONNECT_S)
+        start = time.perf_counter()
+        if self._opened is None:
+            self._opened = start + (arrivals[0] if arrivals else 0.0)
+
+        async def worker(session: aiohttp.ClientSession) -> None:
+            while waiting:
+                index = waiting.popleft()
+                arrived = time.perf_counter() if arrivals is None else start + arrivals[index]
+                await asyncio.sleep(max(0.0, arrived - time.perf_counter()))
+                text = self._texts.of(prompts[index]) if self._texts is not None else None
+                most, templated = params[index].max_new_tokens, self.server.send == "chat"
+                answer = Answer(index, prompts[index], arrived, most, text, templated=templated)
+                try:
+                    await self._ask(session, answer, params[index], text)
+                except Exception as error:  # whatever an answer leads to fails its request and not the sweep
+                    answer.finish_reason, answer.error = "error", describe(error)
+                self._closed = max(self._closed, time.perf_counter())
+                self._spans.append((arrived, time.perf_counter()))
+                done[index] = completion = replace(answer.completion(), seed=params[index].seed)
+                if completion.is_complete:
+                    self._take(answer)
+                self._completions.append(completion)
+                if on_completion is not None:
+                    on_completion(completion)
+
+        async with http_client.session(self.server.headers, timeout) as session, asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency, len(prompts))):
+                group.create_task(worker(session))
+        return [done[index] for index in range(len(prompts))]
+
+    def _take(self, answer: Answer) -> None:
+        """Add a complete answer to the window."""
+        assert self._opened is not None
+        if answer.drafting is not None:
+            self._drafting.append(answer.drafting)
+        if self._texts is not None and answer.text is not None:
+            self._texts.learn(answer.prompt, answer.text, answer.prompt_tokens)
+        self._counts_chunks = self._counts_chunks and answer.is_counted
+        for when, tokens in answer.arrivals:
+            self._per_second[int(when - self._opened)] += tokens
+
+    async def _ask(
+        self, session: aiohttp.ClientSession, answer: Answer, params: SamplingParams, text: str | None
+    ) -> None:
+        """Send a request and read its stream to the end. Raises what went wrong, one of ERRORS."""
+        asked, path = self._question(answer.prompt, text)
+        body: dict[str, Any] = {
+            "model": self.model,
+            **asked,
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "ignore_eos": params.ignore_eos,
+            "skip_special_tokens": params.skip_special_tokens,
+            **_sampling(params),
+            **self._cache.fields,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        if params.stop:
+            body["stop"] = list(params.stop)
+        if self._is_sglang:
+            body["return_spec_tokens_details"] = True
+        answer.sent = time.perf_counter()
+        try:
+            await self._stream(session, path, body, answer)
+        except Unanswered:  # other connections that wait for a request may be closed, too
+            self._resent += 1
+            async with http_client.session(self.server.headers, session.timeout, reuse=False) as fresh:
+                await self._stream(fresh, path, body, answer)
+        answer.check()
+
+    async def _stream(self, session: aiohttp.ClientSession, path: str, body: dict[str, Any], answer: Answer) -> None:
+        """Send a request and add its stream to `answer`."""
+        url, loop = f"{self.server.base_url}{path}", asyncio.get_running_loop()
+        idle = asyncio.timeout(self.server.idle_timeout)  # aiohttp's own does not see a broken chunk encoding
+        try:
+            async with idle, session.post(url, json=body, allow_redirects=False) as response:
+                await http_client.check_status(response)
+                async for event in events(response, answer.most_bytes):
+                    now = time.perf_counter()
+                    idle.reschedule(loop.time() + self.server.idle_timeout)
+                    answer.take(parsed(event), now)
+        except aiohttp.ConnectionTimeoutError:
+            raise
+        except TimeoutError:
+            if idle.expired():
+                raise Failed(f"no data for {self.server.idle_timeout:g} s (--idle-timeout)") from None
+            raise Failed(f"not finished after {self.server.request_timeout:g} s (--request-timeout)") from None
+
+    def _question(self, prompt: list[int], text: str | None) -> tuple[dict[str, Any], str]:
+        """The fields of a request that hold its prompt, and its path."""
+        if self.server.send != "chat":
+            return {"prompt": prompt if text is None else text}, "/v1/completions"
+        fields: dict[str, Any] = {"messages": self._messages[tuple(prompt)]}
+        if self.server.thinking is not None:
+            fields["chat_template_kwargs"] = {"enable_thinking": self.server.thinking}
+        return fields, "/v1/chat/completions"
+
+    # -- the server -------------------------------------------------------------------------------------------
+
+    def _model(self) -> dict[str, Any]:
+        """The server's description of the requested model."""
+        url, wanted = self.server.base_url, self.server.model
+        try:
+            models = [item for item in json.loads(self._ask_text("/v1/models"))["data"] if _is_name(item["id"])]
+        except (LookupError, TypeError, RecursionError, json.JSONDecodeError):
+            raise refuse("base_url", url, "/v1/models did not answer with OpenAI's list of models") from None
+        except ERRORS as error:
+            if isinstance(error, StatusError) and error.status in (401, 403):
+                works = f"the server at {url} refuses it ({error}); name the environment variable with its key"
+                raise refuse("api_key_env", self.server.api_key_env, works) from None
+            raise refuse("base_url", url, f"no answer from /v1/models ({describe(error)}); is the server up?") from None
+        names = http_client.one_line(", ".join(item["id"] for item in models), 1_000)
+        if wanted is None and len(models) == 1:
+            return dict(models[0])
+        found = next((item for item in models if item["id"] == wanted), None)
+        if found is None:
+            raise refuse("model", wanted, f"the server at {url} has {names or 'none'}; name one with --model")
+        return dict(found)
+
+    def _open_tokenizer(self, found: dict[str, Any]) -> Tokenizer:
+        from specbatch.weights import open_tokenizer
+
+        if self.server.tokenizer is not None:
+            return open_tokenizer(self.server.tokenizer, self._log)
+        root = found.get("root")
+        name = root if _is_name(root) else self.model
+        try:
+            return open_tokenizer(name, self._log)
+        except SpecbatchError as error:
+            works = f"that of the server's model {name} is not available here; give its folder or .gguf file ({error})"
+            raise refuse("tokenizer", None, works) from None
+
+    def _version(self) -> str | None:
+        """The server's own version, if it has an endpoint for that."""
+        for path in VERSION:
+            with suppress(ValueError, RecursionError):
+                found = json.loads(self._get_text(path))
+                if isinstance(found, dict) and _is_name(version := found.get("version")):
+                    return version
+        return None
+
+    def _get_text(self, path: str, body: Any = None) -> str:
+        """The text at `path`, of the answer to a POST of `body` if there is one; "" without an answer."""
+        with suppress(*ERRORS):
+            return self._ask_text(path, method="GET" if body is None else "POST", body=body)
+        return ""
+
+    def _ask_text(self, path: str, *, method: str = "GET", body: Any = None) -> str:
+        url, headers = self.server.base_url + path, self.server.headers
+        return asyncio.run(http_client.read_text(url, headers, method=method, body=body))
+
+
+def _is_name(model: object) -> TypeGuard[str]:
+    """Whether a model can be named in messages, tables and folders."""
+    return isinstance(model, str) and model.isprintable() and 0 < len(model) <= NAME_LENGTH
+
+
+def _refuse_unsent(params: SamplingParams) -> None:
+    for item in fields(params):
+        if item.name not in SENT and (value := getattr(params, item.name)) != item.default:
+            raise refuse(item.name, value, "is not sent to a server; leave it out")
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    """Fields of a sampled request. All of them are sent, because servers take defaults from the model otherwise; -1 is
+    top-k off for vLLM and SGLang."""
+    if not params.temperature:
+        return {}
+    return {"top_p": params.top_p, "top_k": params.top_k or -1, "min_p": params.min_p, "seed": params.seed}

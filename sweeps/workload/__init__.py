@@ -1,0 +1,1 @@
+"""Workloads of a sweep: prompts, lengths, arrivals."""

@@ -1,0 +1,453 @@
+"""Workload of a sweep: prompts, output lengths and arrivals, the same for every configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SAMPLED, refuse_unsampled, sampling_of, sampling_text
+from specbatch.errors import SpecbatchError, at_least, refuse
+from specbatch.jobs.prompt_file import location
+from specbatch.jobs.prompts import FORMS, TURNS, Prompt, misplaced_note, params_of, read_prompts
+from specbatch.jobs.questions import bundled_questions
+from specbatch.records.objectives import Objectives, objectives_text
+from specbatch.records.sweep_plan import LEAST_PROMPTS
+from specbatch.sweeps.workload.defaults import INPUT_LEN
+
+if TYPE_CHECKING:
+    from specbatch.text.tokenizer import Tokenizer
+
+LM_EVAL = "lm-eval:"
+_UNUSED = {"n", "logprobs", "top_logprobs", "prompt_logprobs"}  # of a row's parameters, in a sweep
+SENT = frozenset(
+    {*SAMPLED, "seed", "max_new_tokens", "stop", "ignore_eos", "skip_special_tokens"}
+)  # of a row's parameters, to a server
+RANDOM = ("random", "gsp")  # datasets of random token ids
+Length = int | tuple[int, int]  # tokens, or least and most with a uniform distribution
+
+
+class TaskReader(Protocol):
+    """Reads the prompts of a task, and the texts that end an answer."""
+
+    def __call__(self, name: str, data: Path | None, *, as_messages: bool) -> tuple[list[Prompt], tuple[str, ...]]: ...
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts, output lengths and arrivals of every point.
+
+    dataset     "random": seeded token ids of input_len, outputs of exactly output_len;
+                "gsp" (generated shared prefix, after SGLang's benchmark): `groups` of `group_prompts` seeded prompts,
+                each of shared_len tokens that are its group's and input_len of its own, all in shuffled order;
+                "gsm8k": its test questions, which are bundled, or those of the file `data`;
+                "lm-eval:TASK": what that task asks, worked examples included, with the texts that end its answers, in
+                its own order; `data` as for `specbatch eval`;
+                or the path of a JSONL file as in `specbatch.jobs.prompts`, whose lines may also hold the `turns` of
+                MT-Bench and SPEED-Bench (`sweeps.workload.conversations`). Rows with categories are taken in turn from
+                each, so that the prompts of every point have all of them
+    temperature, top_p, top_k, min_p   how answers are sampled; greedy by default, so that every configuration must
+                produce the same tokens
+    category    asks only the rows of this category
+    turns       asks at most this many turns of a conversation; None: all
+    input_len   tokens per random prompt; with "gsp" its own
+    output_len  tokens per answer; for text the most, as an end token ends it
+    prompts_per_concurrency  a point runs this many prompts per running request, and never fewer than four; with "gsp"
+                it runs all groups
+    request_rate  prompts that arrive in a second, at random (a Poisson process of this seed, the first one at once);
+                inf: a closed loop, where a prompt is submitted when another one ends
+    sequential  a request is submitted after the previous one has left the device, so that each runs alone
+    burst       prompts that arrive together, at the same mean rate; 0: all of a point at once, which takes no rate
+    chat_template  None: messages are rendered by the model's template and all else is continued as text; True:
+                texts become a message of the user; False: nothing is rendered
+    thinking    the template's `enable_thinking`; None leaves it to the template
+    slo         latency objectives that goodput counts by; None: it is not computed
+    read_task   reads the prompts of lm-eval:TASK
+    """
+
+    dataset: str = "random"
+    data: Path | None = None
+    input_len: Length = INPUT_LEN
+    output_len: Length = 128
+    prompts_per_concurrency: int = 4
+    seed: int = 0
+    groups: int = 32
+    group_prompts: int = 16
+    shared_len: Length = 2048
+    request_rate: float = math.inf
+    burst: int = 1
+    sequential: bool = False
+    chat_template: bool | None = None
+    thinking: bool | None = None
+    category: str | None = None
+    turns: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    slo: Objectives | None = None
+    read_task: TaskReader | None = field(default=None, repr=False, compare=False)
+    rows: tuple[Prompt, ...] = field(default=(), init=False, repr=False)  # of a dataset of text
+    stop: tuple[str, ...] = field(default=(), init=False)  # texts that end its answers
+
+    def __post_init__(self) -> None:
+        for name in ("input_len", "output_len", "shared_len"):
+            _check_length(name, getattr(self, name))
+        for name in ("prompts_per_concurrency", "groups", "group_prompts"):
+            at_least(name, getattr(self, name), 1)
+        for name in ("groups", "group_prompts", "shared_len"):
+            if not self.is_grouped and getattr(self, name) != getattr(Workload, name):
+                raise refuse(name, shown(getattr(self, name)), "goes with --dataset gsp; leave it out")
+        self.params(1)  # refuses values that cannot be sampled with
+        refuse_unsampled({name: getattr(self, name) for name in SAMPLED})
+        if not self.request_rate > 0:
+            raise refuse("request_rate", self.request_rate, "use requests per second above 0, or inf for a closed loop")
+        if self.burst:  # 0: all
+            at_least("burst", self.burst, 1)
+        if self.burst == 0 and self.request_rate < math.inf:
+            raise refuse("request_rate", self.request_rate, "all prompts arrive at once; leave it out, or --burst all")
+        if self.burst > 1 and self.request_rate == math.inf:
+            raise refuse("burst", self.burst, "give --request-rate, too, or use all")
+        if self.sequential and self.is_open:
+            raise refuse("request_rate", self.request_rate, "sequential requests do not arrive by a clock")
+        if self.data is not None and self.dataset != "gsm8k" and not self.dataset.startswith(LM_EVAL):
+            raise refuse(
+                "data",
+                str(self.data),
+                "goes with --dataset gsm8k and lm-eval:TASK; name other files as --dataset FILE.jsonl",
+            )
+        if self.is_random:
+            for name in ("chat_template", "thinking", "category", "turns"):
+                if getattr(self, name) is not None:
+                    raise refuse(name, getattr(self, name), f"{self.dataset} prompts are not text; leave it out")
+            return
+        if not isinstance(self.output_len, int):
+            raise refuse(
+                "output_len", shown(self.output_len), "answers of text end by themselves; give one number, the maximum"
+            )
+        rows, stop = self._read()
+        rows = self._of_turns(_of_categories(rows, self.category))
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "rows", tuple(row.as_message() if self.chat_template else row for row in rows))
+        self._check_sampling()
+        if self.thinking is not None and not self.is_rendered:
+            works = "no prompt is rendered by a chat template, which has that switch; add --chat-template"
+            raise refuse("thinking", self.thinking, works)
+
+    @property
+    def is_random(self) -> bool:
+        return self.dataset in RANDOM
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.dataset == "gsp"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether prompts arrive by a clock."""
+        return self.request_rate < math.inf or self.burst == 0
+
+    @property
+    def most_turns(self) -> int:
+        """Turns of the longest conversation; 1 without conversations."""
+        return 1 + max((len(row.later) for row in self.rows), default=0)
+
+    @property
+    def is_rendered(self) -> bool:
+        """Whether the chat template renders some of the prompts."""
+        return self.chat_template is not False and any(row.form == "messages" for row in self.rows)
+
+    @property
+    def input_range(self) -> tuple[int, int] | None:
+        """Fewest and most tokens of a prompt; None where it takes the tokenizer to know."""
+        if not self.is_random:
+            return None
+        parts = [_bounds(self.input_len), *([_bounds(self.shared_len)] if self.is_grouped else [])]
+        return sum(least for least, _ in parts), sum(most for _, most in parts)
+
+    @property
+    def mean_input(self) -> float:
+        """Mean tokens of a prompt; of text, an estimate of four characters a token."""
+        if self.input_range is not None:
+            return sum(self.input_range) / 2
+        return sum(len(str(row.value)) for row in self.rows) / len(self.rows) / 4
+
+    @property
+    def max_model_len(self) -> int | None:
+        """What the prompts need; None where it takes the tokenizer to know."""
+        return None if self.input_range is None else self.input_range[1] + _bounds(self.output_len)[1]
+
+    def params(self, count: int) -> list[SamplingParams]:
+        """Of the first `count` prompts: those of the workload, with what the row of a file sets in its `sampling`. Each
+        has its own seed, the same in all configurations and repeats. Special tokens of text are shown, so that what
+        should not be there is seen."""
+        return [self._params(index) for index in range(count)]
+
+    def _params(self, index: int) -> SamplingParams:
+        params = SamplingParams(
+            **{name: getattr(self, name) for name in SAMPLED},
+            max_new_tokens=self._draw_length("output", index, self.output_len),
+            ignore_eos=self.is_random,
+            stop=self.stop,
+            skip_special_tokens=self.is_random,
+        )
+        if self.rows:
+            params = params_of(self.rows[index % len(self.rows)], params)
+        if params.seed is None and params.temperature:
+            params = params.with_seed(random.Random(f"{self.seed}/sampling {index}").getrandbits(31))
+        return params
+
+    def notes(self) -> list[str]:
+        """What to log of names in the rows of a file that have no effect, each once."""
+        found: dict[str, int] = {}
+        for row in self.rows:
+            for name in row.misplaced:
+                found.setdefault(name, row.line)
+        return [misplaced_note(self.data or self.dataset, line, [name]) for name, line in found.items()]
+
+    def refuse_unsent(self) -> None:
+        """Refuse parameters in a row that are not sent to servers."""
+        self._refuse_rows(SENT, "is not sent to a server; leave it out")
+
+    def _check_sampling(self) -> None:
+        """Refuse parameters in a row that a sweep cannot use: it counts one answer to each prompt, without
+        log-probabilities."""
+        names = {item.name for item in fields(SamplingParams)} - _UNUSED
+        self._refuse_rows(names, "has no effect in a sweep; leave it out")
+        for index, row in enumerate(self.rows):
+            try:
+                params = self._params(index)
+                refuse_unsampled({name: getattr(params, name) for name in SAMPLED})
+            except SpecbatchError as error:  # together with those of the workload
+                raise self._of_row(row, str(error)) from None
+
+    def _refuse_rows(self, names: Collection[str], works: str) -> None:
+        for row in self.rows:
+            if unused := row.sampling.keys() - names:
+                raise self._of_row(row, f"{', '.join(sorted(unused))} {works}")
+
+    def _of_row(self, row: Prompt, problem: str) -> SpecbatchError:
+        setting, source = ("dataset", self.dataset) if self.data is None else ("data", str(self.data))
+        return refuse(setting, location(source, row.line), f"sampling: {problem}")
+
+    def count(self, concurrency: int) -> int:
+        if self.is_grouped:
+            return self.groups * self.group_prompts
+        return max(self.prompts_per_concurrency * concurrency, LEAST_PROMPTS)
+
+    def requests(self, concurrency: int) -> int:
+        """Requests of a point: a prompt has one for each of its turns."""
+        return self._requests(self.count(concurrency))
+
+    def _requests(self, count: int) -> int:
+        return count + sum(len(self.rows[index % len(self.rows)].later) for index in range(count if self.rows else 0))
+
+    def arrivals(self, count: int) -> list[float] | None:
+        """Seconds at which the first `count` prompts arrive; None in a closed loop."""
+        if not self.is_open:
+            return None
+        if self.burst == 0:
+            return [0.0] * count
+        clock, rate = random.Random(f"{self.seed}/arrivals"), self.request_rate / self.burst
+        bursts = -(-count // self.burst)
+        times = accumulate((clock.expovariate(rate) for _ in range(bursts - 1)), initial=0.0)
+        return [time for time in times for _ in range(self.burst)][:count]
+
+    def prompts(self, tokenizer: Tokenizer, count: int) -> list[list[int]]:
+        """The first `count` prompts as token ids. A file with fewer rows starts over."""
+        if not self.is_random:
+            template = self.chat_template is not False
+            encoded = [
+                row.encode(tokenizer, chat_template=template, thinking=self.thinking) for row in self.rows[:count]
+            ]
+            return [encoded[index % len(encoded)] for index in range(count)]
+        avoid = tokenizer.eos_ids | {tokenizer.bos_id}
+        usable = [token for token in range(tokenizer.vocab_size) if token not in avoid]
+
+        def draw(name: str, length: int) -> list[int]:
+            return random.Random(f"{self.seed}/{name}").choices(usable, k=length)
+
+        def own(index: int) -> list[int]:
+            return draw(f"{index}", self._draw_length("input", index, self.input_len))
+
+        if not self.is_grouped:
+            return [own(index) for index in range(count)]
+        shared = [
+            draw(f"group {group}", self._draw_length("shared", group, self.shared_len)) for group in range(self.groups)
+        ]
+        order = [group for group in range(self.groups) for _ in range(self.group_prompts)]
+        random.Random(f"{self.seed}/order").shuffle(order)
+        return [shared[group] + own(index) for index, group in enumerate(order[:count])]
+
+    def messages(self, count: int) -> list[list[dict[str, Any]] | None]:
+        """What the chat template renders as the first `count` prompts; None for those of another kind."""
+        rows = [row.value if row.form == "messages" and self.chat_template is not False else None for row in self.rows]
+        return [rows[index % len(rows)] for index in range(count)] if rows else [None] * count
+
+    def describe(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Describe a point's prompts for its record. output_len is the maximum, input_len is None if prompts differ;
+        input_range and output_range hold the smallest and the largest of random lengths, and of those that rows set.
+        Without prompts: all rows."""
+        inputs, outputs = self.input_range, _bounds(self.output_len)
+        params = self.params(len(prompts) or len(self.rows) or 1)
+        own = [row.sampling for row in self.rows if row.sampling]
+        if own:
+            lengths = [one.max_new_tokens for one in params]
+            outputs = min(lengths), max(lengths)
+        return {
+            "dataset": self.dataset,
+            "data": str(self.data) if self.data else None,
+            "input_len": inputs[0] if inputs and inputs[0] == inputs[1] else None,
+            "input_range": list(inputs) if inputs and inputs[0] < inputs[1] else None,
+            "output_len": outputs[1],
+            "output_range": list(outputs) if outputs[0] < outputs[1] else None,
+            "ignore_eos": self.is_random,
+            "stop": list(self.stop),
+            "chat_template": self.chat_template,
+            "rendered": self.is_rendered,
+            "thinking": self.thinking,
+            "prompts": len(prompts),
+            "distinct_prompts": len({tuple(prompt) for prompt in prompts}),
+            "category": self.category,
+            **({"turns": self.most_turns, "requests": self._requests(len(prompts))} if self.most_turns > 1 else {}),
+            "sampling": next((sampling_of(one) for one in params if one.temperature), None),
+            **({"own_sampling": _described(own, len(self.rows))} if own else {}),
+            "seed": self.seed,
+            "shared": {name: getattr(self, name) for name in ("groups", "group_prompts", "shared_len")}
+            if self.is_grouped
+            else None,
+            "request_rate": self.request_rate if self.request_rate < math.inf else None,
+            "burst": self.burst,
+            "sequential": self.sequential,
+            "prompts_sha256": sha256_of(prompts),
+            **({"slo": self.slo.as_dict()} if self.slo else {}),
+        }
+
+    def _draw_length(self, what: str, index: int, length: Length) -> int:
+        least, most = _bounds(length)
+        return least if least == most else random.Random(f"{self.seed}/{what} length {index}").randint(least, most)
+
+    def _of_turns(self, rows: list[Prompt]) -> list[Prompt]:
+        """The rows with as many turns as are asked."""
+        if self.turns is not None:
+            at_least("turns", self.turns, 1)
+            if not any(row.later for row in rows):
+                raise refuse("turns", self.turns, "the prompts have a single turn; leave it out")
+            rows = [replace(row, later=row.later[: self.turns - 1]) for row in rows]
+        if self.is_open and any(row.later for row in rows):
+            works = "later turns wait for answers and cannot arrive by a clock; add --turns 1"
+            if self.burst == 0:
+                raise refuse("burst", "all", works)
+            raise refuse("request_rate", self.request_rate, works)
+        return rows
+
+    def _read(self) -> tuple[list[Prompt], tuple[str, ...]]:
+        """The rows of a dataset of text, and what ends its answers."""
+        if self.dataset == "gsm8k":
+            return (read_prompts(self.data, "data", takes_sampling=True) if self.data else _gsm8k()), ()
+        if self.dataset.startswith(LM_EVAL):
+            if self.read_task is None:
+                works = "pass read_task=specbatch.evals.prompts.task_prompts"
+                raise refuse("dataset", self.dataset, works)
+            return self.read_task(self.dataset.removeprefix(LM_EVAL), self.data, as_messages=bool(self.chat_template))
+        if not self.dataset.endswith(".jsonl"):
+            works = "use random, gsp, gsm8k, lm-eval:TASK or the path of a .jsonl file"
+            raise refuse("dataset", self.dataset, works)
+        return read_prompts(Path(self.dataset), "dataset", (*FORMS, TURNS), takes_sampling=True), ()
+
+
+def _of_categories(rows: list[Prompt], category: str | None) -> list[Prompt]:
+    """The rows of a category, or of each in turn."""
+    by_category: dict[str | None, list[Prompt]] = {}
+    for row in rows:
+        by_category.setdefault(row.category, []).append(row)
+    if category is None:
+        return [row for round in zip_longest(*by_category.values()) for row in round if row is not None]
+    if category not in by_category:
+        known = ", ".join(name for name in by_category if name)
+        raise refuse("category", category, f"use one of {known}" if known else "the prompts have no categories")
+    return by_category[category]
+
+
+def lines_of(work: dict[str, Any]) -> dict[str, str]:
+    """Heading lines that describe a record's workload."""
+    inputs = work.get("input_range") or work["input_len"]
+    text = f"{_text(inputs)} input tokens each" if inputs else "text"
+    if shared := work.get("shared"):
+        length = _text(shared["shared_len"])
+        text += f" ({length} of them shared by the {shared['group_prompts']} of each of {shared['groups']} groups)"
+    if work.get("rendered"):
+        thinking = work.get("thinking")
+        switch = "" if thinking is None else f", thinking {'on' if thinking else 'off'}"
+        text += f" by the chat template{switch}"
+    if turns := work.get("turns"):
+        text += f", conversations of up to {turns} turns with the configuration's own answers"
+    output = f"{'exactly' if work['ignore_eos'] else 'at most'} {_text(work.get('output_range') or work['output_len'])}"
+    of = f" ({category})" if (category := work.get("category")) else ""
+    sampled = f"{sampling_text(work.get('sampling'))}, seed {work['seed']}"
+    if own := work.get("own_sampling"):
+        sampled += f", {own['rows']} of {own['of']} rows with their own {', '.join(own['names'])}"
+    return {
+        "workload": f"{work['dataset']}{of}, {text}, output {output}, {sampled}",
+        "arrivals": _arrivals(work),
+        **({"objectives": objectives_text(slo)} if (slo := work.get("slo")) else {}),
+    }
+
+
+def _arrivals(work: dict[str, Any]) -> str:
+    rate, burst = work.get("request_rate"), work.get("burst", 1)
+    counted = "times are measured from there"
+    most = "at most as many as the concurrency run"
+    if work.get("sequential"):
+        return "one request after the other, each alone on an idle engine"
+    if burst == 0:
+        return f"all prompts of a point at once: {counted}, and {most}"
+    if rate is None:
+        return "closed loop: as many requests as the concurrency are kept unfinished"
+    together = f", {burst} together" if burst > 1 else ""
+    return (
+        f"{rate:g} requests per second at random (Poisson{together}): {counted}, throughput follows the rate, and "
+        f"{most}"
+    )
+
+
+def shown(length: Length) -> int | str:
+    """In the form of the command line."""
+    return length if isinstance(length, int) else f"{length[0]}-{length[1]}"
+
+
+def _check_length(name: str, length: Length) -> None:
+    least, most = _bounds(length)
+    at_least(name, least, 1)
+    if most < least:
+        raise refuse(name, shown(length), f"the smaller number comes first; use {most}-{least}")
+
+
+def _bounds(length: Length) -> tuple[int, int]:
+    return (length, length) if isinstance(length, int) else length
+
+
+def _text(length: int | list[int] | tuple[int, int]) -> str:
+    return str(length) if isinstance(length, int) else f"{length[0]} to {length[1]}"
+
+
+def _described(own: list[dict[str, Any]], rows: int) -> dict[str, Any]:
+    """The sampling parameters that rows set themselves, for a record."""
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+    return {"rows": len(own), "of": rows, "names": sorted({name for one in own for name in one}), "sha256": digest}
+
+
+def sha256_of(tokens: Sequence[list[int] | str]) -> str:
+    return hashlib.sha256(json.dumps(tokens, separators=(",", ":")).encode()).hexdigest()
+
+
+def _gsm8k() -> list[Prompt]:
+    rows = bundled_questions("gsm8k").rows
+    return [Prompt(line=number, form="question", value=row["question"]) for number, row in enumerate(rows, start=1)]

@@ -1,0 +1,58 @@
+"""Prompts that an engine can never run are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specbatch import SamplingParams, SpecbatchError
+from specbatch.engine.requests import prompt_reader
+from specbatch.engine.requests.prompt_reader import PromptReader, check_size
+from specbatch.text.tokenizer import ByteTokenizer
+from specbatch.weights.checkpoint import open_checkpoint
+
+
+def caps(pages: int = 50, slots: int = 1) -> dict[str, Any]:
+    return {"max_model_len": 60, "kv_pages": pages, "page_size": 4, "verify_slots": slots}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limit", "named", "works"),
+    [
+        (0, 5, "prompt 7=''", "at least one"),
+        (55, 6, "max_new_tokens of prompt 7=6", "55 tokens leave room for 5 of max_model_len=60"),
+        (60, 1, "max_new_tokens of prompt 7=1", "has 60 tokens and max_model_len=60; shorten it"),
+    ],
+)
+def test_a_request_that_could_never_run_is_refused(prompt: int, limit: int, named: str, works: str) -> None:
+    with pytest.raises(SpecbatchError) as caught:
+        check_size(caps(), prompt, limit, 7)
+    assert named in str(caught.value)
+    assert works in str(caught.value)
+
+
+def test_a_pool_too_small_for_a_request_is_refused() -> None:
+    check_size(caps(pages=8, slots=3), 20, 6, 0)
+    with pytest.raises(SpecbatchError, match="kv_pages=8: prompt 0 with its output needs 9"):
+        check_size(caps(pages=8, slots=3), 20, 7, 0)
+    with pytest.raises(SpecbatchError, match="kv_pages=8: the prompt with its output needs 9"):
+        check_size(caps(pages=8, slots=3), 20, 7, None)
+
+
+def test_a_grammar_that_is_refused_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a job with an expression that takes seconds to compile every row is checked."""
+    compiled = []
+
+    def compile_regex(regex: str) -> Any:
+        compiled.append(regex)
+        return original(regex)
+
+    original = prompt_reader.compile_regex
+    monkeypatch.setattr(prompt_reader, "compile_regex", compile_regex)
+    reader = PromptReader(ByteTokenizer(257), open_checkpoint("toy", "dummy").config, caps())
+    for row in range(3):
+        for regex in ("(a|b)*a(a|b){17}", "(a|b)*a(a|b){16}"):
+            with pytest.raises(SpecbatchError, match="more than 16000 states"):
+                reader.check([5], SamplingParams(regex=regex, max_new_tokens=5), row)
+    assert compiled == ["(a|b)*a(a|b){17}", "(a|b)*a(a|b){16}"]

@@ -1,0 +1,261 @@
+"""Choice of the draft length on a simulated device with given step times and acceptance: throughput against the best
+fixed length, probes, and adaptation."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from itertools import accumulate
+
+import pytest
+from crossed import crossed, first_quick
+
+from specbatch.config.draft_shape import lengths_of
+from specbatch.engine.schedule.draft_length import DraftLength, rising
+from specbatch.records.markdown import draft_length_lines
+
+Times = Callable[[int], float]
+
+
+@pytest.mark.parametrize(
+    ("most", "lengths"), [(1, (0, 1)), (2, (0, 1, 2)), (3, (0, 1, 2, 3)), (7, (0, 1, 2, 4, 7)), (8, (0, 1, 2, 4, 8))]
+)
+def test_lengths_are_zero_powers_of_two_and_the_most(most: int, lengths: tuple[int, ...]) -> None:
+    assert lengths_of(most) == lengths
+
+
+class World:
+    """Requests accept draft j with probability p[j] if all before it were accepted; a step of n drafts takes times(n)
+    seconds; results are known one step late."""
+
+    def __init__(self, rows: int, most: int, times: Times, seed: int = 0) -> None:
+        self.rows, self.most, self.times = rows, most, times
+        self.random = random.Random(seed)
+        self.chooser = DraftLength(lengths_of(most), [rows])
+        self.chooser.times = {rows: {n: times(n) for n in lengths_of(most)}}
+        self.tokens, self.seconds = 0, 0.0
+        self.steps: Counter[int] = Counter()
+        self.probes = 0
+        self.late: tuple[int, list[int], float] | None = None
+
+    def run(self, steps: int, p: list[float], extra: Times = lambda n: 0.0) -> float:
+        """Tokens per second of these steps; extra: seconds beyond the times that were measured at start."""
+        tokens, seconds = self.tokens, self.seconds
+        for _ in range(steps):
+            length = self.chooser.choose(self.rows)
+            self.steps[length] += 1
+            self.probes += self.chooser.probing
+            accepted = [self._accept(p[:length]) for _ in range(self.rows)]
+            took = (self.times(length) + extra(length)) * self.random.uniform(0.98, 1.02)
+            self.tokens += sum(accepted) + self.rows
+            self.seconds += took
+            if self.late is not None:
+                n, counts, before = self.late
+                self.chooser.took(self.rows, n, before)
+                self.chooser.learn(n, counts)
+            self.late = (length, accepted, took)
+        return (self.tokens - tokens) / (self.seconds - seconds)
+
+    def _accept(self, p: list[float]) -> int:
+        return next((place for place, share in enumerate(p) if self.random.random() >= share), len(p))
+
+    def fixed(self, length: int, p: list[float], extra: Times = lambda n: 0.0) -> float:
+        left = 1 + sum(accumulate(p[:length], lambda one, other: one * other))
+        return self.rows * left / (self.times(length) + extra(length))
+
+
+# As measured: verifying drafts of 128 requests takes long, of a single one hardly longer than decoding.
+LARGE: Times = lambda n: 8.62e-3 + (1.4e-3 + 2.0e-3 * n if n else 0.1e-3)  # noqa: E731
+SMALL: Times = lambda n: 4.14e-3 + 0.35e-3 * n  # noqa: E731
+
+
+@pytest.mark.parametrize(("rows", "times"), first_quick(1, [(32, LARGE), (128, LARGE), (32, SMALL), (1, SMALL)]))
+@pytest.mark.parametrize(("most", "p"), crossed([3, 15], [0.0, 0.3, 0.6, 0.95]))
+def test_no_slower_than_off_or_the_most(most: int, rows: int, times: Times, p: float) -> None:
+    """Within 2% of the better of both; the whole feature may cost 3%."""
+    world, chances = World(rows, most, times), [p] * most
+    found = world.run(2000 if rows > 1 else 8000, chances)
+    assert found > 0.98 * max(world.fixed(length, chances) for length in (0, most))
+    best = max(lengths_of(most), key=lambda length: world.fixed(length, chances))
+    assert found > 0.97 * world.fixed(best, chances)
+
+
+@pytest.mark.parametrize(
+    ("p", "clock"), first_quick(1, [(0.6, 1.5), (0.3, 0.7), *itertools.product([0.4, 0.5, 0.7], [0.7, 1.5])])
+)
+def test_another_clock_rate_than_at_start_does_not_matter(p: float, clock: float) -> None:
+    """All step times change by a factor, so by different amounts."""
+    world = World(32, 3, LARGE)
+    for _ in range(2):
+        found = world.run(2000, [p] * 3, extra=lambda n: (clock - 1) * LARGE(n))
+    best = max(world.fixed(n, [p] * 3, lambda n: (clock - 1) * LARGE(n)) for n in range(4))
+    assert found > 0.98 * best
+
+
+@pytest.mark.parametrize(
+    ("rows", "times", "p"),
+    crossed([(1, SMALL), (8, lambda n: 5e-3 + 1.2e-3 * n), (64, LARGE)], [0.05, 0.3, 0.6, 0.8, 0.9]),
+)
+def test_the_initial_guess_of_acceptance_costs_little(rows: int, times: Times, p: float) -> None:
+    """4% of the first 400 steps; a guess of 0.3 would cost half of some."""
+    worlds = [World(rows, 15, times, seed) for seed in range(4)]
+    best = max(worlds[0].fixed(length, [p] * 15) for length in lengths_of(15))
+    assert sum(world.run(400, [p] * 15) for world in worlds) / len(worlds) > 0.96 * best
+
+
+def test_times_at_start_rise_with_batch_and_length() -> None:
+    """Noise is bounded by the times of more requests or drafts; times that rise already do not change."""
+    true = {rows: {n: 1.0 + n * (1 + rows / 8) for n in (0, 1, 2, 4)} for rows in (1, 4, 32)}
+    assert rising(true) == true
+    assert [list(row) for row in rising(true).values()] == [[0, 1, 2, 4]] * 3
+    randomness = random.Random(3)
+    noisy = {rows: {n: t + randomness.choice((0, 0, 30.0)) for n, t in row.items()} for rows, row in true.items()}
+    noisy[32][4] = true[32][4]  # the largest, which nothing bounds
+    found = rising(noisy)
+    assert noisy != true
+    for rows, row in found.items():
+        for n, seconds in row.items():
+            assert true[rows][n] <= seconds <= noisy[rows][n]
+            assert all(
+                seconds <= found[more][longer] for more in true for longer in row if more >= rows and longer >= n
+            )
+
+
+@pytest.mark.parametrize(("p", "wanted"), [(0.05, 0), (0.98, 15)])
+def test_no_drafts_where_few_are_accepted_and_the_most_where_all_are(p: float, wanted: int) -> None:
+    world = World(8, 15, SMALL)
+    world.run(2000, [p] * 15)
+    assert world.steps[wanted] > 0.95 * 2000
+
+
+@pytest.mark.parametrize("rows", first_quick(1, [8, 128]))
+def test_it_adapts_when_acceptance_changes(rows: int) -> None:
+    world = World(rows, 7, SMALL)
+    for p, wanted in ((0.02, 0), (0.95, 7), (0.02, 0), (0.95, 7)):
+        world.run(3000, [p] * 7)
+        world.steps.clear()
+        world.run(500, [p] * 7)
+        assert world.steps.most_common(1)[0][0] == wanted
+
+
+def test_probes_cost_less_than_one_percent() -> None:
+    """On a device where the longest draft takes ten times as long as none."""
+    world = World(16, 15, lambda n: 8e-3 * (1 + 0.6 * n))
+    world.run(1000, [0.2] * 15)
+    world.probes, before = 0, Counter(world.steps)
+    found = world.run(10_000, [0.2] * 15)
+    assert found > 0.99 * world.fixed(0, [0.2] * 15)
+    made = world.steps - before
+    assert world.probes == 10_000 - made[0]
+    assert made[15] >= 4
+    assert made[1] >= 4
+
+
+def test_a_longer_context_makes_drafts_cheaper() -> None:
+    """Steps that all take longer than at start shift all lengths; by the times at start 0 is best."""
+    world, p = World(64, 3, lambda n: 5e-3 + 3e-3 * n), [0.55] * 3
+    world.run(1000, p)
+    assert world.steps.most_common(1)[0][0] == 0
+    world.steps.clear()
+    world.run(1000, p, extra=lambda n: 10e-3)
+    assert world.fixed(3, p, lambda n: 10e-3) > 1.05 * world.fixed(0, p, lambda n: 10e-3)
+    assert world.steps[0] < 300
+
+
+def test_probes_correct_a_wrong_time() -> None:
+    world, p = World(16, 3, lambda n: 5e-3 + 4e-3 * n), [0.9] * 3
+    world.run(6000, p, extra=lambda n: -3e-3 * n)  # drafts cost a quarter of what they did at start
+    world.steps.clear()
+    world.run(200, p, extra=lambda n: -3e-3 * n)
+    assert world.steps.most_common(1)[0][0] == 3
+
+
+def test_an_outlier_changes_little() -> None:
+    world = World(8, 7, SMALL)
+    world.run(500, [0.02] * 7)
+    world.chooser.took(8, 0, 30.0)
+    world.steps.clear()
+    world.run(100, [0.02] * 7)
+    assert world.steps[0] > 90
+
+
+def test_each_batch_size_has_its_own_length() -> None:
+    chooser = DraftLength((0, 1, 2, 3), [1, 4, 128])
+    chooser.times = {1: {n: SMALL(n) for n in range(4)}, 4: {n: SMALL(n) for n in range(4)}}
+    chooser.times[128] = {n: 5e-3 * (1 + n) for n in range(4)}
+    for _ in range(200):
+        chooser.learn(3, [2, 3, 0, 1])
+    assert [chooser.choose(rows) for rows in (1, 2, 5, 100)] == [3, 3, 0, 0]
+
+
+def test_acceptance_is_estimated_by_position() -> None:
+    chooser = DraftLength((0, 1, 2, 4), [8])
+    for _ in range(2000):
+        chooser.learn(4, [0, 1, 1, 2, 2, 3, 4, 4])
+    assert chooser.acceptance() == pytest.approx([7 / 8, 5 / 7, 3 / 5, 2 / 3], rel=0.01)
+    for _ in range(2000):  # positions that are not tried do not change
+        chooser.learn(1, [1] * 8)
+    assert chooser.acceptance() == pytest.approx([1, 5 / 7, 3 / 5, 2 / 3], rel=0.05)
+    for _ in range(2000):
+        chooser.learn(0, [0] * 8)
+    assert chooser.acceptance()[0] > 0.99
+
+
+def test_untried_positions_use_the_acceptance_of_the_previous_one() -> None:
+    chooser = DraftLength((0, 1, 2, 3), [8])
+    for _ in range(1000):
+        chooser.learn(1, [1, 0, 0, 0])
+    assert chooser.acceptance() == pytest.approx([0.25] * 3, rel=0.01)
+
+
+def test_acceptance_is_kept_while_nothing_is_drafted() -> None:
+    """One lucky draft after a long time changes little."""
+    chooser = DraftLength((0, 1), [1])
+    for _ in range(500):
+        chooser.learn(1, [0])
+    for _ in range(5000):
+        chooser.learn(0, [0])
+    chooser.learn(1, [1])
+    assert chooser.acceptance()[0] < 0.1
+
+
+def test_small_gains_do_not_change_the_length() -> None:
+    """Half of the single drafts are accepted; no drafts have costs that no step time shows, so they win ties."""
+    for before, gain, wanted in ((0, 1.025, 0), (0, 1.04, 1), (1, 1.015, 1), (1, 1.0, 0)):
+        chooser = DraftLength((0, 1), [8])
+        for _ in range(1000):
+            chooser.learn(1, [0, 1] * 4)
+        chooser.times = {8: {0: 1.0, 1: 1.0 if before else 2.0}}
+        assert chooser.choose(8) == before
+        chooser.times[8][1] = 1.5 / gain
+        assert chooser.choose(8) == wanted
+
+
+def test_probes_count_the_time_of_catching_up() -> None:
+    found = {}
+    for seconds in (0.0, 1.0):
+        world = World(32, 3, lambda n: 5e-3 * (1 + n))
+        world.chooser.catch_up_s = seconds
+        world.run(4000, [0.1] * 3)
+        found[seconds] = world.probes
+    assert found[0.0] > 5
+    assert found[1.0] == 0  # 4000 steps of 5 ms are 20 s
+
+
+def test_a_single_length_is_always_chosen() -> None:
+    chooser = DraftLength((5,), [8])
+    assert not chooser.is_auto
+    assert [chooser.choose(rows) for rows in (1, 8)] == [5, 5]
+
+
+def test_report_lists_chosen_lengths_by_batch() -> None:
+    runs = [{"draft_lengths": {"128": {"3": 3, "0": 97}, "8": {"3": 15}, "16": {"0": 1}}}, {}]
+    runs.append({"draft_lengths": {"128": {"0": 100}}})
+    times = {"128": {"0": 0.00862, "3": 0.01596}, "8": {"0": 0.0042, "3": 0.00586}}
+    assert draft_length_lines(runs, {"draft_length_s": times}) == [
+        "batch 8: drafted 3 in 100% of 15 steps (ms at start with 0: 4.20, 3: 5.86)",
+        "batch 128: drafted 0 in 98%, 3 in 2% of 200 steps (ms at start with 0: 8.62, 3: 15.96)",
+    ]
+    assert draft_length_lines([{}], {}) == []

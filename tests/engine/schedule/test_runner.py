@@ -1,0 +1,80 @@
+"""The runner: how waits, late launches and launch leads are counted, and who writes a request's scheduling fields."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import specbatch
+from specbatch import Engine, SamplingParams, Speculation
+from specbatch.core.async_copy import AsyncCopy, StepTimer
+
+SCHEDULING = {
+    "slot",
+    "pages",
+    "prefilled",
+    "branch",
+    "committed",
+    "in_flight",
+    "pending",
+    "draft_kv_valid_until",
+    "epoch",
+}
+
+
+class FakeTimer(StepTimer):
+    """A decode step takes one second and follows the previous one after half a second."""
+
+    def __init__(self) -> None:
+        self._previous: Any = None
+
+    @classmethod
+    def begin(cls, device: torch.device) -> StepTimer:
+        return cls()
+
+    def end(self, previous: StepTimer | None) -> None:
+        self._previous = previous
+
+    def seconds(self) -> tuple[float, float | None]:
+        return 1.0, 0.5 if self.follows else None
+
+
+@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize("schedule", ["v1", "v2"])
+def test_waits_and_leads_are_counted(
+    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, schedule: str, ready: bool
+) -> None:
+    """ready: the device is done whenever the host asks, so that all overlapped launches are late."""
+    monkeypatch.setattr("specbatch.engine.schedule.runner.StepTimer", FakeTimer)
+    monkeypatch.setattr(AsyncCopy, "ready", lambda self: ready)
+    engine = toy_engine(speculation=Speculation(schedule=schedule))
+    engine.generate([list(toy.prompts()[3])], SamplingParams(max_new_tokens=9, ignore_eos=True))
+    counters = engine.record().counters
+    steps = counters["iterations"]
+    assert steps == counters["device_steps"] == 8
+    overlapped = steps - 1 if schedule == "v2" else 0  # the last step has nothing launched after it
+    assert counters["host_waits"] == steps - overlapped
+    assert counters["overlapped"] == overlapped
+    assert counters["late_launches"] == overlapped * ready
+    assert (counters["launch_lead_s"] > 0) == (overlapped > 0 and not ready)
+    assert counters["device_idle_s"] == 0.5 * counters["device_gaps"] == 0.5 * (steps - 1)
+
+
+def test_only_the_scheduler_writes_the_scheduling_fields_of_a_request() -> None:
+    """`request.slot = ...` and the like, with any name for the request; `self` of other classes aside."""
+    root = Path(specbatch.__file__).parent
+    writers = set()
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in targets if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) else []:
+                if isinstance(target, ast.Attribute) and target.attr in SCHEDULING:
+                    owner = target.value.id if isinstance(target.value, ast.Name) else ""
+                    if owner != "self" or path.name == "request.py":
+                        writers.add(path.relative_to(root).as_posix())
+    assert writers == {"core/request.py", "engine/schedule/scheduler.py"}

@@ -1,0 +1,173 @@
+"""Latent attention: the kernels match the references, for prompts, chains and trees of any sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from crossed import crossed, slow_but
+
+from specbatch.kernels.attention.deterministic import span_latents_triton
+from specbatch.kernels.attention.latent.latent_attention import LatentDecodeRef, latent_prefill_ref
+from specbatch.kernels.attention.latent.latent_attention_triton import (
+    LatentTile,
+    latent_prefill,
+    latent_verify,
+    slots_of,
+)
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeAttention, DecodeQueries, LatentLayout, Mask
+from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.common.kv_slots import kv_slots
+from specbatch.kernels.elementwise.rope import rope_table
+from specbatch.kernels.sampling.tree_verify import ancestor_words, tree_depths
+
+PAGE, PAGES, WIDTH = 4, 40, 9
+# Query heads, rank, rotated channels, whether they are interleaved.
+LAYOUTS = {"one-head": (1, 16, 8, True), "odd": (5, 20, 6, False), "wide": (20, 32, 16, True)}
+
+
+def layout(name: str) -> LatentLayout:
+    count, rank, rope, interleaved = LAYOUTS[name]
+    cos, sin = rope_table(0.3 ** torch.arange(rope // 2), PAGE * WIDTH, 1.1)
+    sizes: dict[str, Any] = {"rank": rank, "scale": 0.17, "interleaved": interleaved}
+    return LatentLayout(count, 1, rank + rope, None, None, 1e-6, cos, sin, **sizes)
+
+
+def caches(heads: LatentLayout) -> list[torch.Tensor]:
+    return [torch.randn(PAGES + 1, PAGE, 1, dim) for dim in (heads.dim - heads.rank, heads.rank)]
+
+
+def page_table() -> torch.Tensor:
+    table = torch.zeros(5, WIDTH, dtype=torch.int64)
+    table[1:] = (torch.randperm(PAGES) + 1)[: 4 * WIDTH].view(4, WIDTH)
+    return table
+
+
+@pytest.fixture(autouse=True)
+def on_device(device: torch.device) -> Iterator[None]:
+    torch.manual_seed(0)
+    with device:
+        yield
+
+
+@pytest.fixture(autouse=True)
+def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(span_latents_triton, "SPAN", 16)
+
+
+def default(queries: DecodeQueries, splits: int) -> DecodeAttention:
+    return partial(latent_verify, queries, slots_of(queries), splits=splits, tile=LatentTile(16, 16, 1, 1))
+
+
+def spans(queries: DecodeQueries, splits: int) -> DecodeAttention:
+    """Of deterministic mode."""
+    return partial(span_latents_triton.span_latent_verify(queries), splits=splits)
+
+
+Kernel = Callable[[DecodeQueries, int], DecodeAttention]
+
+
+@pytest.mark.parametrize("name", slow_but(("one-head", "odd"), LAYOUTS))
+@pytest.mark.parametrize(
+    ("kernel", "count", "splits"),
+    [(default, 1, 1), (default, 4, 3), (default, 7, 2), (spans, 1, 1), (spans, 3, 2)],
+)
+def test_verify_matches_reference(name: str, kernel: Kernel, count: int, splits: int) -> None:
+    heads, table = layout(name), page_table()
+    lengths = torch.tensor([0, 17, PAGE * WIDTH - count, 5])
+    queries = DecodeQueries(table, torch.tensor([3, 1, 4, 2]), lengths, count, PAGE)
+    compare(queries, heads, (lengths[:, None] + torch.arange(count)).flatten(), kernel(queries, splits))
+
+
+@pytest.mark.parametrize(("first", "splits", "kernel"), crossed([0, 2], [3, 1], [default, spans]))
+def test_tree_matches_reference(first: int, splits: int, kernel: Kernel) -> None:
+    """As a whole, or its last nodes after the first two are in the cache."""
+    words = ancestor_words(torch.tensor([[0, 0, 1, 1, 3], [0, 1, 2, 2, 0], [0, 0, 0, 1, 2]]), 5)
+    lengths = torch.tensor([9, 0, 21])
+    positions = (lengths[:, None] + tree_depths(words))[:, first:].flatten()
+    queries = DecodeQueries(
+        page_table(), torch.tensor([2, 4, 1]), lengths, 6 - first, PAGE, None, words[:, first:].contiguous(), first
+    )
+    compare(queries, layout("odd"), positions, kernel(queries, splits))
+
+
+@pytest.mark.parametrize("kernel", [default, spans])
+def test_an_fp8_cache(kernel: Kernel) -> None:
+    lengths = torch.tensor([11, 3])
+    queries = DecodeQueries(page_table(), torch.tensor([2, 1]), lengths, 2, PAGE)
+    positions = (lengths[:, None] + torch.arange(2)).flatten()
+    heads = layout("odd")
+    heads.cos.fill_(1), heads.sin.fill_(0)  # the interpreter rounds to FP8 differently: nothing is rounded
+    compare(queries, heads, positions, kernel(queries, 2), torch.float8_e4m3fn)
+
+
+def compare(
+    queries: DecodeQueries,
+    heads: LatentLayout,
+    positions: torch.Tensor,
+    attend: DecodeAttention,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Slots of no earlier key are poisoned."""
+    held = torch.zeros(PAGES + 1, PAGE, dtype=torch.bool)
+    for slot, length in zip(queries.slots.tolist(), queries.lengths.tolist(), strict=True):
+        key = torch.arange(length + queries.first_node)
+        held[queries.page_table[slot, key // PAGE], key % PAGE] = True
+    projected, both = torch.randn(len(positions), heads.width).to(dtype).float(), caches(heads)
+    k, v = (cache.masked_fill(~held[..., None, None], torch.nan).to(dtype) for cache in both)
+    expected_k, expected_v = (cache.float().nan_to_num(0).to(dtype) for cache in (k, v))
+    reference = LatentDecodeRef(queries, heads.count, torch.float32)
+    expected = reference(AttentionInputs(projected.clone(), heads, positions, expected_k, expected_v), Mask())
+    found = attend(AttentionInputs(projected, heads, positions, k, v), Mask())
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    written = torch.zeros_like(held).flatten().index_fill(0, slots_of(queries), True).view_as(held)
+    for cache, wanted in ((k, expected_k), (v, expected_v)):
+        torch.testing.assert_close(cache.float()[written], wanted.float()[written], rtol=1e-6, atol=1e-6)
+        assert cache.float()[~written & ~held].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "prefill", [partial(latent_prefill, tile=LatentTile(16, 16, 1, 1)), span_latents_triton.span_latent_prefill]
+)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_prefill_matches_reference(name: str, prefill: Callable[..., torch.Tensor]) -> None:
+    """Prompts, and a chunk after a prefix."""
+    heads, table = layout(name), page_table()
+    with torch.device("cpu"):  # where it makes its tables, before it copies them
+        spans = RaggedBatch([0, 13, 0], [9, 20, 1], [3, 1, 2], table, PAGE)
+    positions = torch.cat([torch.arange(*bounds) for bounds in ((0, 9), (13, 20), (0, 1))])
+    slots = kv_slots(table, torch.tensor([3] * 9 + [1] * 7 + [2]), positions, PAGE)
+    projected, (k, v) = torch.randn(len(positions), heads.width), caches(heads)
+    copies = AttentionInputs(projected.clone(), heads, positions, k.clone(), v.clone())
+    expected = latent_prefill_ref(copies, slots, spans)
+    with torch.device("cpu"):
+        found = prefill(AttentionInputs(projected, heads, positions, k, v), slots, spans)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@pytest.mark.parametrize("count", [1, 4, 16])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_published_sizes_on_a_gpu(batch: int, count: int, device: torch.device) -> None:
+    """16 heads of DeepSeek-V2-Lite in BF16, tiles and splits chosen by the sizes, against FP32."""
+    size, width, bf16 = 16, 80, torch.bfloat16
+    cos, sin = rope_table(1e4 ** -(torch.arange(32) / 32), size * width, 1.0)
+    sizes: dict[str, Any] = {"rank": 512, "scale": 192**-0.5, "interleaved": True}
+    heads = LatentLayout(16, 1, 576, None, None, 1e-6, cos.to(bf16), sin.to(bf16), **sizes)
+    exact = LatentLayout(16, 1, 576, None, None, 1e-6, heads.cos.float(), heads.sin.float(), **sizes)
+    table = torch.zeros(batch + 1, width, dtype=torch.int64)
+    table[1:] = (torch.randperm(batch * width) + 1).view(batch, width)
+    lengths = torch.randint(0, size * width - count, (batch,))
+    queries = DecodeQueries(table, torch.arange(batch) + 1, lengths, count, size)
+    positions = (lengths[:, None] + torch.arange(count)).flatten()
+    k, v = (torch.randn(batch * width + 1, size, 1, dim).to(bf16) for dim in (64, 512))
+    projected = torch.randn(batch * count, heads.width).to(bf16)
+    reference = LatentDecodeRef(queries, 16, torch.float32)
+    expected = reference(AttentionInputs(projected.float(), exact, positions, k.float(), v.float()), Mask())
+    inputs = AttentionInputs(projected, heads, positions, k, v)
+    found = latent_verify(queries, slots_of(queries), inputs, Mask())
+    assert (found.float() - expected).norm() < 1e-2 * expected.norm()
