@@ -30,9 +30,8 @@ def takes(x: FP8Activations, weight: FP8Weight) -> bool:
         return False
     is_block_scaled = not weight.is_per_channel and weight.scales.dtype == torch.float32
     is_aligned = n % SCALE_BLOCK == 0 and k % _COLUMN_MULTIPLE == 0 and weight.scales.is_contiguous()
-    is_whole = (
-        x.scales.stride(1) == allocated_rows(rows) and x.scales.storage_offset() == 0
-    )  # no rows of other activations
+    # no rows of other activations
+    is_whole = bool(x.scales.stride(1) == allocated_rows(rows) and x.scales.storage_offset() == 0)
     return is_block_scaled and is_aligned and is_whole and _is_supported(weight.values.device)
 
 
