@@ -22,7 +22,7 @@ import typer
 
 from specbatch import Engine, EngineConfig, Graphs, SamplingParams, Speculation
 from specbatch.memory.kv_cache import KVCache
-from specbatch.records.summarize import steps_at
+from specbatch.records.steps import steps_at
 from specbatch.sweeps.machine.timing import median_seconds
 from specbatch.sweeps.microbench.runner import Row, Table, in_a_row
 from specbatch.sweeps.workload.workloads import Workload

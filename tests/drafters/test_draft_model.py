@@ -20,8 +20,8 @@ from specbatch.kernels.sampling.rng import DRAFT, uniform_ref, verify_keys
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.models.decoder import Decoder
 from specbatch.text.tokenizer import ByteTokenizer
-from specbatch.weights.checkpoint import open_checkpoint
 from specbatch.weights.dummy import DummyCheckpoint
+from specbatch.weights.opening import open_checkpoint
 
 VOCABULARY = 13
 LENGTHS = (2, 3, 5, 6, 13, 21)

@@ -10,6 +10,7 @@ from uncached import features_of
 from specbatch import SamplingParams
 from specbatch.drafters.mtp_layers import LayerChain
 from specbatch.kernels.attention.qkv import split_qkv_rope
+from specbatch.kernels.attention.queries import AttentionInputs
 from specbatch.models.full_forward import UncachedContext
 
 
@@ -36,7 +37,7 @@ def test_shared_pages_hold_the_keys_of_all_layers(targets: Targets, how: dict[st
             positions, heads = torch.arange(count), head.heads_of(depth)
             x, qkv = head.start(depth, head.embed(text[1 + depth :]), hidden[:count])
             keys, values = (torch.zeros(1, count, *part.shape[2:]) for part in (cache.k[depth], cache.v[depth]))
-            split_qkv_rope(qkv, heads, positions, positions, keys, values)
+            split_qkv_rope(AttentionInputs(qkv, heads, positions, keys, values), positions)
             for ours, theirs in ((cache.k[depth], keys), (cache.v[depth], values)):
                 torch.testing.assert_close(ours[pages, 0], theirs[0, : len(pages)], rtol=1e-4, atol=1e-5)
             hidden = head.finish(depth, x, UncachedContext(model, 1, count).attend(0, qkv, heads, positions))

@@ -55,11 +55,10 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no
 
 
 @pytest.fixture
-def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+def build(tmp_path: Path, stay_quantized: Callable[..., None]) -> Iterator[Callable[..., Engine]]:
     """`build(shape, **settings)`; weights stay FP8 on a CPU, too."""
     engines: list[Engine] = []
-    for module in ("models.layers.blocks", "runtime.loader"):
-        monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: True)
+    stay_quantized()
 
     def build(
         shape: dict[str, Any],

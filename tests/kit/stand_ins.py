@@ -11,8 +11,9 @@ import torch
 from specbatch.core.async_copy import AsyncCopy, StepTimer
 from specbatch.engine.schedule.draft_length import DraftLength
 from specbatch.kernels.common.rehearsal import is_rehearsing, rehearse
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, silu_and_mul_fp8
 from specbatch.kernels.gemm.quantized import fp8_linear
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations
+from specbatch.kernels.gemm.quantized.fp8_quantize import silu_and_mul_fp8
 from specbatch.runtime.cuda_graphs import Program, nothing
 
 

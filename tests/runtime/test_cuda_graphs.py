@@ -24,6 +24,7 @@ from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.core.request import SamplingParams
 from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.device.prefill import PrefillStep
+from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.models.families.padded_attention import PaddedAttention
@@ -361,10 +362,11 @@ class FromTables:
     name = "tables"
     recordable = True
 
-    def __call__(
-        self, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-        spans: RaggedBatch, window: int, out: torch.Tensor, sinks: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
+    def __call__(self, inputs: PrefillInputs) -> torch.Tensor:
+        q, k_new, v_new, k_cache, v_cache, spans, _, out, _ = inputs
+        assert k_new is not None
+        assert v_new is not None
+        assert out is not None
         starts, ends, rows, offsets = spans.table.tolist()
         for span, row in spans.tiles(3).tolist():
             first, last = starts[span] + row, min(starts[span] + row + 3, ends[span])

@@ -23,6 +23,7 @@ from specbatch.config.engine_config import Graphs, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
 from specbatch.kernels.attention.qkv import split_qkv_rope
+from specbatch.kernels.attention.queries import AttentionInputs
 from specbatch.models.config import ModelConfig
 
 COUNT, SIZE = 37, 40
@@ -249,6 +250,6 @@ def test_shared_pages_hold_the_heads_keys(table_engine: Callable[..., Engine], k
         positions = torch.arange(len(text))
         _, qkv = head.enter(head.embed(text[1:]), head.project(head.take(features_of(model, text)))[:-1])
         keys, values = (torch.zeros(1, len(text), *part.shape[2:]) for part in (cache.k[0], cache.v[0]))
-        split_qkv_rope(qkv, head.heads, positions[:-1], positions[:-1], keys, values)
+        split_qkv_rope(AttentionInputs(qkv, head.heads, positions[:-1], keys, values), positions[:-1])
         for ours, theirs in ((cache.k[0], keys), (cache.v[0], values)):
             torch.testing.assert_close(ours[pages, 0], theirs[0, : len(pages)], rtol=1e-4, atol=1e-5)

@@ -9,9 +9,9 @@ import pytest
 from specbatch import SamplingParams
 from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import FailedError, SpecbatchError, one_line, refuse
-from specbatch.jobs.configurations import named
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.sweeps.run import loading
+from specbatch.sweeps.run.configurations import named
 from specbatch.sweeps.run.loading import loaded, shares_of
 
 BASE = EngineConfig(
