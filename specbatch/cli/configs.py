@@ -22,7 +22,7 @@ def configured(engine: EngineOptions, configs: str, **settings: Any) -> dict[str
     if configs.endswith(SUFFIXES):
         tables = tables_of(engine, configs)
         return {name: engine_of_table(engine, own, f"{configs}: {name}", **settings) for name, own in tables.items()}
-    found = {}
+    found: dict[str, EngineConfig] = {}
     for model, ending in _models(engine).items():
         base = engine.having(model=model, spec="v2").config(**settings)
         found |= {f"{name}{ending}": config for name, config in named(base, names(configs)).items()}
