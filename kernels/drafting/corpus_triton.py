@@ -54,22 +54,9 @@ def _add(
 
 @triton.jit(do_not_specialize=["start", "count"])
 def _insert_kernel(
-    ring,
-    newest,
-    earlier,
-    powers,
-    size,
-    places,
-    table,
-    texts,
-    start,
-    count,
-    LONGEST: tl.constexpr,
-    PRIME: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_BACK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    ring, newest, earlier, powers, size, places, table, texts, start, count,
+    LONGEST: tl.constexpr, PRIME: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BACK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     back = tl.arange(0, BLOCK_BACK)
     for first in range(0, count, BLOCK):
@@ -93,27 +80,10 @@ def corpus_insert(index: CorpusIndex, texts: torch.Tensor, start: int) -> None:
 
 @triton.jit
 def _extend_kernel(
-    ring,
-    newest,
-    earlier,
-    powers,
-    size,
-    places,
-    table,
-    tokens,
-    width,
-    rows,
-    lengths,
-    accepted,
-    stride,
-    batch,
-    COUNT: tl.constexpr,
-    LONGEST: tl.constexpr,
-    PRIME: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_BACK: tl.constexpr,
+    ring, newest, earlier, powers, size, places, table, tokens, width, rows, lengths, accepted, stride, batch,
+    COUNT: tl.constexpr, LONGEST: tl.constexpr, PRIME: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BACK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     back = tl.arange(0, BLOCK_BACK)
     for first in range(0, batch * COUNT, BLOCK):
@@ -139,48 +109,18 @@ def corpus_extend(
 ) -> None:
     """`corpus_extend_ref`. One program per length of n-grams goes through the tokens of all sequences."""
     _extend_kernel[(LEVELS,)](
-        **_tables(index),
-        tokens=tokens,
-        width=tokens.shape[1],
-        rows=rows,
-        lengths=lengths,
-        accepted=accepted,
-        stride=accepted.stride(0),
-        batch=len(rows),
-        COUNT=count,
-        BLOCK=_BLOCK,
-        **pdl(rows),
-        num_warps=8,
-    )
+        **_tables(index), tokens=tokens, width=tokens.shape[1], rows=rows, lengths=lengths, accepted=accepted,
+        stride=accepted.stride(0), batch=len(rows), COUNT=count, BLOCK=_BLOCK, **pdl(rows), num_warps=8,
+    )  # fmt: skip
 
 
 @triton.jit
 def _drafts_kernel(
-    ring,
-    newest,
-    earlier,
-    powers,
-    size,
-    places,
-    table,
-    tokens,
-    width,
-    known,
-    rows,
-    own,
-    own_drafted,
-    drafts,
-    drafted,
+    ring, newest, earlier, powers, size, places, table, tokens, width, known, rows, own, own_drafted, drafts, drafted,
     found,
-    LONGEST: tl.constexpr,
-    LEVELS: tl.constexpr,
-    HOPS: tl.constexpr,
-    PRIME: tl.constexpr,
-    BLOCK_BACK: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCK_COUNT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    LONGEST: tl.constexpr, LEVELS: tl.constexpr, HOPS: tl.constexpr, PRIME: tl.constexpr, BLOCK_BACK: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + sequence)
@@ -233,23 +173,10 @@ def corpus_drafts(
     found = torch.empty(2, len(rows), dtype=torch.int64, device=rows.device)
     chosen, count = torch.empty(drafts.shape, dtype=torch.int64, device=rows.device), drafts.shape[1]
     _drafts_kernel[(len(rows),)](
-        **_tables(index),
-        tokens=tokens,
-        width=tokens.shape[1],
-        known=known,
-        rows=rows,
-        own=drafts.contiguous(),
-        own_drafted=drafted,
-        drafts=chosen,
-        drafted=found[0],
-        found=found[1],
-        LEVELS=LEVELS,
-        HOPS=HOPS,
-        COUNT=count,
-        BLOCK_COUNT=next_power_of_2(count),
-        **pdl(rows),
-        num_warps=1,
-    )
+        **_tables(index), tokens=tokens, width=tokens.shape[1], known=known, rows=rows, own=drafts.contiguous(),
+        own_drafted=drafted, drafts=chosen, drafted=found[0], found=found[1], LEVELS=LEVELS, HOPS=HOPS, COUNT=count,
+        BLOCK_COUNT=next_power_of_2(count), **pdl(rows), num_warps=1,
+    )  # fmt: skip
     return chosen, found[0], found[1]
 
 

@@ -14,20 +14,10 @@ _BLOCK = 2048
 
 @triton.jit
 def _match_kernel(
-    tokens,
-    rows,
-    lengths,
-    drafts,
-    found,
-    width,
-    TEXTS: tl.constexpr,
-    LONGEST: tl.constexpr,
-    SHORTEST: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCK_COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    tokens, rows, lengths, drafts, found, width,
+    TEXTS: tl.constexpr, LONGEST: tl.constexpr, SHORTEST: tl.constexpr, COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     tokens += tl.load(rows + sequence) * width
@@ -79,19 +69,8 @@ def ngram_match(
     drafts = torch.empty(len(rows), texts, count, dtype=torch.int64, device=rows.device)
     found = torch.empty(len(rows), texts, dtype=torch.bool, device=rows.device)
     _match_kernel[(len(rows),)](
-        tokens,
-        rows,
-        lengths,
-        drafts,
-        found,
-        tokens.shape[1],
-        TEXTS=texts,
-        LONGEST=longest,
-        SHORTEST=shortest,
-        COUNT=count,
-        BLOCK_COUNT=next_power_of_2(count),
-        BLOCK=_BLOCK,
-        **pdl(rows),
-        num_warps=8,
-    )
+        tokens, rows, lengths, drafts, found, tokens.shape[1],
+        TEXTS=texts, LONGEST=longest, SHORTEST=shortest, COUNT=count, BLOCK_COUNT=next_power_of_2(count), BLOCK=_BLOCK,
+        **pdl(rows), num_warps=8,
+    )  # fmt: skip
     return drafts, found

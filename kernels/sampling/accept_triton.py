@@ -186,19 +186,10 @@ def _partials(
     partials = torch.empty(rows, chunks, dtype=torch.int64, device=logits.device)
     sums = torch.empty(rows, chunks, device=logits.device) if has_sums else None
     _argmax_kernel[(rows, chunks)](
-        logits,
-        partials,
-        sums,
-        vocabulary if count is None else count,
-        first,
-        group,
-        logits.stride(0),
-        logits.stride(-2),
-        chunks,
-        steps,
-        BLOCK=block,
-        **pdl(logits),
-    )
+        logits, partials, sums, vocabulary if count is None else count, first, group, logits.stride(0),
+        logits.stride(-2), chunks, steps,
+        BLOCK=block, **pdl(logits),
+    )  # fmt: skip
     return partials, sums
 
 
@@ -250,18 +241,10 @@ def commit(
     batch, n = len(slots), drafts.shape[1] + 1
     packed = torch.empty(batch, n + 3, dtype=torch.int64, device=slots.device)
     _commit_kernel[(batch,)](
-        drafts=drafts,
-        drafted=drafted,
-        accepted=drafted if accepted is None else accepted,
-        seeds=seeds,
-        tokens=tokens,
-        lengths=lengths,
-        rows=slots,
-        packed=packed,
-        width=tokens.shape[1],
-        GIVEN=accepted is not None,
+        drafts=drafts, drafted=drafted, accepted=drafted if accepted is None else accepted, seeds=seeds, tokens=tokens,
+        lengths=lengths, rows=slots, packed=packed, width=tokens.shape[1], GIVEN=accepted is not None,
         **chosen.launch(n, simulate),
-    )
+    )  # fmt: skip
     return packed
 
 
@@ -276,18 +259,9 @@ def popcount(x):
 
 @triton.jit
 def _verify_inputs_kernel(
-    tokens,
-    lengths,
-    rows,
-    drafts,
-    ancestors,
-    verify_tokens,
-    positions,
-    width,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    tokens, lengths, rows, drafts, ancestors, verify_tokens, positions, width,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK_N)
@@ -315,17 +289,7 @@ def verify_inputs(
     verify_tokens = torch.empty(batch * n, dtype=torch.int64, device=rows.device)
     positions = torch.empty_like(verify_tokens)
     _verify_inputs_kernel[(batch,)](
-        tokens,
-        lengths,
-        rows,
-        drafts,
-        ancestors,
-        verify_tokens,
-        positions,
-        tokens.shape[1],
-        N=n,
-        BLOCK_N=next_power_of_2(n),
-        **pdl(rows),
-        num_warps=1,
-    )
+        tokens, lengths, rows, drafts, ancestors, verify_tokens, positions, tokens.shape[1],
+        N=n, BLOCK_N=next_power_of_2(n), **pdl(rows), num_warps=1,
+    )  # fmt: skip
     return verify_tokens, positions

@@ -111,19 +111,9 @@ def _nth_equal(source, ids, count, value, nth, LISTED: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _cut_at(
-    source,
-    ids,
-    count,
-    low,
-    top_k,
-    top_p,
-    total,
-    peak,
-    scale,
-    LISTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
+    source, ids, count, low, top_k, top_p, total, peak, scale,
+    LISTED: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
     """The smallest logit that top-k, then top-p leave, and the last id of those that equal it.
 
     source: the row, or a list of all its logits >= low with their ids; total: weight of the row.
@@ -308,25 +298,14 @@ def filter_logits(
     columns = torch.empty(rows, COLUMNS.value, dtype=torch.float64, device=device)
     listed = rows if truncated else 0
     _filter_kernel[(rows,)](
-        logits,
-        partials,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        columns,
+        logits, partials, temperature, top_k, top_p, min_p, columns,
         torch.empty(listed, _BLOCK, dtype=logits.dtype, device=device),
-        torch.empty(listed, _BLOCK, dtype=torch.int32, device=device),
-        vocabulary,
-        rows // len(temperature),
+        torch.empty(listed, _BLOCK, dtype=torch.int32, device=device), vocabulary, rows // len(temperature),
         partials.shape[1],
-        BLOCK_CHUNKS=max(64, next_power_of_2(partials.shape[1])),
-        TRUNCATED=truncated,
-        SHIFT={torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[logits.dtype],
-        BLOCK=_BLOCK,
-        num_warps=_WARPS if truncated else 1,
-        **pdl(logits),
-    )
+        BLOCK_CHUNKS=max(64, next_power_of_2(partials.shape[1])), TRUNCATED=truncated,
+        SHIFT={torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[logits.dtype], BLOCK=_BLOCK,
+        num_warps=_WARPS if truncated else 1, **pdl(logits),
+    )  # fmt: skip
     blocks = cdiv(vocabulary, _BLOCK)
     sums = torch.empty(rows, blocks, dtype=torch.float64, device=device)
     _sums_kernel[(rows, blocks)](logits, columns, sums, vocabulary, BLOCK=_BLOCK, num_warps=8, **pdl(logits))

@@ -8,8 +8,8 @@ from typing import Any
 
 from specbatch.cli.flags import in_keys
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions
-from specbatch.cli.values import names
 from specbatch.config.engine_config import EngineConfig
+from specbatch.config.values import names
 from specbatch.errors import SpecbatchError, each_once, refuse
 
 
@@ -22,10 +22,10 @@ def configured(engine: EngineOptions, configs: str, **settings: Any) -> dict[str
     if configs.endswith(SUFFIXES):
         tables = tables_of(engine, configs)
         return {name: engine_of_table(engine, own, f"{configs}: {name}", **settings) for name, own in tables.items()}
-    found: dict[str, EngineConfig] = {}
+    found = dict[str, EngineConfig]()
     for model, ending in _models(engine).items():
         base = engine.having(model=model, spec="v2").config(**settings)
-        found |= {f"{name}{ending}": config for name, config in named(base, names(configs)).items()}
+        found |= {f"{name}{ending}": config for name, config in named(base, names("configs", configs)).items()}
     return found
 
 
@@ -45,7 +45,7 @@ def tables_of(engine: EngineOptions, configs: str) -> dict[str, dict[str, Any]]:
 def _models(engine: EngineOptions) -> dict[str, str]:
     """The models of --model, separated by commas, and how the names of their configurations end, as where a file has a
     list of models. A path may have commas."""
-    several = names(engine.model) if not Path(engine.model).exists() else (engine.model,)
+    several = names("model", engine.model) if not Path(engine.model).exists() else (engine.model,)
     each_once("model", several)
     return {model: f" model={model}" if len(several) > 1 else "" for model in several}
 

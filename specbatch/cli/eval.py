@@ -14,7 +14,7 @@ from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
 from specbatch.cli.configs import configured
 from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_replicas, say, show
-from specbatch.cli.values import read_samples, whole_numbers
+from specbatch.config.values import read_samples, whole_numbers
 from specbatch.errors import refuse
 from specbatch.evals.options import EvalOptions
 from specbatch.progress.bars import progress

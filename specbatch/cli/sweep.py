@@ -11,10 +11,10 @@ import typer
 from typer import Option
 
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
-from specbatch.cli.options import SAMPLING_OPTIONS, WITH_DRAFTS, EngineOptions, Json, Wide, takes_engine
+from specbatch.cli.options import SAMPLING_OPTIONS, WITH_DRAFTS, EngineOptions, Json, Wide, is_given, takes_engine
 from specbatch.cli.output import fresh_folder, results, say, show
 from specbatch.cli.servers import configured_with_servers, only_server
-from specbatch.cli.values import is_given, length, share, whole_number, whole_numbers
+from specbatch.config.values import length, share, whole_number, whole_numbers
 from specbatch.errors import one_line, refuse
 from specbatch.progress.bars import progress
 from specbatch.sweeps.workload.defaults import CPU, GPU, INPUT_LEN, default_dataset
@@ -408,7 +408,8 @@ def _summary(folder: Path, *, wide: bool) -> tuple[str, list[dict[str, Any]]]:
     """The tables of a sweep in Markdown, and the rows of summary.csv as JSON values, None for cells without a
     measurement."""
     from specbatch.records.sweep_plan import unfinished
-    from specbatch.sweeps.report.tables import as_json, load_records, markdown, table
+    from specbatch.sweeps.report.points import load_records
+    from specbatch.sweeps.report.tables import as_json, markdown, table
 
     records = load_records(folder)
     rows = table(records)
@@ -429,6 +430,6 @@ def _reports(folder: Path) -> list[str]:
 
 def _failed(folder: Path) -> bool:
     """Whether a request of the sweep in `folder` failed."""
-    from specbatch.sweeps.report.tables import load_records
+    from specbatch.sweeps.report.points import load_records
 
     return any(record.counters.get("errors") for record in load_records(folder))

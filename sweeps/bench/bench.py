@@ -19,10 +19,11 @@ from specbatch.files.atomic_file import write_atomic
 from specbatch.progress.bars import NotedReport
 from specbatch.records.sweep_plan import PLAN, check_plan, plan_of
 from specbatch.sweeps.bench.limits import Limits
+from specbatch.sweeps.bench.options import MACHINE, BenchOptions
 from specbatch.sweeps.bench.peers import PEERS, differences_from, figures_of
-from specbatch.sweeps.bench.sections import KINDS, MACHINE, BenchOptions, kind_of, plan_bench
+from specbatch.sweeps.bench.sections import KINDS, kind_of, plan_bench
 from specbatch.sweeps.bench.tables import MACHINE_FILE, load_sections, read_machine, write_tables
-from specbatch.sweeps.report.tables import losses_of
+from specbatch.sweeps.report.notes import losses_of
 from specbatch.sweeps.run.benchmark import Benchmark
 from specbatch.sweeps.run.engine_groups import Failed, LoadedGroup
 from specbatch.sweeps.run.loading import Log, loaded, noted

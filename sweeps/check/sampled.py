@@ -33,7 +33,7 @@ from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.referee import Referee, plan_referee
 from specbatch.sweeps.check.run import Progress, refuse_simulated
 from specbatch.sweeps.check.verdict import ALPHA, POWER
-from specbatch.sweeps.report.summaries import heading, run_on
+from specbatch.sweeps.report.heading import heading, run_on
 from specbatch.sweeps.run.loading import load_engine
 from specbatch.sweeps.workload.workloads import sha256_of
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from specbatch.errors import counted, reporting
 from specbatch.progress.bars import NotedReport
 from specbatch.records.sweep_plan import Described, points
-from specbatch.sweeps.report.tables import load_records, losses_of, write_summary
+from specbatch.sweeps.report.notes import losses_of
+from specbatch.sweeps.report.points import load_records
+from specbatch.sweeps.report.tables import write_summary
 from specbatch.sweeps.run.benchmark import Benchmark, SweepOptions
 from specbatch.sweeps.run.engine_groups import Failed, LoadedGroup, engines_of
 from specbatch.sweeps.run.loading import Configs, Log, check_early, one_group

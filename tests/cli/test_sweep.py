@@ -13,7 +13,8 @@ from specbatch.cli.output import fresh_folder
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.memory.planner import MemoryShare
 from specbatch.sweeps.report.compare import compare
-from specbatch.sweeps.report.tables import load_records, precision_of, write_summary
+from specbatch.sweeps.report.points import load_records, precision_of
+from specbatch.sweeps.report.tables import write_summary
 from specbatch.sweeps.run.benchmark import BenchmarkPrompts
 
 from .conftest import TINY_SWEEP

@@ -28,7 +28,8 @@ from specbatch.records.runs import load_run
 from specbatch.replicas import ray_cluster
 from specbatch.replicas.cluster import Cluster
 from specbatch.sweeps.report.compare import compare
-from specbatch.sweeps.report.tables import load_records, markdown, table
+from specbatch.sweeps.report.points import load_records
+from specbatch.sweeps.report.tables import markdown, table
 from specbatch.sweeps.run import blocks
 from specbatch.sweeps.run.configurations import named
 

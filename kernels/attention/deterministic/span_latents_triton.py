@@ -23,17 +23,16 @@ from specbatch.kernels.attention.deterministic.span_attention_triton import (
     PROGRAMS,
     WORKSPACE,
     Lineages,
+    SpanPass,
     _merge,
     _slots,
     _tokens_of,
 )
-from specbatch.kernels.attention.latent.latent_attention import LatentLayout, write_latent
-from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.qkv import write_latent
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, LatentLayout, Mask
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.attention.verify.verify_attention import DecodeQueries, Mask
-from specbatch.kernels.common.multiprocessors import multiprocessors
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
-from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
+from specbatch.kernels.common.sizes import cdiv, multiprocessors, next_power_of_2, tile_side
 from specbatch.kernels.common.workspace import reserve
 
 SPAN = 128
@@ -44,20 +43,10 @@ AT_ONCE = 8  # spans that are loaded before the first is merged
 
 
 def span_latent_prefill(
-    projected: torch.Tensor,
-    heads: LatentLayout,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    spans: RaggedBatch,
-    *,
-    splits: int | None = None,
+    inputs: AttentionInputs, slots: torch.Tensor, spans: RaggedBatch, *, splits: int | None = None
 ) -> torch.Tensor:
     """`latent_prefill_ref`. splits: programs that share the spans of a tile, chosen by the sizes if None."""
-    q, table = write_latent(projected, heads, positions, slots, k_cache, v_cache), spans.table
-    bounds, longest = (table[0], table[1], table[2], table[3]), max(spans.ends)
-    return _launch(q, heads, positions, k_cache, v_cache, bounds, spans, spans.page_table, longest, splits=splits)
+    return _launch(write_latent(inputs, slots), inputs, SpanPass.prompt(spans), splits)
 
 
 def span_latent_verify(queries: DecodeQueries) -> partial[torch.Tensor]:
@@ -69,41 +58,19 @@ def _verify(
     queries: DecodeQueries,
     slots: torch.Tensor,
     lineages: Lineages | None,
-    projected: torch.Tensor,
-    heads: QKVLayout,
-    positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    inputs: AttentionInputs,
     mask: Mask,
     *,
     splits: int | None = None,
 ) -> torch.Tensor:
+    return _launch(write_latent(inputs, slots), inputs, SpanPass.decode(queries, lineages), splits)
+
+
+def _launch(q: torch.Tensor, inputs: AttentionInputs, span_pass: SpanPass, splits: int | None) -> torch.Tensor:
+    """q: from `inputs`, whose keys are written. Returns [T, count * rank]."""
+    _, heads, positions, k_cache, v_cache = inputs
     assert isinstance(heads, LatentLayout)
-    q, table = write_latent(projected, heads, positions, slots, k_cache, v_cache), queries.page_table
-    longest = table.shape[1] * queries.page_size if queries.bound is None else queries.bound
-    bounds, count = (queries.lengths, queries.lengths, queries.slots, queries.slots), queries.num_queries
-    return _launch(
-        q, heads, positions, k_cache, v_cache, bounds, None, table, longest, count, lineages=lineages, splits=splits
-    )
-
-
-def _launch(
-    q: torch.Tensor,
-    heads: LatentLayout,
-    positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    bounds: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    spans: RaggedBatch | None,
-    page_table: torch.Tensor,
-    longest: int,
-    count: int = 0,
-    *,
-    lineages: Lineages | None = None,
-    splits: int | None = None,
-) -> torch.Tensor:
-    """spans: of a prompt pass, whose bounds are starts, ends, rows and offsets; None: `count` rows for each sequence,
-    with bounds lengths and slots. lineages: of a tree. Returns [T, count * rank]."""
+    bounds, spans, page_table, longest, count, lineages = span_pass
     rank, rope, total = heads.rank, heads.dim - heads.rank, len(q) * heads.count
     keys, most = (FP32_KEYS, FP32_ROWS) if q.element_size() == 4 else (KEYS, ROWS)
     group = max(size for size in range(1, most + 1) if heads.count % size == 0)  # heads of a tile

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specbatch.kernels.common.multiprocessors import multiprocessors
 from specbatch.kernels.common.rehearsal import is_rehearsing
+from specbatch.kernels.common.sizes import multiprocessors
 from specbatch.kernels.gemm.dense.cublas_lt_configs import GPU, MULTIPROCESSORS, VERSION, Algorithm, algorithm_for
 
 # Values of cuBLASLt's enumerations.

@@ -22,7 +22,7 @@ from block_configs import (
 
 from specbatch.drafters.base import DraftPlan
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.attention.verify.verify_attention import Mask
+from specbatch.kernels.attention.queries import Mask
 from specbatch.models.heads.dflash import DFlashConfig, published_layers, published_shape
 from specbatch.weights import open_checkpoint
 

@@ -20,7 +20,7 @@ from block_configs import (
 )
 
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.attention.verify.verify_attention import Mask
+from specbatch.kernels.attention.queries import Mask
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.models.heads.dspark import DSparkConfig, published_shape
 from specbatch.weights import open_checkpoint

@@ -20,7 +20,7 @@ from specbatch.cli.servers import configured_with_servers
 from specbatch.errors import FailedError, SpecbatchError
 from specbatch.records.store import load_record
 from specbatch.records.sweep_plan import Point, points
-from specbatch.sweeps.report.tables import load_records
+from specbatch.sweeps.report.points import load_records
 from specbatch.sweeps.run.benchmark import SweepOptions
 from specbatch.sweeps.run.configurations import by_model
 from specbatch.sweeps.run.engine_groups import LoadedGroup, groups_of, in_batches

@@ -13,11 +13,12 @@ from crossed import first_quick
 from trees import ancestor_masks, path_of, random_parents
 
 from specbatch.kernels.attention.deterministic import span_attention, span_attention_triton
+from specbatch.kernels.attention.deterministic.span_attention_triton import SpanPass
 from specbatch.kernels.attention.paged_attention import prefill_attention_ref
 from specbatch.kernels.attention.prefill import prefill_backends
-from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, PrefillInputs, QKVLayout
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.attention.verify.verify_attention import DecodeAttentionRef, DecodeQueries, Mask
+from specbatch.kernels.attention.verify.verify_attention import DecodeAttentionRef
 from specbatch.kernels.elementwise.rope import rope_table
 
 PAGE, LENGTH, LONGER = 16, 416, 600
@@ -42,21 +43,19 @@ class Case:
 
     def prompt(self, start: int, end: int) -> torch.Tensor:
         spans = RaggedBatch([start], [end], [1], self.table, PAGE)
-        return span_attention_triton.prefill_attention(
-            self.q[start:end], self.k, self.v, spans, window=self.window, sinks=self.sinks
-        )
+        q, window = self.q[start:end], self.window or 0
+        inputs = PrefillInputs(q, None, None, self.k, self.v, spans, window, sinks=self.sinks)
+        return span_attention_triton.prefill_attention(inputs)
 
     def verify(self, start: int, rows: int, splits: int, tile: int | None = None) -> torch.Tensor:
         """The rows at `start` beside others of the first sequence."""
         device = self.q.device
         lengths, slots = torch.tensor([start // 2, start], device=device), torch.tensor([0, 1], device=device)
         q = torch.cat([self.q[:rows], self.q[start : start + rows]])
-        bounds = (lengths, lengths, slots, slots)
-        capacity = self.table.shape[1] * PAGE
-        return span_attention_triton._launch(
-            q, self.k, self.v, bounds, None, self.table, PAGE, capacity, rows, None, splits, tile,
-            window=self.window, sinks=self.sinks,
-        )[rows:]  # fmt: skip
+        span_pass = SpanPass.decode(DecodeQueries(self.table, slots, lengths, rows, PAGE), None)
+        return span_attention_triton.attend_to_spans(
+            q, self.k, self.v, span_pass, window=self.window, sinks=self.sinks, splits=splits, rows=tile
+        )[rows:]
 
 
 @pytest.mark.parametrize(("window", "sinks"), first_quick(2, [(None, False), (5, True), (200, False), (None, True)]))
@@ -87,14 +86,16 @@ def test_a_decode_pass_matches_the_reference(dtype: torch.dtype, device: torch.d
     positions = (lengths[:, None] + torch.arange(rows, device=device)).flatten()
     qkv = torch.randn(6, 8 * 16, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     caches = [(case.k.clone(), case.v.clone()) for _ in range(2)]
-    out = span_attention_triton.decode_attention(queries)(qkv, layout, positions, *caches[0], Mask())
-    expected = DecodeAttentionRef(queries, 2, dtype)(qkv, layout, positions, *caches[1], Mask())
+    attend = span_attention_triton.decode_attention(queries)
+    inputs = AttentionInputs(qkv, layout, positions, *caches[0])
+    out = attend(inputs, Mask())
+    expected = DecodeAttentionRef(queries, 2, dtype)(AttentionInputs(qkv, layout, positions, *caches[1]), Mask())
     torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE[dtype])
     for cache, other in zip(*caches, strict=True):
         torch.testing.assert_close(cache, other, rtol=0, atol=TOLERANCE[dtype])
     lengths[1] = PAGE * case.table.shape[1] - 1
     before = caches[0][0].clone()
-    span_attention_triton.decode_attention(queries)(qkv, layout, positions, *caches[0], Mask())
+    span_attention_triton.decode_attention(queries)(inputs, Mask())
     changed = (caches[0][0] != before).flatten(2).any(2).nonzero().tolist()
     assert changed == [[0, 0], [int(case.table[0, -1]), PAGE - 1]]
 
@@ -120,7 +121,8 @@ def test_nodes_of_a_tree_are_computed_as_chains(
         )
         attend = span_attention_triton.decode_attention(queries) if kernel else DecodeAttentionRef(queries, 2, dtype)
         rows, positions = qkv[:, first:end].flatten(0, 1), (lengths[:, None] + depths[:, first:end]).flatten()
-        return attend(rows, layout, positions, keys, values, Mask(window=window)).unflatten(0, (2, -1))
+        inputs = AttentionInputs(rows, layout, positions, keys, values)
+        return attend(inputs, Mask(window=window)).unflatten(0, (2, -1))
 
     k, v = case.k.clone(), case.v.clone()
     whole = run(True, k, v, 0, count)
@@ -135,10 +137,8 @@ def test_nodes_of_a_tree_are_computed_as_chains(
         for path in (path for path in stored if not any(path == other[:-1] for other in stored)):
             queries = DecodeQueries(case.table, slots[[sequence]], lengths[[sequence]], len(path), PAGE)
             positions = lengths[sequence] + torch.arange(len(path), device=device)
-            caches = case.k.clone(), case.v.clone()
-            chain = span_attention_triton.decode_attention(queries)(
-                qkv[sequence, path], layout, positions, *caches, Mask(window=window)
-            )
+            inputs = AttentionInputs(qkv[sequence, path], layout, positions, case.k.clone(), case.v.clone())
+            chain = span_attention_triton.decode_attention(queries)(inputs, Mask(window=window))
             assert_same(chain, whole[sequence, path])
 
 
@@ -151,7 +151,7 @@ def test_logits_do_not_depend_on_company(monkeypatch: pytest.MonkeyPatch, name: 
     def prefill(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: RaggedBatch, window: int, sinks: torch.Tensor | None
     ) -> Any:
-        return span_attention_triton.prefill_attention(q, k, v, spans, window=window or None, sinks=sinks)
+        return span_attention_triton.prefill_attention(PrefillInputs(q, None, None, k, v, spans, window, sinks=sinks))
 
     monkeypatch.setattr(span_attention_triton, "SPAN", 32)
     monkeypatch.setattr(span_attention, "SpanDecodeAttention", span_attention_triton.decode_attention)

@@ -11,9 +11,8 @@ import torch
 from company import Company, differing
 
 from specbatch.kernels.attention.deterministic import span_attention, span_latents_triton
-from specbatch.kernels.attention.latent.latent_attention import LatentLayout
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, LatentLayout, Mask
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.attention.verify.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.kernels.gemm import head_gemm_triton
@@ -51,10 +50,8 @@ class Case:
         spans = RaggedBatch([start], [end], [1], self.table, PAGE)
         positions = torch.arange(start, end, device=self.table.device)
         slots = kv_slots(self.table, torch.ones_like(positions), positions, PAGE)
-        projected = self.projected[1, start:end].clone()
-        return span_latents_triton.span_latent_prefill(
-            projected, self.heads, positions, slots, self.k, self.v, spans, splits=splits
-        )
+        inputs = AttentionInputs(self.projected[1, start:end].clone(), self.heads, positions, self.k, self.v)
+        return span_latents_triton.span_latent_prefill(inputs, slots, spans, splits=splits)
 
     def verify(self, start: int, rows: int, splits: int | None) -> torch.Tensor:
         """The rows at `start` beside others of the first sequence."""
@@ -63,7 +60,7 @@ class Case:
         projected = torch.cat([self.projected[0, :rows], self.projected[1, start : start + rows]])
         positions = (lengths[:, None] + torch.arange(rows, device=lengths.device)).flatten()
         attend = span_latents_triton.span_latent_verify(queries)
-        return attend(projected, self.heads, positions, self.k, self.v, Mask(), splits=splits)[rows:]
+        return attend(AttentionInputs(projected, self.heads, positions, self.k, self.v), Mask(), splits=splits)[rows:]
 
 
 def test_who_computes_a_span_changes_no_bit(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:

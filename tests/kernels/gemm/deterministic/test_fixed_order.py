@@ -49,7 +49,7 @@ def test_matches_float64(
 def test_more_than_16_rows_leave_the_kernels_of_few(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Those of the default mode take up to 32, with the weight as the other operand."""
     monkeypatch.setattr(skinny_gemm_triton, "is_skinny", lambda rows, weight: True)
-    monkeypatch.setattr(skinny_gemm_triton, "_product", lambda *_, **__: pytest.fail("few rows"))
+    monkeypatch.setattr(skinny_gemm_triton, "skinny_gemm", lambda *_, **__: pytest.fail("few rows"))
     x, weight = (torch.ones(size, device=device) for size in ((17, 24), (8, 24)))
     assert (fixed_order_linear(x, weight) == 24).all()
     assert fixed_order_gated(x, weight).shape == (17, 4)
