@@ -346,3 +346,9 @@ def toy_engine(open_toy: Callable[..., ToyCheckpoint]) -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
     return Targets(tmp_path_factory.mktemp("heads"))
+
+
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes most of the time of a report."""
+    monkeypatch.setattr("specbatch.sweeps.report.report.draw_all", lambda records: [])
