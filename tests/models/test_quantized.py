@@ -18,7 +18,7 @@ from specbatch.config.engine_config import EngineConfig
 from specbatch.engine.setup.prepare import prepare
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder
+from specbatch.models.decoder import Decoder, tensor_shapes, weight_shapes
 from specbatch.models.formats.int4 import Int4Weights
 from specbatch.runtime.loader import dequantized_bytes, weight_bytes
 from specbatch.weights import open_checkpoint
@@ -60,7 +60,7 @@ def write(folder: Path, described: dict[str, Any], form: str) -> dict[str, torch
     assert config.quantization is not None
     stored = config.quantization.except_for(config.unquantized_ends)
     generator, tensors, meant = torch.Generator().manual_seed(2), {}, {}
-    for name, shape in config.weight_shapes().items():
+    for name, shape in weight_shapes(config).items():
         weight = torch.randn(shape, generator=generator)
         weight = weight * 1.2 / shape[-1] ** 0.5 if len(shape) > 1 else weight.sigmoid() + 0.5
         parts, meant[name] = store(name, weight) if stored.is_quantized(name, shape) else ({name: weight}, weight)
@@ -433,7 +433,7 @@ def test_other_schemes_are_refused(quantization: dict[str, Any], message: str) -
 
 def test_ignored_modules_are_not_quantized() -> None:
     config = ModelConfig.from_dict(LLAMA | {"quantization_config": IGNORING})
-    scaled = {name for name in config.tensor_shapes() if name.endswith("_scale")}
+    scaled = {name for name in tensor_shapes(config) if name.endswith("_scale")}
     attention = {f"model.layers.0.self_attn.{part}_proj.weight_scale" for part in "qkvo"}
     assert scaled == attention | {f"model.layers.{layer}.mlp.down_proj.weight_scale" for layer in range(2)}
 
@@ -445,6 +445,6 @@ def test_layers_that_auto_round_left_unquantized() -> None:
         r".*layers\.1\.(mlp|self).*": {"bits": 16},
     }
     config = ModelConfig.from_dict(LLAMA | {"quantization_config": AUTO_ROUND | {"extra_config": layers}})
-    scaled = {name.removesuffix(".scales") for name in config.tensor_shapes() if name.endswith(".scales")}
+    scaled = {name.removesuffix(".scales") for name in tensor_shapes(config) if name.endswith(".scales")}
     parts = [*(f"self_attn.{part}_proj" for part in "qkvo"), "mlp.gate_proj", "mlp.down_proj"]
     assert scaled == {f"model.layers.0.{part}" for part in parts}
