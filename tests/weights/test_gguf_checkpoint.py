@@ -105,7 +105,6 @@ def test_conversion_is_cached_in_bounded_files(
     assert len(lines) == 1
     assert len(list(first.folder.glob("*.safetensors"))) > 2
     assert len(read_all(first)) == len(tensor_shapes(first.config))
-    monkeypatch.setattr(gguf_checkpoint, "GgufFile", None)  # a second reading would fail
     again = open_checkpoint(str(path.rename(tmp_path / "other.gguf")), log=lines.append)
     assert (again.folder, again.name, len(lines)) == (first.folder, "other", 1)
     assert first.folder.parent.parent == cache
@@ -276,7 +275,7 @@ def test_pre_tokenizer_rules(tiny_model: Make, write_gguf: Make, backend: Backen
 
 
 def test_known_name_provides_a_tokenizer_without_weights(
-    cache: Path, write_gguf: Make, texts: list[str], monkeypatch: pytest.MonkeyPatch
+    cache: Path, write_gguf: Make, texts: list[str], monkeypatch: pytest.MonkeyPatch, register: Callable[..., None]
 ) -> None:
     (cache / "models").mkdir(parents=True)
     path = write_gguf("llama", name="cache/models/tiny")
@@ -284,7 +283,7 @@ def test_known_name_provides_a_tokenizer_without_weights(
     known = known_models.KnownModel(
         "tiny", "someone", path.name, 0, file_hash(path), "Apache-2.0", "F32", "unknown", source
     )
-    monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", known)
+    register(known)
     (cache / "tiny").mkdir()  # as for models, a known name counts before a folder
     monkeypatch.chdir(cache)
     found = open_checkpoint("toy", "dummy", tokenizer="tiny").tokenizer()

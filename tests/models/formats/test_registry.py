@@ -119,7 +119,7 @@ IGNORING = scheme() | {"ignore": ["re:.*mlp.(gate|up)_proj", "lm_head", "model.l
             scheme(strategy="group"),
             "config_groups.group_0.weights.strategy='group': it must be 'tensor' or 'channel' or 'block'",
         ),
-        (scheme(type="int"), r"config_groups.group_0.weights=\('int', 8\): use FP8.* or INT4"),
+        (scheme(type="int", num_bits=3), r"config_groups.group_0.weights=\('int', 3\): use FP8.* or INT4"),
         (scheme(symmetric=False), "weights.symmetric=False"),
         (scheme(strategy="block", block_structure=[64, 64]), r"block_structure=\[64, 64\]"),
         (with_group(input_activations={"type": "int", "num_bits": 8}), "input_activations"),
