@@ -1,14 +1,17 @@
 """The registry of drafting algorithms: one `Algorithm` per value of `Speculation.algorithm`.
 
-To add an algorithm, write a module in `specbatch/drafters` with `plan(target, config, log) -> DraftPlan` and add an
-entry here. Configuration, command line, checks and reports read their facts from the entry. Nothing is imported until
-an engine uses the algorithm.
+To add an algorithm, write a module in `specbatch/drafters` with `plan(target, config, log) -> DraftPlan`, one in
+`specbatch/models/heads` with the network of its draft, and an entry here; for training one more in
+`specbatch/training`. Configuration, command line, checks and reports read their facts from the entry. Nothing is
+imported until an engine uses the algorithm.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal
 
 NO_SPECULATION = "none"  # the baseline
 
@@ -16,6 +19,34 @@ _LOW_ACCEPTANCE_OF_TRAINED_DRAFTS = (
     "feature layers counted by the other convention (--aux-layers), another rope theta (--draft-rope-theta), a "
     "thinking mode or chat template that the draft was not trained on, a draft made for another target"
 )
+
+
+@dataclass(frozen=True)
+class Published:
+    """How the files of a published draft show that it is one for the algorithm.
+
+    architectures  patterns of the name in the "architectures" of its config.json
+    speculators    the `speculators_model_type` that drafts of vllm-project/speculators have
+    is_own         whether a config.json with such a name is one of this algorithm. Where it is one of several, the last
+                   algorithm of the registry counts
+    tensors        of heads on the target's features: those that tell them from the heads of other algorithms
+    has            of block drafts: what they have besides the layers that fill the block, for messages
+    """
+
+    architectures: tuple[str, ...] = ()
+    speculators: tuple[str, ...] = ()
+    is_own: Callable[[Mapping[str, Any]], bool] = lambda config: True
+    tensors: tuple[str, ...] | None = None
+    has: str = ""
+
+
+@dataclass(frozen=True)
+class Training:
+    """module: the module whose `untrained_head` makes a draft head to train; settings: those of `Recipe` that it takes,
+    with defaults, of which None depends on the target."""
+
+    module: str
+    settings: Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -29,10 +60,14 @@ class Algorithm:
     tree            how a tree gets its candidates: "expanded" gives each of `topk` nodes of a step `topk` children,
                     "block" does so with the tokens of a block that is filled in one pass, "merged" joins `topk`
                     continuations of `steps` tokens, None means that only chains are drafted
+    root_drafts     whether the row of the newest token drafts, too, in a block that is filled in one pass
     draft           what the setting `draft` must name; None if the algorithm takes no draft
+    drafts_by_model whether that is a whole model, and not one trained for the target
+    published       how the files of its drafts are recognized
+    needs           what a target must have, for the support matrix; empty: nothing
     settings        settings that only some algorithms take
     loads_draft     whether weights beside the target's are loaded, so that they must fit the target
-    training        the module whose `untrained_head` makes a draft head to train; None: no training
+    training        how a draft head is trained; None: no training
     samples_drafts  whether the drafts of sampled requests are samples, so that acceptance uses their distributions
     in_target       whether the draft head is stored with the target, in the same checkpoint
     alias_of        the algorithm that this is another name for
@@ -42,27 +77,47 @@ class Algorithm:
     module: str
     default_tokens: int
     tree: Literal["expanded", "block", "merged"] | None = "expanded"
+    root_drafts: bool = False
     draft: str | None = None
+    drafts_by_model: bool = False
+    published: Published = field(default_factory=Published)
+    needs: str = ""
     settings: tuple[str, ...] = ()
     loads_draft: bool = True
-    training: str | None = None
+    training: Training | None = None
     samples_drafts: bool = True
     in_target: bool = False
     alias_of: str | None = None
     low_acceptance: str = _LOW_ACCEPTANCE_OF_TRAINED_DRAFTS
+
+    @property
+    def has_trained_draft(self) -> bool:
+        """Whether it takes a draft that was trained for the target."""
+        return self.draft is not None and not self.drafts_by_model
 
     def candidates(self, steps: int, topk: int) -> int:
         """Nodes that a tree of this shape is chosen from."""
         return steps * topk if self.tree == "merged" else topk + (steps - 1) * topk * topk
 
 
+def _names_mask_token(config: Mapping[str, Any]) -> bool:
+    """Whether a config is of a head that drafts in parallel, in vLLM's layout or that of speculators."""
+    keys = ("speculators_model_type", "pard_token", "ptd_token_id")
+    return any(config.get(key) is not None for key in keys)
+
+
 _MTP = Algorithm(
     "specbatch.drafters.mtp",
     default_tokens=3,
     settings=("draft_attention_backend", "draft_quantization"),
-    training="specbatch.training.mtp",
+    published=Published(speculators=("mtp",)),
+    needs=("a checkpoint with an MTP head (`mtp.*` tensors, or of DeepSeek-V3 and GLM-4.5 the layers after the last)"),
+    training=Training("specbatch.training.mtp", {"unroll": 5}),
     in_target=True,
 )
+_HIDDEN_NORM = "layers.0.hidden_norm.weight"
+_DEEPSPEC = ("Qwen3DSparkModel", "DSparkDraftModel")  # of DeepSpec and SpecForge
+_BLOCK_DRAFT = "a draft that was made for the model (folder or hub id)"
 
 ALGORITHMS: dict[str, Algorithm] = {
     # The shape is that of n-gram lookup, so that both verify the same number of rows in a comparison.
@@ -82,6 +137,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         "specbatch.drafters.draft_model",
         default_tokens=3,
         draft="a draft model or 'self:skip=FIRST-LAST'",
+        drafts_by_model=True,
         settings=("draft_attention_backend", "draft_quantization"),
         low_acceptance=(
             "draft and target are no pair (another family or fine-tune, too many layers skipped), another rope "
@@ -92,23 +148,30 @@ ALGORITHMS: dict[str, Algorithm] = {
         "specbatch.drafters.eagle",
         default_tokens=3,
         draft="an EAGLE head (folder or hub id)",
+        published=Published(("*Eagle",), ("eagle",), tensors=()),
         settings=("draft_attention_backend", "draft_quantization", "draft_rope_theta"),
-        training="specbatch.training.eagle",
+        training=Training("specbatch.training.eagle", {"unroll": 3, "draft_layers": 1}),
     ),
     "eagle3": Algorithm(
         "specbatch.drafters.eagle3",
         default_tokens=3,
         draft="an EAGLE-3 head (folder or hub id)",
+        published=Published(("*Eagle3",), ("eagle3",), tensors=(_HIDDEN_NORM,)),
         settings=("aux_layers", "draft_attention_backend", "draft_quantization", "draft_rope_theta"),
-        training="specbatch.training.eagle3",
+        training=Training(
+            "specbatch.training.eagle3", {"unroll": 5, "vocab": None, "draft_layers": 1, "aux_layers": None}
+        ),
     ),
     "peagle": Algorithm(
         "specbatch.drafters.peagle",
         default_tokens=7,
         tree=None,
         draft="a P-EAGLE head (folder or hub id)",
+        published=Published(("*Eagle3",), ("peagle",), _names_mask_token, (_HIDDEN_NORM, "mask_hidden")),
         settings=("aux_layers", "draft_attention_backend", "draft_quantization", "draft_rope_theta"),
-        training="specbatch.training.peagle",
+        training=Training(
+            "specbatch.training.peagle", {"unroll": 7, "vocab": None, "draft_layers": 2, "aux_layers": None}
+        ),
     ),
     "mtp": _MTP,
     "nextn": replace(_MTP, training=None, alias_of="mtp"),  # SGLang's name
@@ -116,25 +179,36 @@ ALGORITHMS: dict[str, Algorithm] = {
         "specbatch.drafters.dflash",
         default_tokens=15,
         tree="block",
-        draft="a draft that was made for the model (folder or hub id)",
+        draft=_BLOCK_DRAFT,
+        published=Published(
+            ("DFlashDraftModel", *_DEEPSPEC), ("dflash", "dspark"), has="neither Markov head nor selector"
+        ),
         settings=("draft_quantization",),
-        training="specbatch.training.dflash",
+        training=Training("specbatch.training.dflash", {"draft_layers": 2, "block_size": 8, "anchors": 16}),
     ),
     "dflash2": Algorithm(
         "specbatch.drafters.dflash2",
         default_tokens=15,
         tree="block",
-        draft="a draft that was made for the model (folder or hub id)",
+        draft=_BLOCK_DRAFT,
+        published=Published(("DFlash2DraftModel",), has="a selector"),
         settings=("draft_quantization",),
-        training="specbatch.training.dflash2",
+        training=Training(
+            "specbatch.training.dflash2", {"draft_layers": 2, "block_size": 8, "anchors": 16, "selector_rank": 256}
+        ),
     ),
     "dspark": Algorithm(
         "specbatch.drafters.dspark",
         default_tokens=7,
         tree="block",
-        draft="a draft that was made for the model (folder or hub id)",
+        root_drafts=True,
+        draft=_BLOCK_DRAFT,
+        published=Published(_DEEPSPEC, ("dspark",), lambda config: config.get("markov_rank") != 0, has="a Markov head"),
         settings=("draft_quantization",),
-        training="specbatch.training.dspark",
+        training=Training(
+            "specbatch.training.dspark",
+            {"draft_layers": 2, "block_size": 7, "anchors": 16, "markov_rank": 256, "token_weight": 0.1},
+        ),
     ),
 }
 
@@ -142,6 +216,21 @@ ALGORITHMS: dict[str, Algorithm] = {
 def algorithms_with(setting: str) -> tuple[str, ...]:
     """Names of the algorithms that take `setting`."""
     return tuple(name for name, algorithm in ALGORITHMS.items() if setting in algorithm.settings)
+
+
+def algorithm_of(config: Mapping[str, Any]) -> str | None:
+    """The algorithm that the config.json of a draft was published for; None if it does not say, as that of a model."""
+    kind, names = config.get("speculators_model_type"), config.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else ""
+    found = None
+    for algorithm, entry in ALGORITHMS.items():
+        files = entry.published
+        is_named = (
+            any(fnmatchcase(name, one) for one in files.architectures) if kind is None else kind in files.speculators
+        )
+        if is_named and entry.alias_of is None and files.is_own(config):
+            found = algorithm
+    return found
 
 
 def causes_of_low_acceptance(name: str, load_format: str) -> str:

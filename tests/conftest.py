@@ -29,6 +29,7 @@ from typer.main import get_command
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.models.config import ModelConfig
+from specbatch.models.formats.format import Format
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.models.heads.dflash2 import DFlash2Config
 from specbatch.models.heads.dspark import DSparkConfig
@@ -50,6 +51,12 @@ typer.testing._get_command = cache(get_command)  # type: ignore[attr-defined]
 # A shell has what it runs in the background ignore interruptions, and so would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def stay_quantized(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`stay_quantized()`: weights stay quantized on a CPU, too, as on a GPU; `stay_quantized(False)`: nowhere."""
+    return lambda keeps=True: monkeypatch.setattr(Format, "runs_on", staticmethod(lambda device: keeps))
 
 
 def pytest_configure(config: pytest.Config) -> None:

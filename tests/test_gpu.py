@@ -356,7 +356,7 @@ def test_an_fp8_kv_cache_of_recurrent_targets(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("algorithm", ["none", "ngram-tree", "eagle3"])
 def test_mxfp4_experts_give_the_tokens_of_dequantized_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
+    tmp_path: Path, stay_quantized: Callable[..., None], algorithm: str
 ) -> None:
     few = {"num_hidden_layers": 4, "vocab_size": 500, "num_local_experts": 8, "eos_token_id": None}
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["gpt-oss-20b"] | few))
@@ -368,7 +368,7 @@ def test_mxfp4_experts_give_the_tokens_of_dequantized_ones(
     drafting = replace(asked, speculation=SPECULATIONS[algorithm], graphs=GRAPHS["graphs"])
     tokens = []
     for keeps, config in ((False, asked), (True, drafting)):
-        monkeypatch.setattr("specbatch.models.layers.blocks.keeps_mxfp4", lambda device, keeps=keeps: keeps)
+        stay_quantized(keeps)
         with Engine(config) as engine:
             done = engine.generate(prompts, SamplingParams(max_new_tokens=30))
             tokens.append([item.token_ids for item in done])

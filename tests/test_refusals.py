@@ -12,6 +12,7 @@ import torch
 from limits import limited
 
 from specbatch import Engine, EngineConfig, Graphs, SamplingParams, SpecbatchError, Speculation
+from specbatch.algorithms import ALGORITHMS
 from specbatch.config.acceptance_profile import AcceptanceProfile
 from specbatch.errors import refuse
 from specbatch.training.recipe import Recipe
@@ -21,14 +22,8 @@ SHORT = SamplingParams(max_new_tokens=1)
 
 
 def spec(algorithm: str, **settings: Any) -> Callable[..., Any]:
-    draft = {
-        "standalone": "self:skip=1",
-        "eagle": "x",
-        "eagle3": "x",
-        "dflash": "x",
-        "dflash2": "x",
-        "dspark": "x",
-    }.get(algorithm)
+    entry = ALGORITHMS[algorithm]
+    draft = "self:skip=1" if entry.drafts_by_model else "x" if entry.draft else None
     return partial(Speculation, algorithm, **{"draft": draft} | settings)
 
 

@@ -12,10 +12,8 @@ from specbatch.kernels.elementwise.activations import clamped_swiglu_ref, gelu_a
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.quantized import fp8_activations
-from specbatch.kernels.gemm.quantized.fp8_linear import fp8_linear_ref
 from specbatch.kernels.gemm.quantized.fp8_quantize import quantize_fp8_ref
-from specbatch.kernels.gemm.quantized.int4 import Int4Tiles, int4_linear_ref, int4_tiles
-from specbatch.kernels.gemm.quantized.weight import Weight
+from specbatch.kernels.gemm.quantized.weight import Weight, quantized_linear_ref
 from specbatch.kernels.moe.expert_weights import GATED, Activation, Biases, ExpertWeights
 from specbatch.kernels.moe.routing import Routing, route_ref
 
@@ -33,11 +31,8 @@ def experts_ref(
     """
     up, down, activation, biases = mlp
 
-    def gemm(x: torch.Tensor, weight: Weight | Int4Tiles, bias: torch.Tensor | None) -> torch.Tensor:
-        if isinstance(weight, Int4Tiles):
-            y = int4_linear_ref(x, weight)
-        else:
-            y = fp8_linear_ref(quantize_fp8_ref(x) if quantize else x, weight)
+    def gemm(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        y = quantized_linear_ref(quantize_fp8_ref(x) if quantize else x, weight)
         return y if bias is None else y + bias[expert]
 
     outputs = x.new_empty(*experts.shape, x.shape[1])
@@ -79,11 +74,21 @@ def shared_slices(
 
     up [2 * I, H] (swiglu) or [I, H], down [H, I]. What is missing to a multiple of `inner` is filled up with zeros.
     """
-    width, hidden = down.shape[1], down.shape[0]
-    slices, missing = -(-width // inner), -width % inner
-    halves = up.view(2 if activation in GATED else 1, width, hidden)
-    halves = F.pad(halves, (0, 0, 0, missing)).unflatten(1, (slices, inner))
-    return halves.transpose(0, 1).flatten(1, 2), F.pad(down, (0, missing)).unflatten(1, (slices, inner)).transpose(0, 1)
+    return slices_of_up(up, inner, activation), slices_of_down(down, inner)
+
+
+def slices_of_up(up: torch.Tensor, inner: int, activation: Activation) -> torch.Tensor:
+    """The first of `shared_slices`."""
+    halves = up.unflatten(0, (2 if activation in GATED else 1, -1))
+    slices = F.pad(halves, (0, 0, 0, -halves.shape[1] % inner)).unflatten(1, (-1, inner))
+    found: torch.Tensor = slices.transpose(0, 1).flatten(1, 2)
+    return found
+
+
+def slices_of_down(down: torch.Tensor, inner: int) -> torch.Tensor:
+    """The second of `shared_slices`."""
+    slices: torch.Tensor = F.pad(down, (0, -down.shape[1] % inner)).unflatten(1, (-1, inner)).transpose(0, 1)
+    return slices
 
 
 def token_bytes(experts: int, width: int, inner: int, hidden: int, dtype: torch.dtype) -> int:
@@ -125,10 +130,9 @@ class Experts:
         if router.shape != (rule.logits, hidden):
             raise refuse("router", tuple(router.shape), f"use {(rule.logits, hidden)}")
         self.rule = rule
-        stored_up, stored_down = (int4_tiles(one) if one.is_int4 else one for one in (up, down))
-        self.weights = ExpertWeights(stored_up, stored_down, activation, biases)
+        self.weights = ExpertWeights(up.for_experts(), down.for_experts(), activation, biases)
         # Else a block that shares a scale could have rows of the gate and of what it multiplies.
-        is_whole = activation not in GATED or down.shape[2] % up.scale_rows == 0
+        is_whole = activation not in GATED or down.shape[2] % up.block[0] == 0
         self._may_quantize = all(one.values.dtype == torch.float8_e4m3fn for one in (up, down)) and is_whole
         self._router_dtype = router.dtype
         # cuBLAS is at its best where a row of logits begins at 16 bytes.

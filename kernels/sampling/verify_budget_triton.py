@@ -15,7 +15,7 @@ from specbatch.kernels.common.packed_rows import PackedRows
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import next_power_of_2
 from specbatch.kernels.sampling.accept import Proposal
-from specbatch.kernels.sampling.verify_budget import GUESS, GUESSED, LEVELS, MEMORY, MOST, WEIGHT, Spending
+from specbatch.kernels.sampling.verify_budget import GUESS, GUESSED, LEVELS, MEMORY, MOST, WEIGHT
 
 VALUE_BITS = 30  # enough for 1 + the bit pattern of a float32 between 0 and 1
 
@@ -93,7 +93,7 @@ def spend(
     proposal: Proposal,
     temperature: torch.Tensor | None,
     total: int,
-) -> Spending:
+) -> Proposal:
     """`verify_budget.spend_ref`; confidence may be strided."""
     batch, most = proposal.tokens.shape
     assert batch <= total <= batch * (most + 1), "every request has its newest token verified, and at most all drafts"
@@ -108,7 +108,7 @@ def spend(
         LEVELS=LEVELS, WEIGHT=WEIGHT, GUESS=GUESS, GUESSED=GUESSED, num_warps=warps_for(block * nodes),
         enable_fp_fusion=False, **pdl(slots),
     )  # fmt: skip
-    return Spending(proposal._replace(drafted=verified), PackedRows(places, rows, firsts), levels)
+    return proposal._replace(drafted=verified, packed=PackedRows(places, rows, firsts), levels=levels)
 
 
 @triton.jit(do_not_specialize=["batch", "columns"])
@@ -149,12 +149,14 @@ def _learn_kernel(
 
 
 def learn(
-    counts: torch.Tensor, recent: torch.Tensor, slots: torch.Tensor, spending: Spending, accepted: torch.Tensor
+    counts: torch.Tensor, recent: torch.Tensor, slots: torch.Tensor, proposal: Proposal, accepted: torch.Tensor
 ) -> None:
     """`verify_budget.learn_ref`; accepted may be strided."""
-    batch, most = spending.levels.shape
+    levels = proposal.levels
+    assert levels is not None, "no budget was spent on it"
+    batch, most = levels.shape
     _learn_kernel[(counts.shape[1],)](
-        counts, recent, slots, spending.proposal.drafted, spending.levels, accepted, batch, recent.stride(0),
+        counts, recent, slots, proposal.drafted, levels, accepted, batch, recent.stride(0),
         accepted.stride(0),
         DRAFTS=most, KINDS=counts.shape[1], MOST=MOST, MEMORY=MEMORY, BLOCK=min(1024, next_power_of_2(batch * most)),
         enable_fp_fusion=False, **pdl(slots),

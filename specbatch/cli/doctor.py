@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from specbatch.algorithms import ALGORITHMS
 from specbatch.cli.flags import Flag, in_text
 from specbatch.cli.options import ENGINE_OPTIONS, Json
 from specbatch.cli.output import show
@@ -114,10 +115,10 @@ def _features_table(found: dict[str, Any]) -> str:
 def _support_tables(found: dict[str, Any]) -> str:
     matrices, notes = _matrices(found)
     conflicts = "; ".join(f"{one} with {other}" for one, other in found["conflicts"])
-    notes.append(
-        "mtp needs a checkpoint with an MTP head (`mtp.*` tensors, or of DeepSeek-V3 and GLM-4.5 the layers after the "
-        "last); eagle, eagle3, peagle, dflash, dflash2 and dspark need a draft that was trained for the target."
-    )
+    *others, last = (name for name, entry in ALGORITHMS.items() if entry.has_trained_draft)
+    needs = [f"{name} needs {entry.needs}" for name, entry in ALGORITHMS.items() if entry.needs and not entry.alias_of]
+    needs.append(f"{', '.join(others)} and {last} need a draft that was trained for the target.")
+    notes.append("; ".join(needs))
     notes.append(
         "Settings were tried with a target that has attention in all layers. A draft with recurrent layers (a draft "
         "model that has some, or self:skip of Qwen3-Next, Qwen3.5, Nemotron-H and LFM2) makes chains of a fixed number "

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.cli.configs import configured, engine_of_table
+from specbatch.cli.configs import configured, engine_of_table, tables_of
 from specbatch.cli.flags import in_keys
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions
 from specbatch.cli.output import say
@@ -64,12 +63,12 @@ def configured_with_servers(
     engine: EngineOptions, configs: str, thinking: bool | None, **settings: Any
 ) -> dict[str, EngineConfig | Server]:
     """As `configured`, with the servers of a file. thinking: of --thinking."""
-    from specbatch.sweeps.run.grid import SUFFIXES, read_grid
+    from specbatch.sweeps.run.configurations import SUFFIXES
 
     if not configs.endswith(SUFFIXES):
         return dict(configured(engine, configs, **settings))
     found: dict[str, EngineConfig | Server] = {}
-    for name, changes in read_grid(Path(configs)).items():
+    for name, changes in tables_of(engine, configs).items():
         where = f"{configs}: {name}"
         if (server := _server_of_table(changes, engine, thinking, where)) is not None:
             found[name] = server

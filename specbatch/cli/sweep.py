@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,10 +11,10 @@ import typer
 from typer import Option
 
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
-from specbatch.cli.options import SAMPLING_OPTIONS, WITH_DRAFTS, EngineOptions, Json, Wide, takes_engine
+from specbatch.cli.options import SAMPLING_OPTIONS, WITH_DRAFTS, EngineOptions, Json, Wide, is_given, takes_engine
 from specbatch.cli.output import fresh_folder, results, say, show
 from specbatch.cli.servers import configured_with_servers, only_server
-from specbatch.cli.values import is_given, length, share, whole_number, whole_numbers
+from specbatch.config.values import length, share, whole_number, whole_numbers
 from specbatch.errors import one_line, refuse
 from specbatch.progress.bars import progress
 from specbatch.sweeps.workload.defaults import CPU, GPU, INPUT_LEN, default_dataset
@@ -285,15 +286,15 @@ def sweep(
     shows the reason, the exit status is 1, and the same command with the folder as --out runs it again.
     """
     from specbatch.evals.prompts import task_prompts
-    from specbatch.jobs.engine_groups import engines_of
     from specbatch.records.objectives import Objectives
     from specbatch.records.sweep_plan import PLAN
     from specbatch.runtime.device import device_type
-    from specbatch.sweeps.run.grid import by_model
-    from specbatch.sweeps.run.loading import check, fitted, one_group
+    from specbatch.sweeps.run.benchmark import SweepOptions
+    from specbatch.sweeps.run.configurations import by_model
+    from specbatch.sweeps.run.engine_groups import engines_of
+    from specbatch.sweeps.run.loading import check, one_group
     from specbatch.sweeps.run.process import run_in_process
-    from specbatch.sweeps.run.runner import SweepOptions, run_server, run_sweep
-    from specbatch.sweeps.workload.defaults import resolved
+    from specbatch.sweeps.run.sweep import run_server, run_sweep
     from specbatch.sweeps.workload.workloads import RANDOM, Workload
 
     engine, workers = clustered(engine, cluster, replicas=False)
@@ -349,8 +350,7 @@ def sweep(
         one_group(engines)
     if dry_run and not engines_of(engines):
         raise refuse("dry_run", True, "the speed of a server cannot be estimated; leave it out")
-    settings = resolved(
-        options,
+    settings = options.described(
         engines if server is None else [server.model],
         shortened=on_cpu and None in (concurrency, output_len, prompts_per_concurrency),
     )
@@ -363,7 +363,7 @@ def sweep(
         return
     resumes = "*" if output is not None and (any(output.glob(PLAN)) or any(output.glob(f"*/{PLAN}"))) else None
     with fresh_folder(output, "sweep", resumes=resumes) as folder:
-        fitted(engines, options)  # may raise, before the settings are printed
+        options.fitted(engines)  # may raise, before the settings are printed
         say(settings)
         models, statuses = by_model(engines), list[int]()
         if server is not None:
@@ -378,11 +378,12 @@ def sweep(
             reports = _reports(folder)
         else:
             for ours in models.values() if workers is None else ():  # fail before a model has run for hours, not after
-                check(ours, options)
+                check(options.fitted(ours))
             summary, rows, reports = "", [], []
             for name, ours in models.items():
                 say(f"{name}:")
-                if status := run_in_process(ours, options, folder / name, log=say, cluster=workers):
+                run = partial(run_sweep, ours, options, cluster=workers)
+                if status := run_in_process(run, folder / name, log=say, label="sweep"):
                     say(f"{name}: failed; the other models go on")
                     statuses.append(status)
                 if (folder / name / "summary.md").exists():
@@ -407,7 +408,8 @@ def _summary(folder: Path, *, wide: bool) -> tuple[str, list[dict[str, Any]]]:
     """The tables of a sweep in Markdown, and the rows of summary.csv as JSON values, None for cells without a
     measurement."""
     from specbatch.records.sweep_plan import unfinished
-    from specbatch.sweeps.report.tables import as_json, load_records, markdown, table
+    from specbatch.sweeps.report.points import load_records
+    from specbatch.sweeps.report.tables import as_json, markdown, table
 
     records = load_records(folder)
     rows = table(records)
@@ -428,6 +430,6 @@ def _reports(folder: Path) -> list[str]:
 
 def _failed(folder: Path) -> bool:
     """Whether a request of the sweep in `folder` failed."""
-    from specbatch.sweeps.report.tables import load_records
+    from specbatch.sweeps.report.points import load_records
 
     return any(record.counters.get("errors") for record in load_records(folder))

@@ -25,6 +25,11 @@ ATTENTION_BACKENDS = ("auto", "triton", "torch", "flashinfer", "flash-attn")
 CORPUS_MIN, CORPUS_MIN_SAMPLED = 4, 8  # tokens; the second where the algorithm samples drafts
 KV_DTYPES = ("auto", "fp8")
 STATE_DTYPES = ("fp32", "bf16", "fp16")
+# For help texts.
+_ALIASES = "; ".join(
+    f"{name}: another name for {entry.alias_of}" for name, entry in ALGORITHMS.items() if entry.alias_of
+)
+_TRAINED = ", ".join(name for name, entry in ALGORITHMS.items() if entry.has_trained_draft)
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Speculation:
 
     algorithm: str = setting(
         NO_SPECULATION,
-        "Drafting algorithm. none: the baseline, the same iteration without drafts. nextn: another name for mtp.",
+        f"Drafting algorithm. none: the baseline, the same iteration without drafts. {_ALIASES}.",
         choices=tuple(ALGORITHMS),
     )
     schedule: str = setting(
@@ -72,8 +77,8 @@ class Speculation:
     draft: str | None = setting(
         None,
         "standalone: a draft model with the same vocabulary, or self:skip=12-15 (the target without those layers). "
-        "eagle, eagle3, peagle, dflash, dflash2, dspark: the draft trained for the target (dummy: random weights). A "
-        "folder, hub id or known name.",
+        f"{_TRAINED}: the draft trained for the "
+        "target (dummy: random weights). A folder, hub id or known name.",
     )
     draft_tokens: int | Literal["auto"] | None = setting(
         None,
@@ -82,6 +87,7 @@ class Speculation:
         "config (speculative_tokens). SGLang counts the root: 4 "
         "there is 3 here. "
         "auto: 0 up to the default or --draft-steps, chosen from measured step times and acceptance.",
+        metavar="INTEGER|auto",
     )
     draft_steps: int | None = setting(
         None, "Draft passes: the depth of a tree. A chain takes as many as it has drafted tokens."
@@ -91,11 +97,12 @@ class Speculation:
     )
     aux_layers: tuple[int, ...] | None = setting(
         None,
-        "eagle3, peagle: layers of the target whose inputs the head reads, such as 2,18,33. Default: from its config.",
+        f"{', '.join(algorithms_with('aux_layers'))}: layers of the target whose inputs the head reads, such as 2,18,"
+        "33. Default: from its config.",
     )
     draft_rope_theta: float | None = setting(
         None,
-        "eagle, eagle3, peagle: RoPE theta of the head. Default: from its config.",
+        f"{', '.join(algorithms_with('draft_rope_theta'))}: RoPE theta of the head. Default: from its config.",
         number(lambda theta: theta > 0, "use a positive number, such as 10000.0"),
     )
     draft_quantization: str | None = setting(

@@ -14,7 +14,7 @@ from specbatch.core.request import Completion
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
-from specbatch.models.formats.quantization import Shapes
+from specbatch.models.formats.format import Shapes
 from specbatch.runtime.loader import Loader
 
 if TYPE_CHECKING:

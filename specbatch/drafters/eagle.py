@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.feature_head import FeatureChain, feature_chain, head_plan
-from specbatch.drafters.head_checks import expect, fit, usual_head, without_maps
+from specbatch.drafters.head_checks import check_tensors_of, layer_for_target, usual_head, without_maps
 from specbatch.errors import of_draft
 from specbatch.models.decoder import Decoder
 from specbatch.models.heads.draft_head import layer_config
@@ -32,9 +32,9 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
             files = dummy_draft(described, eagle_shapes(layer_config(described), {}), config.seed + 1, device)
         else:
             files = open_draft(asked.draft)
-            expect(files, "eagle")
+            check_tensors_of(asked.algorithm, files)
         layer = layer_config(files.config, files.shapes)
-    layer = fit(layer, layer.hidden_size, files, target, asked, log)
+    layer = layer_for_target(layer, layer.hidden_size, files, target, asked, log)
     check_tensors(eagle_shapes(layer, files.shapes), files.shapes, files.origin, "draft")
 
     def build(model: Decoder, loader: Loader) -> FeatureChain:

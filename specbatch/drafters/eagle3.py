@@ -6,14 +6,20 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from specbatch.config.draft_shape import MOST
 from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.feature_head import ChainKind, FeatureChain, feature_chain, head_plan
-from specbatch.drafters.head_checks import expect, fit, stated_drafts, usual_head, without_maps
+from specbatch.drafters.head_checks import (
+    check_tensors_of,
+    layer_for_target,
+    stated_drafts,
+    usual_head,
+    without_maps,
+)
 from specbatch.drafters.layer_offset import compare_layer_offsets
 from specbatch.errors import of_draft, refuse
 from specbatch.models.config import ModelConfig
@@ -36,35 +42,42 @@ USUAL_VOCABULARY = 32000  # draft vocabulary of most published heads
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     """The draft is a checkpoint of SpecForge or speculators. Raises SpecbatchError if it does not fit the target."""
-    return eagle3_plan(target, config, log, "eagle3", lambda files: None, MOST)
+    return eagle3_plan(target, config, log, Kind())
 
 
-def eagle3_plan(
-    target: Checkpoint,
-    config: EngineConfig,
-    log: Log,
-    algorithm: Literal["eagle3", "peagle"],
-    kind: Callable[[DraftFiles], ChainKind | None],
-    most: int,
-) -> DraftPlan:
-    """The plan of a head of EAGLE-3 or P-EAGLE. kind: how it drafts, see `feature_chain`; most: drafts that it can
-    make."""
+class Kind(NamedTuple):
+    """What heads of EAGLE-3 and those that extend it differ in.
+
+    chain   how a head drafts, given its files: see `feature_chain`
+    most    drafts that it can make
+    usual   keys of the config.json of random weights, given the target's config
+    masked  whether the heads have the tensor mask_hidden, which takes the place of features
+    """
+
+    chain: Callable[[DraftFiles], ChainKind | None] = lambda files: None
+    most: int = MOST
+    usual: Callable[[ModelConfig], dict[str, Any]] = lambda target: {}
+    masked: bool = False
+
+
+def eagle3_plan(target: Checkpoint, config: EngineConfig, log: Log, kind: Kind) -> DraftPlan:
+    """The plan of a head of EAGLE-3, or of one that extends it."""
     asked = config.speculation
     assert asked.draft is not None
     with of_draft(asked.draft):
         if config.load_format == "dummy":
-            files = _dummy(target, asked.draft, config.seed + 1, algorithm, str(find_device(config.device)))
+            files = _dummy(target, asked, config.seed + 1, kind, str(find_device(config.device)))
         else:
             files = open_draft(asked.draft)
-            expect(files, algorithm)
-        described = Eagle3Config.from_dict(files.config, files.shapes, algorithm)
-        chosen, stated = kind(files), speculative_tokens(files.config)
+            check_tensors_of(asked.algorithm, files)
+        described = Eagle3Config.from_dict(files.config, files.shapes, asked.algorithm)
+        chosen, stated = kind.chain(files), speculative_tokens(files.config)
     if asked.shape.topk > described.draft_vocabulary:
         works = f"the head drafts {described.draft_vocabulary} tokens; use at most that"
         raise refuse("draft_topk", asked.shape.topk, works)
-    count = stated_drafts(stated, most, asked, log)
+    count = stated_drafts(stated, kind.most, asked, log)
     config = replace(config, speculation=asked.with_most(count))
-    layer = fit(described.layer, described.target_hidden, files, target, asked, log)
+    layer = layer_for_target(described.layer, described.target_hidden, files, target, asked, log)
     aux = _aux(described, target, asked, files, log)
     check_tensors(described.shapes(len(aux), files.shapes), files.shapes, files.origin, "draft")
     if "speculators_model_type" in files.config and files.config.get("norm_before_residual") is None:
@@ -133,22 +146,21 @@ def _offsets(files: DraftFiles, vocabulary: int, log: Log) -> torch.Tensor | Non
     return d2t
 
 
-def _dummy(target: Checkpoint, draft: str, seed: int, algorithm: str, device: str) -> DraftFiles:
-    """Random weights: of a config.json, or of the target's sizes and the usual vocabulary. P-EAGLE usually has two
-    layers (that of AWS for GPT-OSS)."""
-    layers, config = target.config.depth, dummy_config(draft)
+def _dummy(target: Checkpoint, asked: Speculation, seed: int, kind: Kind, device: str) -> DraftFiles:
+    """Random weights: of a config.json, or of the target's sizes and the usual vocabulary."""
+    assert asked.draft is not None
+    layers, config = target.config.depth, dummy_config(asked.draft)
     if config is None:
         config = usual_head(target.config)
         config["draft_vocab_size"] = min(USUAL_VOCABULARY, target.config.vocab_size)
-        if algorithm == "peagle":
-            config |= {"num_hidden_layers": 2, "mask_token_id": target.config.vocab_size - 1}
+        config |= kind.usual(target.config)
         usual = default_aux(layers)
         if len(set(usual)) < 3 or not all(1 <= boundary <= layers for boundary in usual):  # too few layers for it
             config["eagle_aux_hidden_state_layer_ids"] = list(range(1, min(layers, 3) + 1))
-    described = Eagle3Config.from_dict(config, None, algorithm)
+    described = Eagle3Config.from_dict(config, None, asked.algorithm)
     count = len(described.features.listed if described.features else default_aux(layers))
     shapes = described.shapes(count, {})
-    if algorithm == "peagle":
+    if kind.masked:
         shapes["mask_hidden"] = (1, 1, count * described.target_hidden)
     total, known = target.config.vocab_size, described.draft_vocabulary
     own = torch.arange(known)

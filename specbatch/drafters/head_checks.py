@@ -1,16 +1,14 @@
-"""Checks that a draft head fits its target, before anything is loaded."""
+"""The files of a draft head: whether they fit algorithm and target, before anything is loaded, and what is logged."""
 
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specbatch.algorithms import ALGORITHMS
+from specbatch.algorithms import ALGORITHMS, algorithm_of
 from specbatch.errors import refuse
 from specbatch.models.config import ModelConfig
-from specbatch.models.heads.dflash import ARCHITECTURE, DEEPSPEC, SECOND
 from specbatch.models.heads.draft_head import EMBEDDING, HEAD, LAYER, Shapes
 from specbatch.weights.draft_heads import DraftFiles
 
@@ -18,43 +16,37 @@ if TYPE_CHECKING:
     from specbatch.config.engine_config import Speculation
     from specbatch.weights import Checkpoint, Log
 
-_MASK = "mask_hidden"  # a tensor of P-EAGLE heads alone
-
 
 def check_algorithm(config: dict[str, Any], algorithm: str) -> None:
     """Refuse a draft whose config.json is of another algorithm. One that names none may be any of a model or a head."""
-    found, names = config.get("speculators_model_type"), config.get("architectures")
-    if found is None and isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
-        suffix = re.search("(Eagle3?)$", names[0])
-        of_deepspec = "dflash" if config.get("markov_rank") == 0 else "dspark"
-        kinds = {ARCHITECTURE: "dflash", SECOND: "dflash2", **dict.fromkeys(DEEPSPEC, of_deepspec)}
-        found = kinds.get(names[0], suffix and suffix[1].lower())
-        if found == "eagle3" and any(config.get(key) is not None for key in ("pard_token", "ptd_token_id")):
-            found = "peagle"  # in vLLM's layout
-    if isinstance(found, str) and found in ALGORITHMS and found != algorithm:
+    found = algorithm_of(config)
+    if found is not None and found != algorithm:
         raise refuse("algorithm", algorithm, f"the draft was trained for algorithm {found!r}; use that")
 
 
-def expect(files: DraftFiles, algorithm: str) -> None:
-    """Refuse an EAGLE-3 head with algorithm "eagle" and so on: it would run, but hardly a draft would be accepted."""
-    names, mark = files.shapes, f"{LAYER}.hidden_norm"
-    found = "eagle3" if f"{mark}.weight" in names else "eagle"
-    if "fc.weight" not in names or (found == "eagle" and f"{LAYER}.input_layernorm.weight" in names):
+def check_tensors_of(algorithm: str, files: DraftFiles) -> None:
+    """Refuse a head on the target's features that is for another algorithm, such as one of EAGLE-3 for EAGLE: it would
+    run, but hardly a draft would be accepted."""
+    names, hidden_norm = files.shapes, f"{LAYER}.hidden_norm.weight"
+    if "fc.weight" not in names or (hidden_norm not in names and f"{LAYER}.input_layernorm.weight" in names):
         check_algorithm(files.config, algorithm)
         works = "these are not tensors of an EAGLE head: fc, and layer 0 with hidden_norm or without input_layernorm"
         raise refuse("draft", files.origin, works)
-    if found == "eagle3" and (_MASK in names or algorithm == "peagle"):
-        found, mark = "peagle" if _MASK in names else "eagle3", _MASK
+    marks = {name: entry.published.tensors for name, entry in ALGORITHMS.items()}
+    known = {name: tensors for name, tensors in marks.items() if tensors is not None}
+    found = max((name for name in known if set(known[name]) <= set(names)), key=lambda name: len(known[name]))
     if found != algorithm:
-        has = "no" if found == "eagle" or (found, mark) == ("eagle3", _MASK) else "a"
-        works = f"{files.origin} has {has} tensor {mark}, so it is for algorithm {found!r}; use that"
-        raise refuse("algorithm", algorithm, works)
+        missing = [tensor for tensor in known[algorithm] if tensor not in names]
+        has, mark = ("no", missing[0]) if missing else ("a", known[found][-1])
+        works = f"{files.origin} has {has} tensor {mark.removesuffix('.weight')}, so it is for algorithm {found!r}"
+        raise refuse("algorithm", algorithm, f"{works}; use that")
 
 
-def fit(
+def layer_for_target(
     layer: ModelConfig, target_hidden: int, files: DraftFiles, target: Checkpoint, asked: Speculation, log: Log
 ) -> ModelConfig:
-    """Compare a head's `layer` with the target and log the result. Returns the layer as it will run."""
+    """The config of a head's layers as they run with the target: with the rope that is asked for, and at all of the
+    target's positions. It is logged. Raises SpecbatchError for a head of another target's sizes."""
     beside = target.config
     for what, own, wanted in (
         ("vocabulary", layer.vocab_size, beside.vocab_size),

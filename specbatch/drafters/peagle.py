@@ -19,11 +19,12 @@ from specbatch.core.attention_metadata import positions_from
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import DraftPlan, no_drafts
 from specbatch.drafters.choose import choose_at_once
-from specbatch.drafters.eagle3 import eagle3_plan
+from specbatch.drafters.eagle3 import Kind, eagle3_plan
 from specbatch.drafters.feature_head import FeatureChain
 from specbatch.errors import refuse
 from specbatch.files.config_values import count_of, table_of
 from specbatch.kernels.sampling.argmax_topk import Scores
+from specbatch.models.config import ModelConfig
 from specbatch.models.heads.draft_head import DraftHead
 from specbatch.weights.draft_heads import DraftFiles
 
@@ -86,7 +87,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     """The draft is a checkpoint of speculators, or of vLLM's layout as NeMo Automodel writes it. Raises SpecbatchError
     if it does not fit the target."""
 
-    def kind(files: DraftFiles) -> partial[ParallelChain]:
+    def chain(files: DraftFiles) -> partial[ParallelChain]:
         token = _mask_token(files.config)
         if token >= target.config.vocab_size:
             works = f"the target has {target.config.vocab_size} tokens; the head was trained for another one"
@@ -99,8 +100,13 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     steps, most = config.speculation.shape.steps, (MOST + 1) // 2
     if steps > most:
         raise refuse("draft_tokens", steps, f"the pass of a P-EAGLE head has two rows for each; use at most {most}")
-    found = eagle3_plan(target, config, log, "peagle", kind, most)
+    found = eagle3_plan(target, config, log, Kind(chain, most, _usual, masked=True))
     return replace(found, scratch_slots=2 * (found.drafted or steps))  # with the ignored rows
+
+
+def _usual(target: ModelConfig) -> dict[str, Any]:
+    """Two layers, as the head of AWS for GPT-OSS has."""
+    return {"num_hidden_layers": 2, "mask_token_id": target.vocab_size - 1}
 
 
 def _mask_token(config: dict[str, Any]) -> int:

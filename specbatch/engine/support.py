@@ -15,51 +15,29 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+from specbatch.algorithms import ALGORITHMS, NO_SPECULATION
 from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.engine.ranks.ranks import checked
 from specbatch.errors import SpecbatchError
-from specbatch.weights.shapes import SHAPES
+from specbatch.weights.shapes import SHAPES, SUPPORT_MATRIX
 
-# Families: a shape of each. The shape of the draft models has the target's vocabulary.
-FAMILIES: Final = {
-    "Llama": "llama-3.1-8b",
-    "Mistral": "mistral-7b-v0.1",
-    "Gemma 3": "gemma-3-270m",
-    "Gemma 4": "gemma-4-31b",
-    "Gemma 4 E2B, E4B": "gemma-4-e2b",
-    "Gemma 4 MoE": "gemma-4-26b-a4b",
-    "gpt-oss": "gpt-oss-20b",
-    "Qwen2": "qwen2.5-1.5b",
-    "Qwen3": "qwen3-8b",
-    "Qwen3, FP8 weights": "qwen3-8b-fp8",
-    "Qwen3, FP8 weights per channel": "qwen3-8b-fp8-dynamic",
-    "Qwen3, INT4 weights": "qwen3-8b-awq",
-    "Qwen3 MoE": "qwen3-30b-a3b",
-    "Phi-3, Phi-4": "phi-4",
-    "GLM-4.5": "glm-4.5-air",
-    "Qwen3-Next": "qwen3-next-80b-a3b",
-    "Qwen3.5": "qwen3.5-9b",
-    "Qwen3.5 MoE": "qwen3.5-35b-a3b",
-    "Nemotron-H": "nemotron-nano-9b-v2",
-    "DeepSeek-V2": "deepseek-v2-lite",
-    "DeepSeek-V3": "moonlight-16b-a3b",
-    "LFM2": "lfm2-1.2b",
-    "LFM2 MoE": "lfm2-8b-a1b",
-}
+FAMILIES: Final = SUPPORT_MATRIX
 _DRAFT_MODEL = "MODEL"
-# Drafts: algorithm and `Speculation.draft`.
-DRAFTS: Final = {
-    "ngram": ("ngram", None),
-    "standalone": ("standalone", _DRAFT_MODEL),
-    "self:skip": ("standalone", "self:skip=1-1"),
-    "eagle": ("eagle", "dummy"),
-    "eagle3": ("eagle3", "dummy"),
-    "peagle": ("peagle", "dummy"),
-    "mtp": ("mtp", None),
-    "dflash": ("dflash", "dummy"),
-    "dflash2": ("dflash2", "dummy"),
-    "dspark": ("dspark", "dummy"),
-}
+
+
+def _drafts() -> Iterator[tuple[str, tuple[str, str | None]]]:
+    """Drafts by title: algorithm and `Speculation.draft`."""
+    for name, entry in ALGORITHMS.items():
+        if name == NO_SPECULATION or entry.alias_of:
+            continue
+        if entry.drafts_by_model:
+            yield name, (name, _DRAFT_MODEL)
+            yield "self:skip", (name, "self:skip=1-1")
+        else:
+            yield name, (name, "dummy" if entry.draft else None)
+
+
+DRAFTS: Final = dict(_drafts())
 _TREE = {"draft_topk": 2}
 # Settings: fields of Speculation, Graphs and EngineConfig that differ from the default.
 SETTINGS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]] = {

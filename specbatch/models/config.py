@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from specbatch.errors import refuse
 from specbatch.files.config_values import count_of, flag_of, names_of, positive_of, spelled, token_ids
-from specbatch.models.formats.mxfp4 import is_mxfp4
-from specbatch.models.formats.quantization import Quantization
-from specbatch.models.formats.quantization_config import KEY, quantization_of
+from specbatch.models.formats.format import Format
+from specbatch.models.formats.registry import format_of
+from specbatch.models.formats.settings import KEY
 from specbatch.models.rope import Rope, read_rope
 
 if TYPE_CHECKING:
@@ -69,13 +69,13 @@ class ModelConfig:
     `eos_ids` and `bos_id` are those of the config; the tokenizer's list is the complete one. `dtype` is the dtype of
     the published checkpoint and `mtp_layers` the number of layers of its MTP draft head, None if the config does not
     state them. quantization: of the checkpoint's weights, None if they have a dtype. ranks: the number of ranks over
-    which a model is divided, of which this is the config of one (see `layers.partition`). windows: per layer, how
+    which a model is divided, of which this is the config of one (see `models.partition`). windows: per layer, how
     many keys a query sees, itself included (None: all); empty if no layer has a window.
     """
 
     module: ClassVar[str] = "specbatch.models.families.llama"  # its functions `layer` and `final_norm` build the model
     mtp_module: ClassVar[str] = "specbatch.models.heads.mtp"  # its `Mtp` is the MTP draft head
-    reads_mxfp4: ClassVar[bool] = False
+    methods: ClassVar[tuple[str, ...]] = ()  # values of quant_method that only this family has
 
     family: str
     vocab_size: int
@@ -97,7 +97,7 @@ class ModelConfig:
     bos_id: int | None = None
     dtype: str | None = None
     mtp_layers: int | None = None
-    quantization: Quantization | None = None
+    quantization: Format | None = None
     ranks: int = 1
     windows: tuple[int | None, ...] = ()
 
@@ -105,9 +105,7 @@ class ModelConfig:
     def from_dict(cls, config: dict[str, Any]) -> ModelConfig:
         """Read a config.json. Raises SpecbatchError for a key and value that are not supported."""
         other = _other(config)
-        if other is not None and other.reads_mxfp4 and is_mxfp4(config):
-            return other.from_dict(config)
-        quantization = quantization_of(config)
+        quantization = format_of(config, () if other is None else other.methods)
         if quantization is not None:
             read = ModelConfig.from_dict({key: value for key, value in config.items() if key != KEY})
             return replace(read, quantization=quantization)
@@ -215,11 +213,6 @@ class ModelConfig:
         return False
 
     @property
-    def has_mxfp4(self) -> bool:
-        """Whether the experts of the checkpoint are MXFP4."""
-        return False
-
-    @property
     def cache_dims(self) -> tuple[int, int]:
         """Numbers per token and KV head in the caches of keys and of values."""
         return self.head_dim, self.head_dim
@@ -322,8 +315,13 @@ class ModelConfig:
 
     def is_stored_quantized(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the files have this weight quantized."""
-        stored = self.quantization
-        return stored is not None and stored.except_for(self.unquantized_ends).is_quantized(name, shape)
+        stored = self.format_except_ends
+        return stored is not None and stored.is_quantized(name, shape)
+
+    @property
+    def format_except_ends(self) -> Format | None:
+        """`quantization` without the modules that no checkpoint quantizes."""
+        return None if self.quantization is None else self.quantization.except_for(self.unquantized_ends)
 
     @property
     def unquantized_ends(self) -> frozenset[str]:
@@ -372,6 +370,12 @@ class ModelConfig:
     def parameter_count(self) -> int:
         """Number of parameters in memory; tied embeddings count once."""
         return sum(math.prod(shape) for shape in self.weight_shapes().values())
+
+
+def family_modules() -> tuple[str, ...]:
+    """The modules of all families, in the order of the registry."""
+    names = dict.fromkeys(("llama", *(module for _, module, _ in _OTHERS.values())))
+    return tuple(f"specbatch.models.families.{name}" for name in names)
 
 
 def follows_layers(name: str, layers: int) -> bool:

@@ -19,10 +19,11 @@ from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.models.config import ModelConfig
-from specbatch.models.layers.blocks import Attention, Layer, Reader, Tables
-from specbatch.models.layers.partition import scores
+from specbatch.models.layers.blocks import Attention, Layer
+from specbatch.models.partition import scores
 from specbatch.models.rope import Rope
 from specbatch.models.shape_recorder import ShapeRecorder
+from specbatch.models.weight_reader import Reader, Tables
 from specbatch.progress.bars import Report
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from specbatch.errors import SpecbatchError, counted, refuse
-from specbatch.records.metrics import Better
+from specbatch.records.metric import Better
 from specbatch.records.run_record import RunRecord
 from specbatch.records.schema import AnsweredQuestion, AnswersTable, Question, checked, read_rows
 from specbatch.records.store import RECORD, WORKS, load_record

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeGuard
 from specbatch.errors import counted, refuse
 from specbatch.files.text_files import read_json
 from specbatch.records.answers import GENERATES, EvalAnswers, Score
-from specbatch.records.metrics import Better
+from specbatch.records.metric import Better
 from specbatch.records.run_record import RunRecord
 from specbatch.records.schema import LmEvalResults, LmEvalSample, checked, read_rows
 from specbatch.records.store import RECORD

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from specbatch.core.request import INCOMPLETE
 from specbatch.errors import refuse
-from specbatch.records.metrics import DISTRIBUTIONS
+from specbatch.records.request_metrics import DISTRIBUTIONS
 
 
 @dataclass(frozen=True)

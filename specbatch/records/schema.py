@@ -7,22 +7,35 @@ it, with the field and its value. Fields that are not declared are kept and may 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from specbatch.config.engine_config import Graphs
 from specbatch.config.field_errors import first_problem
+from specbatch.core.request import RequestMetrics
 from specbatch.errors import refuse
 from specbatch.files.text_files import UnreadableError, open_regular, parse_json
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import speculation_of
+from specbatch.records.steps import Counters as StepCounters
 
 _LARGEST = 1e15
 _MOST_POINTS = 1_000_000  # of a sweep
-_SIGNED = ("launch_lead_s",)  # metrics that can be negative
+# Numbers that go together: where the first one is not 0, the others must be there.
+_GO_TOGETHER = {"iterations": ("iteration_s",), "device_steps": ("device_s", "device_idle_s")}
 
 Number = Annotated[float, Field(ge=-_LARGEST * 1e3, le=_LARGEST * 1e3)]
 Amount = Annotated[float, Field(ge=0, le=_LARGEST)]
@@ -54,6 +67,22 @@ class _Table(BaseModel):
     """Values as JSON has them: nothing is converted."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+def _with_numbers_of(writer: type) -> Callable[[type[Table]], type[Table]]:
+    """Decorate a table of a file: it also has the counts and times of the dataclass that writes the file, which are not
+    negative, unless it declares them itself. Earlier versions may not have written them."""
+    hints = get_type_hints(writer)
+    types = {int: Count, float: Amount, float | None: Amount | None}
+    numbers = {
+        item.name: (types[hints[item.name]], item.default) for item in fields(writer) if hints[item.name] in types
+    }
+
+    def extend(table: type[Table]) -> type[Table]:
+        own: dict[str, Any] = {name: kind for name, kind in numbers.items() if name not in table.model_fields}
+        return create_model(table.__name__, __base__=table, __module__=__name__, **own)
+
+    return extend
 
 
 class _GraphModes(_Table):
@@ -136,7 +165,9 @@ class _States(_Table):
     evicted: Count
 
 
+@_with_numbers_of(StepCounters)
 class Counters(_Table):
+    launch_lead_s: Number = 0.0
     acceptance: _Acceptance | None = None
     emitted_histogram: list[Count] = []
     draft_lengths: dict[CountText, dict[str, Positive]] = {}
@@ -148,11 +179,6 @@ class Counters(_Table):
     server_acceptance: _ServerAcceptance | None = None
     resent_requests: Count = 0
     client_cpu_share: Amount | None = None
-    iterations: Count = 0
-    iteration_s: Amount = 0
-    device_steps: Count = 0
-    device_s: Amount = 0
-    device_idle_s: Amount = 0
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -166,11 +192,10 @@ class Counters(_Table):
             raise ValueError("emitted_histogram should count the verifies that acceptance has")
         if not all(steps for steps, _ in self.steps_by_rows.values()):
             raise ValueError("steps_by_rows should have a positive number of steps for each number of rows")
-        for count, seconds in (("iterations", "iteration_s"), ("device_steps", "device_s")):
-            if getattr(self, count) and seconds not in given:
-                raise ValueError(f"{seconds} should be given with {count}")
-        if self.device_steps and "device_idle_s" not in given:
-            raise ValueError("device_idle_s should be given with device_steps")
+        for count, times in _GO_TOGETHER.items():
+            for seconds in times:
+                if getattr(self, count) and seconds not in given:
+                    raise ValueError(f"{seconds} should be given with {count}")
         return self
 
 
@@ -284,7 +309,7 @@ class Record(_Table):
     @classmethod
     def _not_negative(cls, value: dict[str, float | None]) -> dict[str, float | None]:
         for name, number in value.items():
-            if number is not None and number < 0 and name in METRICS and name not in _SIGNED:
+            if number is not None and number < 0 and name in METRICS and not METRICS[name].is_signed:
                 raise ValueError(f"{name} should not be negative")
         return value
 
@@ -319,6 +344,7 @@ class BenchRecord(PointRecord):
     workload: BenchWorkload
 
 
+@_with_numbers_of(RequestMetrics)
 class RequestRow(_Table):
     """A line of requests.jsonl. Rows of scored texts have no finish reason."""
 
@@ -326,19 +352,7 @@ class RequestRow(_Table):
     finish_reason: str | None = None
     seed: int | None = None
     logprob: Number | None = None
-    prompt_tokens: Count = 0
-    output_tokens: Count = 0
-    cached_tokens: Count = 0
     scored_tokens: Count = 0
-    verify_steps: Count = 0
-    emitted: Count = 0
-    drafted: Count = 0
-    accepted: Count = 0
-    accept_length: Amount | None = None
-    ttft_s: Amount | None = None
-    queue_s: Amount | None = None
-    tpot_s: Amount | None = None
-    e2e_s: Amount | None = None
     token_ids: list[int] | None = None
     category: str | None = None
     turn: Positive | None = None

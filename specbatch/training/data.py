@@ -107,3 +107,15 @@ def frequent(examples: Sequence[Example], count: int, vocabulary: int) -> torch.
     tokens = torch.tensor([token for item in examples for token in item.tokens[item.prompt :]])
     seen = torch.bincount(tokens, minlength=vocabulary)
     return seen.sort(descending=True, stable=True).indices[:count].sort().values
+
+
+def unused_token(train: Sequence[Example], vocabulary: int, spare: int) -> int:
+    """A token id that never occurs in a text: one that the tokenizer does not use, else the last one in no answer."""
+    if spare < vocabulary:
+        return spare
+    seen = {token for example in train for token in example.tokens}
+    unseen = (token for token in reversed(range(vocabulary)) if token not in seen)
+    token = next(unseen, None)
+    if token is None:
+        raise refuse("data", len(train), "every token of the target occurs in the data, and none is left for a mask")
+    return token

@@ -18,12 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specbatch.errors import refuse
 from specbatch.kernels.common.upload import upload
 from specbatch.models.config import ModelConfig
-from specbatch.training.data import Batch, Example, indices
-from specbatch.training.eagle3 import layer_keys, plain_heads
-from specbatch.training.head import Guess, Head, Layer, Scores, require_inner_layers
+from specbatch.training.data import Batch, Example, indices, unused_token
+from specbatch.training.head import Guess, Head, Layer, Scores, layer_keys, plain_heads, require_inner_layers
 from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialize
 from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target
@@ -159,18 +157,6 @@ def sizes_of(recipe: Recipe, target: Target, train: Sequence[Example], spare_tok
         "max_len": recipe.max_len,
         "seed": recipe.seed,
     }
-
-
-def unused_token(train: Sequence[Example], vocabulary: int, spare: int) -> int:
-    """A token id that never occurs in a text: one that the tokenizer does not use, else the last one in no answer."""
-    if spare < vocabulary:
-        return spare
-    seen = {token for example in train for token in example.tokens}
-    unseen = (token for token in reversed(range(vocabulary)) if token not in seen)
-    token = next(unseen, None)
-    if token is None:
-        raise refuse("data", len(train), "every token of the target occurs in the data, and none is left for a mask")
-    return token
 
 
 def feature_layers(depth: int, layers: int) -> tuple[int, ...]:

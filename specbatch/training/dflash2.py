@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specbatch.models.config import ModelConfig
-from specbatch.models.heads.dflash import SECOND
-from specbatch.models.heads.dflash2 import published_heads
+from specbatch.models.heads.dflash2 import ARCHITECTURE, convolved, published_heads
 from specbatch.training.data import Batch, Example, indices
 from specbatch.training.dflash import DFlashHead, sizes_of
 from specbatch.training.head import Guess, Layer, Scores
@@ -41,16 +40,9 @@ class Convolution(nn.Module):
 
     def forward(self, x: torch.Tensor, read: torch.Tensor, side: int) -> torch.Tensor:
         """Convolve x [..., rows, H]; read [..., rows, H]: the part's normed input."""
-        size, rows = self.base_kernel.shape[1], x.shape[-2]
         weight = self.kernel_projection.weight.chunk(2)[side]
-        kernels = F.linear(read, weight).unflatten(-1, (size, -1))  # [..., rows, kernel, groups]
-        base = self.base_kernel[side].unflatten(-1, (kernels.shape[-1], -1))
-        blocks = x.unflatten(-1, base.shape[1:])
-        out = torch.zeros_like(blocks)
-        for back in range(min(size, rows)):
-            shifted = F.pad(blocks[..., : rows - back, :, :], (0, 0, 0, 0, back, 0))
-            out = out + (base[back] + kernels[..., back, :, None]) * shifted
-        return out.flatten(-2).to(x.dtype)
+        kernels = F.linear(read, weight).unflatten(-1, (self.base_kernel.shape[1], -1))  # [..., rows, kernel, groups]
+        return convolved(x, self.base_kernel[side], kernels).to(x.dtype)
 
     @torch.no_grad()
     def become_identity(self) -> None:
@@ -141,7 +133,7 @@ class DFlash2Head(DFlashHead):
     def config(self) -> dict[str, Any]:
         described = super().config()
         inside = described["dflash_config"] | self._own
-        return described | {"architectures": [SECOND], "dflash_config": inside}
+        return described | {"architectures": [ARCHITECTURE], "dflash_config": inside}
 
 
 def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> DFlash2Head:

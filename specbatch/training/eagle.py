@@ -21,8 +21,7 @@ from torch import nn
 
 from specbatch.training.chain import ChainHead, Memory, cross_entropy, through
 from specbatch.training.data import Example
-from specbatch.training.eagle3 import layer_keys, plain_heads
-from specbatch.training.head import Layer
+from specbatch.training.head import Layer, layer_keys, plain_heads
 from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialize
 from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target

@@ -16,12 +16,10 @@ import torch
 from torch import nn
 
 from specbatch.errors import refuse
-from specbatch.models.config import ModelConfig
 from specbatch.models.heads.eagle3 import default_aux
-from specbatch.models.rope import DEFAULT_THETA, Rope
 from specbatch.training.chain import ChainHead, Memory, through
 from specbatch.training.data import Example, frequent
-from specbatch.training.head import Layer, require_inner_layers
+from specbatch.training.head import Layer, layer_keys, plain_heads, require_inner_layers
 from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialize
 from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target
@@ -144,30 +142,3 @@ def feature_boundaries(layers: int) -> tuple[int, ...]:
     layer k, or the output of layer k - 1."""
     usual = default_aux(layers)
     return usual if 1 <= usual[0] < usual[1] < usual[2] else tuple(range(1, min(layers, 4)))
-
-
-def plain_heads(target: ModelConfig) -> dict[str, Any]:
-    """Fields of a draft's heads, with the target's theta without its scaling, as the draft is trained at the lengths
-    that it will see."""
-    theta = target.rope.theta if target.rope.rotary_dim else DEFAULT_THETA
-    kv_heads, dim = target.usual_heads
-    rope = Rope(theta=theta, rotary_dim=dim, source="rope_theta")
-    return {"num_kv_heads": kv_heads, "head_dim": dim, "rope": rope}
-
-
-def layer_keys(sizes: ModelConfig) -> dict[str, Any]:
-    """Layer settings of a head's config, with the keys that all readers know."""
-    return {
-        "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.intermediate_size,
-        "num_attention_heads": sizes.num_heads,
-        "num_key_value_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
-        "vocab_size": sizes.vocab_size,
-        "rms_norm_eps": sizes.rms_norm_eps,
-        "max_position_embeddings": sizes.max_position,
-        "rope_theta": sizes.rope.theta,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-    }

@@ -10,16 +10,13 @@ from pathlib import Path
 
 import torch
 
-from specbatch.errors import refuse
 from specbatch.files.atomic_file import replacing, scratch_folder, write_json
-from specbatch.models.config import ModelConfig
 from specbatch.training.answers import ANSWERS
 from specbatch.training.head import Head
-from specbatch.weights import Checkpoint, read_config
+from specbatch.weights import read_config
 from specbatch.weights.folder import FolderCheckpoint
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-MTP_WEIGHTS = "model-mtp.safetensors"
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 
 @contextmanager
@@ -33,8 +30,8 @@ def staged(folder: Path) -> Iterator[Path]:
 
 
 def write_head(folder: Path, head: Head, dtype: torch.dtype) -> None:
-    """Write config.json and model.safetensors, with weights in `dtype`."""
-    _write_tensors(folder / WEIGHTS, _stored(head, dtype))
+    """Write config.json and a file of weights, in `dtype`."""
+    _write_tensors(folder / head.file, _stored(head, dtype))
     described = head.config() | {"torch_dtype": str(dtype).removeprefix("torch.")}
     write_json(folder / CONFIG, described)
 
@@ -47,26 +44,13 @@ def write_beside(folder: Path, head: Head, dtype: torch.dtype, target: FolderChe
     for path in source.iterdir():
         if path.is_file() and path.name not in (CONFIG, INDEX, ANSWERS):
             _link(path, folder / path.name)
-    _write_tensors(folder / MTP_WEIGHTS, tensors)
+    _write_tensors(folder / head.file, tensors)
     index = read_config(source / INDEX) if (source / INDEX).is_file() else {"metadata": {}}
     only = next(path.name for path in sorted(source.glob("*.safetensors")))
     index.setdefault("weight_map", dict.fromkeys(target.names(), only))
-    index["weight_map"] |= dict.fromkeys(tensors, MTP_WEIGHTS)
+    index["weight_map"] |= dict.fromkeys(tensors, head.file)
     write_json(folder / INDEX, index)
     write_json(folder / CONFIG, read_config(source / CONFIG) | head.config())
-
-
-def takes_a_head(target: Checkpoint) -> FolderCheckpoint:
-    """Check that an MTP head can be stored with the target. Returns the target as a folder."""
-    if not isinstance(target, FolderCheckpoint):
-        raise refuse("algorithm", "mtp", f"its head is stored with the target's files, and {target.name} has none")
-    if target.config.mtp_module != ModelConfig.mtp_module:
-        works = f"a head of {target.config.family} is stored as a layer, which is not trained here; use eagle3"
-        raise refuse("algorithm", "mtp", works)
-    if target.mtp:
-        raise refuse("algorithm", "mtp", f"{target.name} already has an MTP head; use a target without one")
-    target.tokenizer()  # converts the tokenizer of a GGUF file, if that is not done yet
-    return target
 
 
 def _stored(head: Head, dtype: torch.dtype) -> dict[str, torch.Tensor]:

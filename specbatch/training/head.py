@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from specbatch.errors import refuse
+from specbatch.models.config import ModelConfig
+from specbatch.models.rope import DEFAULT_THETA, Rope
 from specbatch.training.data import Batch
 from specbatch.training.layers import Attention, Mlp, Norm
 from specbatch.training.target import Target
@@ -86,11 +88,12 @@ class Layer(nn.Module):
 class Head(nn.Module):
     """A trainable draft head. aux: layers of the target after which it reads features (see `Target.features`); drafts:
     number of draft positions that it learns; progress: the share of the training that is done, for losses that change
-    with it. The loss on held-out answers is always the one at the end."""
+    with it. The loss on held-out answers is always the one at the end; file: name of the file of its tensors."""
 
     aux: tuple[int, ...] = ()
     drafts: int
     progress: float = 1.0
+    file = "model.safetensors"
 
     def score(self, batch: Batch, target: Target, generator: torch.Generator) -> Scores:
         """Loss and accuracy on a batch. generator: on the CPU, for methods that sample."""
@@ -110,3 +113,30 @@ def require_inner_layers(algorithm: str, target: Target) -> None:
     if target.config.depth < 2:
         works = f"{target.name} has one layer and {algorithm} reads one below the last; use mtp"
         raise refuse("algorithm", algorithm, works)
+
+
+def plain_heads(target: ModelConfig) -> dict[str, Any]:
+    """Fields of a draft's heads, with the target's theta without its scaling, as the draft is trained at the lengths
+    that it will see."""
+    theta = target.rope.theta if target.rope.rotary_dim else DEFAULT_THETA
+    kv_heads, dim = target.usual_heads
+    rope = Rope(theta=theta, rotary_dim=dim, source="rope_theta")
+    return {"num_kv_heads": kv_heads, "head_dim": dim, "rope": rope}
+
+
+def layer_keys(sizes: ModelConfig) -> dict[str, Any]:
+    """Layer settings of a head's config, with the keys that all readers know."""
+    return {
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "vocab_size": sizes.vocab_size,
+        "rms_norm_eps": sizes.rms_norm_eps,
+        "max_position_embeddings": sizes.max_position,
+        "rope_theta": sizes.rope.theta,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }

@@ -15,17 +15,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from specbatch.errors import refuse
+from specbatch.models.config import ModelConfig
 from specbatch.training.chain import ChainHead, Memory, through
 from specbatch.training.data import Example
 from specbatch.training.head import Layer
 from specbatch.training.layers import Attention, Mlp, Norm, Rotary, initialize
 from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target
+from specbatch.weights import Checkpoint
+from specbatch.weights.folder import FolderCheckpoint
 
 PREFIX = "mtp."
 
 
 class MtpHead(ChainHead):
+    file = "model-mtp.safetensors"
+
     def __init__(self, target: Target, *, steps: int, max_len: int, seed: int) -> None:
         """steps: number of unrolled drafts."""
         super().__init__()
@@ -68,6 +74,19 @@ class MtpHead(ChainHead):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {f"{PREFIX}{name}": tensor for name, tensor in super().tensors().items()}
+
+
+def takes_a_head(target: Checkpoint) -> FolderCheckpoint:
+    """Check that an MTP head can be stored with the target. Returns the target as a folder."""
+    if not isinstance(target, FolderCheckpoint):
+        raise refuse("algorithm", "mtp", f"its head is stored with the target's files, and {target.name} has none")
+    if target.config.mtp_module != ModelConfig.mtp_module:
+        works = f"a head of {target.config.family} is stored as a layer, which is not trained here; use eagle3"
+        raise refuse("algorithm", "mtp", works)
+    if target.mtp:
+        raise refuse("algorithm", "mtp", f"{target.name} already has an MTP head; use a target without one")
+    target.tokenizer()  # converts the tokenizer of a GGUF file, if that is not done yet
+    return target
 
 
 def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> MtpHead:

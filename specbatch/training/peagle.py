@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from specbatch.training.chain import Memory
-from specbatch.training.data import Example, frequent
-from specbatch.training.dflash import unused_token
+from specbatch.training.data import Example, frequent, unused_token
 from specbatch.training.eagle3 import Eagle3Head, sizes_of
 from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target

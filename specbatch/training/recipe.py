@@ -9,18 +9,19 @@ from typing import Any
 from specbatch.algorithms import ALGORITHMS
 from specbatch.config.draft_shape import MOST
 from specbatch.config.settings import Rule, check_fields, is_whole, number, setting, whole
+from specbatch.config.values import layers
 from specbatch.errors import MOST_SEED, refuse
 
-HEADS = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.training)
-_OWN: dict[str, dict[str, float | None]] = {  # settings of one algorithm, with defaults; None: depends on the target
-    "eagle": {"unroll": 3, "draft_layers": 1},
-    "eagle3": {"unroll": 5, "vocab": None, "draft_layers": 1, "aux_layers": None},
-    "peagle": {"unroll": 7, "vocab": None, "draft_layers": 2, "aux_layers": None},
-    "mtp": {"unroll": 5},
-    "dflash": {"draft_layers": 2, "block_size": 8, "anchors": 16},
-    "dflash2": {"draft_layers": 2, "block_size": 8, "anchors": 16, "selector_rank": 256},
-    "dspark": {"draft_layers": 2, "block_size": 7, "anchors": 16, "markov_rank": 256, "token_weight": 0.1},
-}
+_OWN = {name: algorithm.training.settings for name, algorithm in ALGORITHMS.items() if algorithm.training}
+HEADS = tuple(_OWN)
+SETTINGS = tuple(dict.fromkeys(name for own in _OWN.values() for name in own))  # that only some heads take
+
+
+def _takers(name: str) -> str:
+    """The algorithms that take a setting."""
+    others = [algorithm for algorithm, own in _OWN.items() if name not in own]
+    takers = [algorithm for algorithm, own in _OWN.items() if name in own]
+    return f"All but {others[0]}" if len(others) == 1 else ", ".join(takers)
 
 
 def _default(name: str) -> str:
@@ -31,9 +32,9 @@ def _default(name: str) -> str:
     return f"Default: {'; '.join([str(usual), ', '.join(others)]) if others else usual}"
 
 
-ANSWER_TOKENS = 512  # default limit of an answer
 USUAL_VOCABULARY = 32000  # draft vocabulary of published EAGLE-3 heads
 
+_ROOT_DRAFTS = ", ".join(name for name, algorithm in ALGORITHMS.items() if algorithm.root_drafts)
 _LAYERS = Rule(
     lambda x: isinstance(x, tuple) and len(x) > 0 and all(is_whole(k) and k >= 1 for k in x) and sorted(set(x)) == [*x],
     "give a tuple of layers, ascending, such as (2, 18, 33)",
@@ -60,54 +61,56 @@ class Recipe:
     seed: int = setting(0, "", whole(0, MOST_SEED))
     unroll: int | None = setting(
         None,
-        f"eagle, eagle3, peagle, mtp: drafts after each token in training. {_default('unroll')}.",
+        f"{_takers('unroll')}: drafts after each token in training. {_default('unroll')}.",
         whole(1, 16),
     )
     vocab: int | None = setting(
         None,
-        "eagle3, peagle: size of the draft vocabulary, made of the most frequent tokens. "
+        f"{_takers('vocab')}: size of the draft vocabulary, made of the most frequent tokens. "
         f"Default: {USUAL_VOCABULARY} or all.",
         whole(1),
     )
     draft_layers: int | None = setting(
-        None, f"All but mtp: number of layers. {_default('draft_layers')}.", whole(1, 64)
+        None, f"{_takers('draft_layers')}: number of layers. {_default('draft_layers')}.", whole(1, 64)
     )
     aux_layers: tuple[int, ...] | None = setting(
         None,
-        "eagle3, peagle: layers of the target whose inputs the head reads, such as 2,18,33. Default: 2, the middle one "
-        "and the last but two.",
+        f"{_takers('aux_layers')}: layers of the target whose inputs the head reads, such as 2,18,33. Default: 2, the "
+        "middle one and the last but two.",
         _LAYERS,
+        parse=layers,
     )
     block_size: int | None = setting(
         None,
-        "dflash, dflash2, dspark: rows of a block, including the newest token, where dspark drafts, too. "
+        f"{_takers('block_size')}: rows of a block, including the newest token, where {_ROOT_DRAFTS} drafts, too. "
         f"{_default('block_size')}.",
         whole(2, 64),
     )
     anchors: int | None = setting(
         None,
-        "dflash, dflash2, dspark: blocks per answer and step. "
+        f"{_takers('anchors')}: blocks per answer and step. "
         f"{_default('anchors')}; with a large target more cost little.",
         whole(1, 4096),
     )
     markov_rank: int | None = setting(
-        None, f"dspark: rank of the Markov head. {_default('markov_rank')}.", whole(1, 4096)
+        None, f"{_takers('markov_rank')}: rank of the Markov head. {_default('markov_rank')}.", whole(1, 4096)
     )
     token_weight: float | None = setting(
         None,
-        "dspark: weight of the cross entropy with the target's tokens at the end of the training; it falls from 1. The "
-        f"rest is the distance from the target's distribution. {_default('token_weight')}; 1: cross entropy alone.",
+        f"{_takers('token_weight')}: weight of the cross entropy with the target's tokens at the end of the training; "
+        f"it falls from 1. The rest is the distance from the target's distribution. {_default('token_weight')}; 1: "
+        "cross entropy alone.",
         number(lambda weight: 0 <= weight <= 1, "use a number from 0 to 1"),
     )
     selector_rank: int | None = setting(
-        None, f"dflash2: rank of the selector. {_default('selector_rank')}.", whole(1, 4096)
+        None, f"{_takers('selector_rank')}: rank of the selector. {_default('selector_rank')}.", whole(1, 4096)
     )
 
     def __post_init__(self) -> None:
         if self.algorithm not in HEADS:
             raise refuse("algorithm", self.algorithm, f"heads that can be trained are {', '.join(HEADS)}")
         own = _OWN[self.algorithm]
-        for name in {name for names in _OWN.values() for name in names}:
+        for name in SETTINGS:
             value = getattr(self, name)
             if value is None and name in own:
                 object.__setattr__(self, name, own[name])
@@ -115,14 +118,14 @@ class Recipe:
                 takers = ", ".join(algorithm for algorithm, names in _OWN.items() if name in names)
                 raise refuse(name, value, f"algorithm {self.algorithm!r} has no such setting; it belongs to {takers}")
         check_fields(self)
-        if self.algorithm == "dspark" and self.block_size is not None and self.block_size > MOST:
+        if ALGORITHMS[self.algorithm].root_drafts and self.block_size is not None and self.block_size > MOST:
             raise refuse("block_size", self.block_size, f"use at most {MOST}, as the first row drafts, too")
         if self.batch_tokens < self.max_len:
             works = f"use at least max_len={self.max_len}, or lower that: an example is never split"
             raise refuse("batch_tokens", self.batch_tokens, works)
 
     def vocabulary(self, target: int) -> int:
-        """Draft vocabulary size of an EAGLE-3 head for a target with that many tokens."""
+        """Draft vocabulary size of a head for a target with that many tokens."""
         if self.vocab is not None and self.vocab > target:
             raise refuse("vocab", self.vocab, f"the target has {target} tokens; use at most that")
         return self.vocab or min(USUAL_VOCABULARY, target)

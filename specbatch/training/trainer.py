@@ -36,8 +36,7 @@ LINES = 10  # evaluations per run, not counting the one before the first update
 class Evaluation:
     """Loss and accuracy of a head, by draft position.
 
-    loss           cross entropy with the target (eagle3, mtp: its distribution; dflash: its tokens),
-                   or of eagle, dflash2 and dspark the weighted sum of their losses (dspark: as at the end)
+    loss           of the head's training, such as the cross entropy with the target's distribution
     accuracy       share of places where the draft equals the target's token
     chain          share of places where it and all drafts before it do
     accept_length  1 + the sum of `chain`: tokens per verify, if verifies started equally often at every token
@@ -84,11 +83,17 @@ class History:
         return cls(known["steps"], known["seconds"], False, measured, known["losses"])
 
 
+def method_of(recipe: Recipe) -> Any:
+    """The module that trains heads of the recipe's algorithm: its `untrained_head`, and for heads that are stored with
+    the target its `takes_a_head`, which returns the target's checkpoint if it can."""
+    training = ALGORITHMS[recipe.algorithm].training
+    assert training is not None
+    return import_module(training.module)
+
+
 def make_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> Head:
     """An untrained head. spare_tokens: ids from this one on are not used by the tokenizer."""
-    module = ALGORITHMS[recipe.algorithm].training
-    assert module is not None
-    head: Head = import_module(module).untrained_head(recipe, target, train, spare_tokens)
+    head: Head = method_of(recipe).untrained_head(recipe, target, train, spare_tokens)
     return head
 
 

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from specbatch.errors import refuse
 from specbatch.files.text_files import UnreadableError, open_regular
 from specbatch.models.config import ModelConfig
+from specbatch.models.gguf_layout import GgufLayout
 from specbatch.text.tokenizer import Tokenizer
 from specbatch.weights.cache import cache_folder, file_hash, keep, staging
 from specbatch.weights.checkpoint import Log
 from specbatch.weights.folder import FolderCheckpoint, check_tensors
-from specbatch.weights.gguf_file import GgufFile, read_config, rename
+from specbatch.weights.gguf_file import GgufFile, layout_of, read_config, rename
 from specbatch.weights.gguf_mixtures import Stored, join_experts
 from specbatch.weights.gguf_values import dequantize_tensor
 
@@ -84,7 +85,7 @@ def convert(path: Path, log: Log | None = None, sha256: str | None = None) -> Pa
     with staging(size) as scratch:
         folder = scratch / "model"
         folder.mkdir()
-        _write(folder, tensors, config)
+        _write(folder, tensors, config, layout_of(file))
         keep(folder, target)
     return target
 
@@ -102,19 +103,19 @@ def _version(path: Path) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def _write(folder: Path, tensors: dict[str, Stored], config: dict[str, Any]) -> None:
+def _write(folder: Path, tensors: dict[str, Stored], config: dict[str, Any], layout: GgufLayout) -> None:
     """Write config, index and the dequantized tensors, in files of about SHARD_BYTES, with a few threads."""
     from safetensors.torch import save_file
 
-    permuted, is_gemma = {}, config["model_type"] == "gemma3_text"
-    if config["model_type"] in ("llama", "mistral", "ministral"):  # only these store q and k for interleaved rope
+    permuted = {}
+    if layout.interleaved_qk:
         permuted = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
     def converted(name: str) -> torch.Tensor:
         tensor, heads = tensors[name], permuted.get(name.split(".")[-2])
         found = tensor.tensor() if heads is None else dequantize_tensor(tensor.parts[0], heads)
-        # Files hold what a norm multiplies by, checkpoints of Gemma the difference from 1.
-        return found.float() - 1 if is_gemma and name.endswith("norm.weight") else found
+        # Files hold what a norm multiplies by.
+        return found.float() - layout.norm_offset if layout.norm_offset and name.endswith("norm.weight") else found
 
     weight_map: dict[str, str] = {}
     with ThreadPoolExecutor(max_workers=4) as pool:

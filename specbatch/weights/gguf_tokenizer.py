@@ -13,7 +13,7 @@ from typing import Any
 from specbatch.errors import refuse
 from specbatch.files.atomic_file import write_atomic, write_json
 from specbatch.files.config_values import flag_of
-from specbatch.weights.gguf_file import GgufFile
+from specbatch.weights.gguf_file import GgufFile, layouts
 
 _ADD_BOS = "tokenizer.ggml.add_bos_token"
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
@@ -101,7 +101,7 @@ def _backend(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
     kind = file.required("tokenizer.ggml.model")
-    if kind == "llama" and file.arch == "gemma3":
+    if kind == "llama" and file.arch in layouts() and layouts()[file.arch].sentencepiece:
         return _sentencepiece(file, tokens, types)
     if kind != "gpt2":
         raise refuse("tokenizer.ggml.model", kind, "only 'gpt2' is supported; pass tokenizer=FOLDER of the original")

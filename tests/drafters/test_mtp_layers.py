@@ -22,9 +22,9 @@ def test_shared_pages_hold_the_keys_of_all_layers(targets: Targets, how: dict[st
     done = engine.generate(
         prompts, [SamplingParams(max_new_tokens=12 + place, ignore_eos=True) for place in range(len(prompts))]
     )
-    drafter = engine._worker.prefill_step.drafter
+    drafter = engine.parts.worker.prefill_step.drafter
     assert isinstance(drafter, LayerChain)
-    head, cache, model, cached = drafter._head, drafter._cache, engine._model, engine._scheduler._cache
+    head, cache, model, cached = drafter._head, drafter._cache, engine.parts.model, engine.parts.scheduler.cache
     assert head.depths == 3
     assert cached is not None
     for item in done:
@@ -49,7 +49,7 @@ def test_a_prompt_begins_without_the_features_of_one_that_ended_with_its_first_t
     engine = targets.engine("llama", "mtp-layers", "v1", page_size=4, **how)
     known, other = list(range(1, 9)), list(range(11, 19))
     first = SamplingParams(max_new_tokens=1)
-    ready = engine._worker.prefill_step.drafter._ready
+    ready = engine.parts.worker.prefill_step.drafter._ready
     engine.generate([[*known, 3]], first)
     assert int(ready[1]) == 3, "two of the chunk before the last token"
     engine.generate([other], first)

@@ -27,7 +27,7 @@ def test_refusals_are_those_of_an_engine():
     found = {(item.what, item.draft): item for item in support.of_settings("cpu")}
     assert found["chain", "dflash"].runs
     assert found["tree (--draft-topk)", "eagle3"].runs
-    assert all(found["tree (--draft-topk)", draft].runs for draft in ("dflash", "dflash2", "dspark"))
+    assert all(found["tree (--draft-topk)", name].runs for name, entry in ALGORITHMS.items() if entry.tree == "block")
     assert "drafts chains only" in found["tree (--draft-topk)", "peagle"].why
     assert "samples no drafts" in found["--verification block", "ngram"].why
     assert "needs a CUDA device" in found["--decode-graph whole", "mtp"].why

@@ -14,39 +14,42 @@ from typing import Any
 
 import pytest
 from lm_eval.api.task import ConfigurableTask
-from made_runs import make_report
 
 from specbatch.cli.report import _scores
 from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.evals.grid import GridOptions, _grid, load_grid, run_grid
-from specbatch.evals.grid_table import Grid, _differing, _paired, _speedup
-from specbatch.evals.report import EvalReport
+from specbatch.evals.grid import Evaluation, GridOptions, run_grids
+from specbatch.evals.grid_table import Grid, load_grid
 from specbatch.evals.run import EvalOptions, run_eval
-from specbatch.jobs.configurations import named
 from specbatch.records.archive import pack, unpacked
 from specbatch.records.runs import load_run
 from specbatch.sweeps.report.compare import compare
-from specbatch.sweeps.report.tables import load_records, markdown, table
+from specbatch.sweeps.report.points import load_records
+from specbatch.sweeps.report.tables import markdown, table
+from specbatch.sweeps.run.configurations import named
 
 CONFIGS = named(EngineConfig(speculation=Speculation("ngram")), ("baseline", "v1", "v2"))
 Run = Callable[..., Grid]
 
 
 class Engines:
-    """Engines that give the same answers, except for v2's first question. broken: configurations that fail."""
+    """Engines that give the same answers, except for v2's first question. broken: configurations that fail; unbuilt:
+    those that cannot be loaded."""
 
     def __init__(self, make: Any, reply: Any) -> None:
         self.make, self.reply = make, reply
         self.broken: tuple[str, ...] = ()
+        self.unbuilt: tuple[str, ...] = ()
         self.error: Exception = MemoryError("no room")
         self.stop_after: dict[str, int] = {}
         self.made: dict[str, Any] = {}
         self.loads = 0
 
     @contextmanager
-    def __call__(self, group: Any) -> Iterator[dict[str, Any]]:
+    def load(self, group: Any) -> Iterator[dict[str, Any]]:
         self.loads += 1
+        if {*group} & {*self.unbuilt}:
+            raise self.error
         self.made = {name: self._engine(name, config) for name, config in group.items()}
         yield self.made
 
@@ -71,8 +74,11 @@ class Engines:
 
 
 @pytest.fixture
-def engines(make_engine: Any, mixed_reply: Any) -> Engines:
-    return Engines(make_engine, mixed_reply)
+def engines(make_engine: Any, mixed_reply: Any, monkeypatch: pytest.MonkeyPatch) -> Engines:
+    """In place of those that an evaluation loads."""
+    found = Engines(make_engine, mixed_reply)
+    monkeypatch.setattr(Evaluation, "load", lambda evaluation, group, log, failed: found.load(group))
+    return found
 
 
 @pytest.fixture
@@ -80,7 +86,7 @@ def evaluate_all(engines: Engines, scored_file: Path, shots_file: Path, tmp_path
     def run(concurrency: tuple[int, ...] = (2,), repeats: int = 1, most: int | None = None, **changes: Any) -> Grid:
         task = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3, **changes)
         options = GridOptions(task, concurrency, repeats, most)
-        return run_grid(CONFIGS, engines, options, tmp_path, failed={}, progress=lambda *at, **_: seen.append(at))
+        return run_grids(CONFIGS, [options], tmp_path, report=lambda *at, **_: seen.append(at))["gsm8k"]
 
     seen: list[tuple[int, int]] = []
     run.seen = seen  # type: ignore[attr-defined]
@@ -97,7 +103,7 @@ def test_prompts_that_do_not_fit_are_refused_before_engines_load(
     configs = CONFIGS | {"v2": replace(CONFIGS["v2"], max_model_len=400)}
     task = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3)
     with pytest.raises(SpecbatchError, match=r"max_model_len=400: question 7 of gsm8k, the longest, has \d+ prompt"):
-        run_grid(configs, engines, GridOptions(task, (2, 1)), tmp_path, failed={})
+        run_grids(configs, [GridOptions(task, (2, 1))], tmp_path)
     assert engines.loads == 0
 
 
@@ -279,64 +285,18 @@ def test_report_of_the_same_folder_has_the_same_speedups(
     assert "v2+piecewise is compared with baseline+piecewise, the others with baseline.\n" in text
 
 
-def test_repeats_that_failed_are_left_out_by_name():
-    """They are no speed of 0."""
-    reports: dict[tuple[int, str], list[EvalReport]] = {}
-    for name, speeds in (("baseline", [100.0, 100.0]), ("v1", [150.0, 0.0])):
-        for speed in speeds:
-            made = make_report("1101")
-            for row in made.questions:
-                row["token_ids"] = [1]
-            made.record.metrics["output_throughput"] = speed
-            if not speed:
-                made.record.metrics["requests"] = 0
-                made.record.counters["errors"] = {"down": 4}
-            reports.setdefault((4, name), []).append(made)
-    configs = {"baseline": EngineConfig(), "v1": EngineConfig(speculation=Speculation("ngram", "v1"))}
-    grid = _grid(reports, configs, {}, 2)
-    assert {place: len(known) for place, known in grid.reports.items()} == {(4, "baseline"): 2, (4, "v1"): 1}
-    assert grid.left_out == {"v1 at concurrency 4, repeat 2 of 2": "every request failed: down (4)"}
-    assert _speedup(*grid.reports.values())["speedup"] == 1.5
-    assert "1 of 2" in grid.table()
-
-
-def test_settings_that_differ_are_named() -> None:
-    shared = {"model": "toy", "speculation": {"draft_tokens": 1}, "graphs": {}}
-    configs = {"a": shared | {"prefill_chunk": 8, "speculation": {}}, "b": shared | {"prefill_chunk": 16}}
-    assert _differing(configs) == {"a": "; prefill_chunk=8", "b": "; prefill_chunk=16"}
-    assert _differing({}) == {}
-
-
-def test_a_difference_of_graded_scores_has_a_standard_error_unless_all_are_equal() -> None:
-    old, new = make_report("1100"), make_report("1100")
-    for report in (old, new):
-        for row in report.questions:
-            row |= {"token_ids": [1], "scores": {"loose": {"match": 0.4}}}
-    assert "difference_stderr" not in _paired(old, new)
-    new.questions[0]["scores"]["loose"]["match"] = 0.8
-    assert _paired(old, new)["difference_stderr"] == pytest.approx(0.1)
-
-
 def test_configurations_that_cannot_share_weights_load_in_each_round(
     engines: Engines, scored_file: Path, shots_file: Path, tmp_path: Path
 ) -> None:
     """One group after the other, in the other order in the next round; a group that fails is left out."""
     task = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3)
     configs = {**CONFIGS, "two": replace(CONFIGS["v1"], data_parallel=2)}
-    grid = run_grid(configs, engines, GridOptions(task, (2, 4), 2), tmp_path / "all", failed={})
+    [grid] = run_grids(configs, [GridOptions(task, (2, 4), 2)], tmp_path / "all").values()
     assert {place: len(reports) for place, reports in grid.reports.items()} == {
         (size, name): 2 for size in (2, 4) for name in configs
     }
     assert engines.loads == 3  # 1, 2 and 1 again
-
-    @contextmanager
-    def load(group: Any) -> Iterator[dict[str, Any]]:
-        if "two" in group:
-            raise MemoryError("no room")
-        with engines(group) as made:
-            yield made
-
-    failed: dict[str, str] = {}
-    grid = run_grid(configs, load, GridOptions(task, (2,), 2), tmp_path / "some", failed=failed)
+    engines.unbuilt = ("two",)
+    [grid] = run_grids(configs, [GridOptions(task, (2,), 2)], tmp_path / "some").values()
     assert {name for _, name in grid.reports} == {*CONFIGS}
-    assert failed == {"two": "MemoryError: no room"}
+    assert grid.left_out == {"two": "MemoryError: no room"}

@@ -336,7 +336,7 @@ def test_padding_rows_and_piecewise_graphs(
     graphs = engine.record().counters["graphs"]
     assert graphs["decode"]["padded"] > 0
     assert all(item["replays"] and not item["fallbacks"] for item in graphs.values())
-    assert int(engine._worker.batch.lengths[0]) == 1
+    assert int(engine.parts.worker.batch.lengths[0]) == 1
     assert loaded  # short prompts went through one graph
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from specbatch.drafters.dflash import DFlashDrafter
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.heads.dflash import DFlash, DFlashConfig
-from specbatch.models.layers.blocks import Reader
+from specbatch.models.weight_reader import Reader
 
 VOCABULARY, HIDDEN, LAYERS = 13, 24, 4
 LENGTHS = (2, 3, 5, 6, 13, 21)

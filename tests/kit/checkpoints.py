@@ -14,7 +14,8 @@ from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specbatch.models.config import ModelConfig
-from specbatch.weights.gguf_file import _LAYER_NAMES, _NAMES
+from specbatch.models.gguf_layout import LAYER_NAMES
+from specbatch.weights.gguf_file import NAMES
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 264, "hidden_size": 32,
@@ -101,8 +102,8 @@ def metadata() -> dict[str, Field]:
 
 def gguf_tensors() -> dict[str, torch.Tensor]:
     """The tensors of `TINY` under their names in GGUF files."""
-    ours = {name: theirs for theirs, name in _NAMES.items()}
-    layer = {name: theirs for theirs, name in _LAYER_NAMES.items()}
+    ours = {name: theirs for theirs, name in NAMES.items()}
+    layer = {name: theirs for theirs, name in LAYER_NAMES.items()}
     found = {}
     for name, tensor in random_weights(ModelConfig.from_dict(TINY).tensor_shapes()).items():
         stem, _, kind = name.rpartition(".")

@@ -25,6 +25,7 @@ from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.heads.eagle import eagle_shapes
+from specbatch.progress.bars import Report
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37, "hidden_size": 40, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -346,6 +347,7 @@ class Targets:
         schedule: str = "v2",
         more: dict[str, Any] | None = None,
         log: Callable[[str], None] | None = None,
+        report: Report | None = None,
         **changes: Any,
     ) -> Engine:
         """algorithm: one of SPECULATIONS; more: of its settings; changes: settings of EngineConfig."""
@@ -361,7 +363,7 @@ class Targets:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("specbatch.weights.open_checkpoint", opened)
-            return Engine(EngineConfig(model=name, **config), log=log)
+            return Engine(EngineConfig(model=name, **config), log=log, report=report)
 
     @cache  # noqa: B019
     def _eagle(self, name: str) -> str:

@@ -97,7 +97,7 @@ def test_drafter_activations_match_the_plan(
     monkeypatch.setattr("specbatch.engine.setup.prepare.prefill_backend", lambda *_, **__: TritonPrefill())
     monkeypatch.setattr("specbatch.engine.setup.memory_plan.plan_memory", plan)
     engine = targets.engine(name, algorithm, max_running=1, max_model_len=400, prefill_chunk=256)
-    worker = engine._worker
+    worker = engine.parts.worker
     taken = peak_of(lambda: worker.prefill_step.warm_up(256))
     assert taken <= 256 * planned[0] <= 1.25 * taken
 

@@ -4,6 +4,7 @@ rejected drafts, and trees."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 import transformers as hf
 from crossed import first_quick, slow_but
 from safetensors.torch import load_file, save_file
+from targets import SIZES as TARGET_SIZES
+from targets import TARGETS
 from uncached import decoder_of, features_of
 
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk, positions_from
@@ -21,7 +24,7 @@ from specbatch.kernels.common.kv_slots import VerifiedRows
 from specbatch.kernels.sampling.tree_verify import ancestor_words, tree_depths
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
-from specbatch.models.config import ModelConfig
+from specbatch.models.config import ModelConfig, family_modules
 from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import UncachedContext
 from specbatch.models.layers.blocks import Attention
@@ -185,6 +188,17 @@ FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
 }
 
 
+def of_target(name: str) -> Any:
+    """The model of transformers for a target of the lossless matrix."""
+    config = TARGET_SIZES | TARGETS[name] | {"vocab_size": VOCABULARY}
+    model = getattr(hf, config.pop("architectures")[0])
+    return model(model.config_class(**config))
+
+
+DENSE |= {name: partial(of_target, name) for name in TARGETS if name not in FAMILIES}
+FAMILIES |= DENSE
+
+
 def llama(**changes: Any) -> Any:
     return hf.LlamaForCausalLM(hf.LlamaConfig(**DENSE_SIZES, **changes))
 
@@ -264,6 +278,11 @@ def qwen2(**changes: Any) -> Any:
 def nemotron(**sizes: Any) -> Any:
     plain = {key: value for key, value in SIZES.items() if key not in ("rms_norm_eps", "num_hidden_layers")}
     return hf.NemotronHForCausalLM(hf.NemotronHConfig(**plain, **sizes))
+
+
+def test_every_family_is_in_the_lossless_matrix() -> None:
+    found = {ModelConfig.from_dict(TARGET_SIZES | config).module for config in TARGETS.values()}
+    assert found == set(family_modules())
 
 
 SLOW = ("llama-llama3", "qwen2-yarn", "qwen2-windows")  # test_rope.py compares the frequencies

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ MODELS = {"llama": LLAMA, "moe": MOE, "next": NEXT, "e2b": E2B}
 )
 @pytest.mark.parametrize(("model", "form"), EVERY)
 def test_quantized_model_matches_dequantized_model(
-    model: str, form: str, device: str, keeps: bool, bound: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, form: str, device: str, keeps: bool, bound: float, tmp_path: Path, stay_quantized: Callable[..., None]
 ) -> None:
     described = MODELS[model]
     meant = write(tmp_path, described, form)
@@ -101,8 +102,7 @@ def test_quantized_model_matches_dequantized_model(
     unquantized = ModelConfig.from_dict(described).fit({name: tuple(item.shape) for name, item in meant.items()})
     expected = logits(load(unquantized, meant.__getitem__, device))
     if device == "cpu":
-        for module in ("models.layers.blocks", "runtime.loader"):
-            monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: keeps)
+        stay_quantized(keeps)
     found = load(checkpoint.config, checkpoint.tensor, device)
     attention = {name for name in found.dequantized if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")}
     assert bool(attention) == (keeps and model == "next")
@@ -112,23 +112,23 @@ def test_quantized_model_matches_dequantized_model(
     assert torch.equal(ours.argmax(-1), expected.argmax(-1))
 
 
-def test_memory_plan_counts_bytes_as_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_plan_counts_bytes_as_stored(tmp_path: Path, stay_quantized: Callable[..., None]) -> None:
     meant = write(tmp_path, LLAMA, "tensor")
     config = open_checkpoint(str(tmp_path)).config
     count = sum(item.numel() for item in meant.values())
     assert weight_bytes(config, torch.bfloat16, CPU) == 2 * count
-    monkeypatch.setattr("specbatch.runtime.loader.keeps_quantized", lambda device: True)
+    stay_quantized()
     outputs = 2 * (128 + 2 * 64 + 64 + 2 * 128 + 64)
     values = 2 * (64 * (128 + 2 * 64) + 128 * 64 + 3 * 128 * 64)
     assert weight_bytes(config, torch.bfloat16, CPU) == 2 * (count - values) + values + 4 * outputs
 
 
-def test_memory_plan_counts_packed_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_plan_counts_packed_bytes(tmp_path: Path, stay_quantized: Callable[..., None]) -> None:
     """4 bits a value, and for 32 of them a word of a scale and a zero point; the plan has room for the largest matrix
     dequantized."""
     meant = write(tmp_path, LLAMA, "awq")
     config = open_checkpoint(str(tmp_path)).config
-    monkeypatch.setattr("specbatch.runtime.loader.keeps_quantized", lambda device: True)
+    stay_quantized()
     values, count = 2 * (64 * (128 + 2 * 64) + 128 * 64 + 3 * 128 * 64), sum(item.numel() for item in meant.values())
     assert weight_bytes(config, torch.bfloat16, CPU) == 2 * (count - values) + values // 2 + 4 * values // 32
     assert dequantized_bytes(config, torch.bfloat16, CPU) == 2 * (2 * 128 * 64)
@@ -312,14 +312,14 @@ def test_scales_that_are_not_finite_are_refused(
     ],
 )
 def test_scales_that_gemms_cannot_take_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: float, message: str
+    tmp_path: Path, stay_quantized: Callable[..., None], scale: float, message: str
 ) -> None:
     """A CPU takes them."""
     write(tmp_path, LLAMA, "awq")
     change(tmp_path, f"{NAME}.scales", torch.full((4, 64), scale).bfloat16().float())
     checkpoint = open_checkpoint(str(tmp_path))
     load(checkpoint.config, checkpoint.tensor)
-    monkeypatch.setattr("specbatch.models.layers.blocks.keeps_quantized", lambda device: True)
+    stay_quantized()
     with pytest.raises(SpecbatchError, match=rf"{NAME}\.weight.*{message}"):
         load(checkpoint.config, checkpoint.tensor)
 

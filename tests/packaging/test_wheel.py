@@ -49,7 +49,8 @@ def test_top_level_is_specbatch(wheel):
 def test_every_file_is_in_the_wheel_but_those_of_a_checkout(wheel):
     for name in FOLDERS:
         for path in (ROOT / name).rglob("*"):
-            if path.suffix not in (".py", ".yaml", ".jinja", ".gz") and path.name not in ("py.typed", "LICENSE"):
+            suffixes = (".py", ".json", ".yaml", ".jinja", ".gz")
+            if path.suffix not in suffixes and path.name not in ("py.typed", "LICENSE"):
                 continue
             inside = path.relative_to(ROOT).as_posix()
             found = (inside if name == "specbatch" else f"specbatch/{inside}") in wheel

@@ -17,31 +17,23 @@ import torch.nn.functional as F
 from filelock import FileLock
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
+from trained import TRAINED
 
 from specbatch import weights
 from specbatch.cli.output import open_engine
 from specbatch.config.engine_config import EngineConfig
-from specbatch.core.request import SamplingParams
 from specbatch.models.config import ModelConfig
 from specbatch.training import trainer
 from specbatch.training.answers import read_answers
 from specbatch.training.data import Example
-from specbatch.training.recipe import Recipe
-from specbatch.training.run import Source, train_draft
+from specbatch.training.recipe import HEADS, Recipe
+from specbatch.training.run import train_draft
+from specbatch.training.source import Source
 from specbatch.training.target import Target
 
 VOCABULARY, MAX_LEN, LAYERS = 40, 48, 9
 CPU = torch.device("cpu")
 STEPS, LR = 24, 1e-2
-RECIPES = {
-    "eagle": {"unroll": 3, "draft_layers": 2},
-    "eagle3": {"unroll": 3, "vocab": 24},
-    "peagle": {"unroll": 3, "vocab": 24, "draft_layers": 2, "steps": 40},
-    "mtp": {"unroll": 3},
-    "dflash": {"draft_layers": 2, "block_size": 5, "steps": 40},
-    "dflash2": {"draft_layers": 1, "block_size": 5, "selector_rank": 6, "steps": 40},
-    "dspark": {"draft_layers": 1, "block_size": 4, "markov_rank": 8, "steps": 40},
-}
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> tuple[Path, Any]:
@@ -125,7 +117,7 @@ def train(target_folder: Path) -> Callable[..., dict[str, Any]]:
     ) -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
         usual = {"steps": STEPS, "batch_tokens": 200, "max_len": MAX_LEN, "lr": LR, "held_out": 10}
-        recipe = Recipe(algorithm, **usual | RECIPES[algorithm] | settings)
+        recipe = Recipe(algorithm, **usual | TRAINED[algorithm].recipe | settings)
         config = EngineConfig(
             model=str(model),
             tokenizer=tokenizer,
@@ -135,8 +127,8 @@ def train(target_folder: Path) -> Callable[..., dict[str, Any]]:
             page_size=4,
             seed=recipe.seed,
         )
-        params = SamplingParams(temperature=temperature, max_new_tokens=30)
-        source = Source(data, None, params, limit=limit) if answers is None else Source(None, answers, limit=limit)
+        asked = {"data": data, "temperature": temperature, "max_new_tokens": 30}
+        source = Source(limit=limit, **asked if answers is None else {"answers": answers})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trainer, "LINES", 4)
             return train_draft(
@@ -182,7 +174,7 @@ def trained(
     """Algorithm -> the folder of a trained head and its record."""
 
     def make(folder: Path) -> dict[str, Any]:
-        return {name: train(folder / name, name, answers=answers_file) for name in RECIPES}
+        return {name: train(folder / name, name, answers=answers_file) for name in HEADS}
 
     folder, records = once(tmp_path_factory, "heads", make)
     return {name: (folder / name, record) for name, record in records.items()}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from specbatch.models.decoder import Decoder
 from specbatch.models.heads.dflash2 import DFlash2, DFlash2Config
-from specbatch.models.layers.blocks import Reader
+from specbatch.models.weight_reader import Reader
 from specbatch.training.data import Batch
 from specbatch.training.dflash2 import Convolution, DFlash2Head
 

@@ -11,7 +11,7 @@ from uncached import decoder_of
 
 from specbatch.kernels.attention.qkv import split_qkv_rope_ref
 from specbatch.models.heads.mtp import Mtp, mtp_config
-from specbatch.models.layers.blocks import Reader
+from specbatch.models.weight_reader import Reader
 from specbatch.training.chain import Memory, ahead
 from specbatch.training.data import Batch, Example
 from specbatch.training.mtp import MtpHead

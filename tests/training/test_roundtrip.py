@@ -4,74 +4,42 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from chi_square import smallest_p_value
 from crossed import first_quick
 from safetensors.torch import load_file
+from trained import LAYER, TRAINED, weights
 
 from specbatch import Engine, EngineConfig, SamplingParams, Speculation
+from specbatch.algorithms import ALGORITHMS
 from specbatch.errors import SpecbatchError
 from specbatch.training.data import Batch, Example, split
-from specbatch.training.dflash import DFlashHead, feature_layers
-from specbatch.training.dflash2 import DFlash2Head
-from specbatch.training.dspark import DSparkHead
-from specbatch.training.eagle import EagleHead
+from specbatch.training.dflash import feature_layers
 from specbatch.training.eagle3 import Eagle3Head
-from specbatch.training.files import takes_a_head, write_beside, write_head
-from specbatch.training.mtp import MtpHead
+from specbatch.training.files import write_beside, write_head
+from specbatch.training.mtp import takes_a_head
 from specbatch.training.peagle import PEagleHead
-from specbatch.training.recipe import Recipe
+from specbatch.training.recipe import HEADS, Recipe
 from specbatch.training.trainer import make_head
 from specbatch.weights import open_checkpoint
 
-from .conftest import CPU, LAYERS, MAX_LEN, RECIPES, VOCABULARY
+from .conftest import CPU, LAYERS, MAX_LEN, VOCABULARY
 
 HIDDEN, DIM = 24, 8
-LAYER = ("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-LAYER += ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-NORMED = (*LAYER, "self_attn.q_norm", "self_attn.k_norm")
 
 
-BLOCKS = {"dflash": DFlashHead, "dflash2": partial(DFlash2Head, rank=6), "dspark": partial(DSparkHead, rank=8)}
+def test_every_head_that_can_be_trained_is_tested():
+    assert TRAINED.keys() == set(HEADS)
 
 
-def weights(stem: str, *names: str) -> set[str]:
-    return {f"{stem}{name}.weight" for name in names}
-
-
-PUBLISHED = {
-    "eagle": {"fc.bias"}
-    | weights("", "fc", "embed_tokens")
-    | weights("layers.0.", *LAYER[1:])
-    | weights("layers.1.", *LAYER),
-    "eagle3": {"d2t", "t2d"} | weights("", "fc", "norm", "lm_head") | weights("midlayer.", "hidden_norm", *LAYER),
-    "peagle": {"d2t", "t2d", "mask_hidden"}
-    | weights("", "fc", "norm", "lm_head", "embed_tokens")
-    | weights("layers.0.", "hidden_norm", *LAYER)
-    | weights("layers.1.", *LAYER),
-    "dflash": weights("", "fc", "hidden_norm", "norm") | weights("layers.0.", *NORMED) | weights("layers.1.", *NORMED),
-    "dflash2": weights("", "fc", "hidden_norm", "norm", "candidate_selector.hidden_projection")
-    | weights("layers.0.", *NORMED, "attention_conv.kernel_projection", "mlp_conv.kernel_projection")
-    | {f"layers.0.{part}_conv.base_kernel" for part in ("attention", "mlp")}
-    | {f"candidate_selector.{part}_codebook" for part in ("predecessor", "successor")},
-    "dspark": weights("", "fc", "hidden_norm", "norm", "embed_tokens", "lm_head", "confidence_head.proj")
-    | weights("layers.0.", *NORMED)
-    | weights("markov_head.", "markov_w1", "markov_w2")
-    | {"confidence_head.proj.bias"},
-    "mtp": weights("mtp.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-    | weights("mtp.layers.0.", *NORMED),
-}
-
-
-@pytest.mark.parametrize("algorithm", RECIPES)
+@pytest.mark.parametrize("algorithm", HEADS)
 def test_tensor_names_match_published_heads(trained, algorithm):
     """Their shapes are checked when the engine loads them."""
     folder = trained[algorithm][0]
-    names = load_file(folder / ("model-mtp.safetensors" if algorithm == "mtp" else "model.safetensors")).keys()
-    assert names == PUBLISHED[algorithm]
+    file = "model-mtp.safetensors" if ALGORITHMS[algorithm].in_target else "model.safetensors"
+    assert load_file(folder / file).keys() == TRAINED[algorithm].tensors
 
 
 def test_configs_hold_the_keys_that_readers_need(trained):
@@ -112,39 +80,25 @@ def test_mtp_head_is_stored_with_the_target(trained, target_folder):
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     own = load_file(target_folder / "model.safetensors")
     assert {name for name, file in index.items() if file == "model.safetensors"} == set(own)
-    assert {name for name, file in index.items() if file == "model-mtp.safetensors"} == PUBLISHED["mtp"]
+    assert {name for name, file in index.items() if file == "model-mtp.safetensors"} == TRAINED["mtp"].tensors
     before = json.loads((target_folder / "config.json").read_text())
     after = json.loads((folder / "config.json").read_text())
     assert after == before | {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
 
 
-def read_back(algorithm, folder, target):
+@torch.no_grad()
+def read_back(algorithm, folder, target, examples, checkpoint):
     """The trainer's module with the weights from the files."""
-    if algorithm == "mtp":
-        head = MtpHead(target, steps=3, max_len=MAX_LEN, seed=99)
-    elif algorithm == "eagle":
-        head = EagleHead(target, steps=3, layers=2, max_len=MAX_LEN, seed=99)
-    elif algorithm == "peagle":
-        stored, described = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-        mask = described["ptd_token_id"]
-        kept = torch.arange(24) + stored["d2t"]
-        head = PEagleHead(target, kept, mask_token=mask, steps=3, layers=2, max_len=MAX_LEN, seed=99)
-        names = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in stored.items()}
-        names["mask_embedding"] = stored["embed_tokens.weight"][mask]
-        head.load_state_dict({name: names[name] for name in head.state_dict()})
-        return head
-    elif algorithm == "eagle3":
-        d2t = load_file(folder / "model.safetensors")["d2t"]
-        head = Eagle3Head(target, torch.arange(24) + d2t, steps=3, max_len=MAX_LEN, seed=99)
-    else:
-        config = json.loads((folder / "config.json").read_text())
-        sizes = {"layers": config["num_hidden_layers"], "block": config["block_size"], "anchors": MAX_LEN}
-        sizes |= {"max_len": MAX_LEN, "seed": 99}
-        sizes |= {"mask_token": (config | config.get("dflash_config", {}))["mask_token_id"]}
-        head = BLOCKS[algorithm](target, **sizes)
-    file = folder / ("model-mtp.safetensors" if algorithm == "mtp" else "model.safetensors")
-    named = {name.removeprefix("mtp."): tensor for name, tensor in load_file(file).items()}
-    head.load_state_dict({name: named[name] for name in head.state_dict()})
+    settings = TRAINED[algorithm].recipe | {"max_len": MAX_LEN, "held_out": 10, "seed": 99}
+    if "anchors" in ALGORITHMS[algorithm].training.settings:
+        settings["anchors"] = MAX_LEN
+    head = make_head(Recipe(algorithm, **settings), target, split(examples, 10)[0], checkpoint.tokenizer().vocab_size)
+    stored = load_file(folder / head.file)
+    for name, tensor in head.tensors().items():
+        if isinstance(tensor, torch.nn.Parameter):
+            tensor.copy_(stored[name])
+    if isinstance(head, PEagleHead):
+        head.mask_embedding.copy_(stored["embed_tokens.weight"][head.config()["ptd_token_id"]])
     return head
 
 
@@ -169,9 +123,11 @@ def emitted(head, target, example: Example) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("algorithm", first_quick(1, RECIPES))
-def test_engine_acceptance_matches_the_trainer(trained, algorithm, target, target_folder, examples, tmp_path):
-    head = read_back(algorithm, trained[algorithm][0], target)
+@pytest.mark.parametrize("algorithm", first_quick(1, HEADS))
+def test_engine_acceptance_matches_the_trainer(
+    trained, algorithm, target, target_folder, examples, checkpoint, tmp_path
+):
+    head = read_back(algorithm, trained[algorithm][0], target, examples, checkpoint)
     folder = trained[algorithm][0]
     if algorithm == "mtp":  # the gates of a short training are all about one half
         folder = tmp_path
@@ -277,7 +233,7 @@ def test_shallow_target_uses_its_lowest_layers(target, monkeypatch):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "dspark"])
+@pytest.mark.parametrize("algorithm", [name for name in HEADS if name not in ("eagle", "mtp")])
 def test_target_of_one_layer_is_refused(target, examples, monkeypatch, algorithm):
     monkeypatch.setattr(target, "config", replace(target.config, num_layers=1))
     with pytest.raises(SpecbatchError, match=f"^algorithm='{algorithm}': .* has one layer .*; use mtp$"):

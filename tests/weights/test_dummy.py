@@ -12,10 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.gemm.quantized.weight import Weight
+from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight
+from specbatch.models.formats.fp8 import FP8Weights
 from specbatch.models.formats.int4 import Int4Weights
 from specbatch.weights import open_checkpoint
-from specbatch.weights.dummy import SHAPES, random_fp8, random_scales, random_tensor
+from specbatch.weights.dummy import SHAPES, random_tensor
 
 # Published parameter counts.
 PARAMETERS = {
@@ -78,10 +79,12 @@ def test_fp8_tensors_of_the_80b_shape() -> None:
 
 
 def test_fp8_tensors_have_the_variance_of_others() -> None:
-    values = random_fp8("w", (3, 256, 300), 1)
+    generator = torch.Generator().manual_seed(1)
+    values = FP8Weights().random("a_proj", (3, 256, 300), 300, generator)
+    scales = FP8Weights().random("a_proj_scale_inv", (3, 2, 3), 300, generator)
     assert not values.float().isnan().any()
     assert len(values.view(torch.uint8).unique()) == 254
-    dequantized = Weight(values, random_scales("w_scale_inv", (3, 2, 3), 300, 1)).dequantize(torch.float32)
+    dequantized = FP8Weight(values, scales).dequantize(torch.float32)
     assert dequantized.std() * 300**0.5 == pytest.approx(1, abs=0.06)
     assert dequantized.mean().abs() < 0.02 * dequantized.std()
     assert len({dequantized[part, :128, :128].std().item() for part in range(3)}) == 3  # each block has its own scale
@@ -93,7 +96,7 @@ def test_fp8_matrices_keep_activation_variance(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(tmp_path), "dummy")
     for name, inputs in (("gate_up_proj", 640), ("down_proj", 512)):
         stem = f"model.layers.0.mlp.experts.{name}"
-        weight = Weight(checkpoint.tensor(stem), checkpoint.tensor(f"{stem}_scale_inv"))
+        weight = FP8Weight(checkpoint.tensor(stem), checkpoint.tensor(f"{stem}_scale_inv"))
         assert weight.dequantize(torch.float32).std() * inputs**0.5 == pytest.approx(1, abs=0.03)
 
 

@@ -11,8 +11,9 @@ import transformers as hf
 from gguf import GGUFWriter
 
 from specbatch.errors import SpecbatchError
+from specbatch.models.gguf_layout import LAYER_NAMES
 from specbatch.weights import open_checkpoint
-from specbatch.weights.gguf_file import _GEMMA3_NAMES, _NAMES
+from specbatch.weights.gguf_file import NAMES, layouts
 
 CONTROL = ["<pad>", "<eos>", "<bos>", "<unk>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -22,7 +23,10 @@ SCORES = [0.0] * 261 + [-float(index) for index in range(len(PIECES))]
 
 
 def write(path: Path, model: Any, unknown: int = 3, pattern: int | list[bool] | None = None, **more: Any) -> str:
-    config, ours = model.config, {theirs: name for name, theirs in (_NAMES | _GEMMA3_NAMES).items()}
+    config, ours = (
+        model.config,
+        {theirs: name for name, theirs in (NAMES | LAYER_NAMES | layouts()["gemma3"].names).items()},
+    )
     writer = GGUFWriter(path, "gemma3")
     sizes = {
         "context_length": 512, "embedding_length": 32, "block_count": 2, "feed_forward_length": 48,

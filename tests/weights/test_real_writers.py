@@ -3,6 +3,7 @@ does, or is refused by name. `real_writers/make.sh` wrote them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,11 +54,10 @@ NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 )
 @pytest.mark.parametrize("name", READ)
 def test_weights_are_those_of_the_tool(
-    name: str, device: str, keeps: bool, bound: float, monkeypatch: pytest.MonkeyPatch
+    name: str, device: str, keeps: bool, bound: float, stay_quantized: Callable[..., None]
 ) -> None:
     if device == "cpu":
-        for module in ("models.layers.blocks", "runtime.loader"):
-            monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: keeps)
+        stay_quantized(keeps)
     checkpoint = open_checkpoint(str(FILES / name))
     where = torch.device(device)
     model = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=where, max_positions=64)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from specbatch.kernels.common.block_sizes import SCALE_BLOCK
 from specbatch.kernels.common.sizes import cdiv
-from specbatch.kernels.gemm.quantized.weight import SCALE_BLOCK
 
 _ROW_MULTIPLE = 4  # so that each column of scales starts at a multiple of 16 bytes
 SMALLEST_MAX = 2.0**-100  # that a block's largest value counts as: its inverse is finite, and zeros stay zeros

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from specbatch.kernels.common.block_sizes import FP8_MAX, SCALE_BLOCK
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.elementwise.activations import silu_and_mul_ref
 from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.gemm.quantized.fp8_activations import SMALLEST_MAX, FP8Activations, empty_fp8
-from specbatch.kernels.gemm.quantized.weight import FP8_MAX, SCALE_BLOCK
 
 
 def quantize_fp8_ref(x: torch.Tensor, before_gemm: bool = False) -> FP8Activations:

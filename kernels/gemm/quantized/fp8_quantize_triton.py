@@ -8,13 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.block_sizes import FP8_MAX, SCALE_BLOCK
 from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.elementwise.elementwise_triton import PROGRAM, normalized_rows, warps_for
 from specbatch.kernels.gemm.quantized.few_rows_triton import MOST_ROWS
 from specbatch.kernels.gemm.quantized.fp8_activations import SMALLEST_MAX, FP8Activations, empty_fp8
-from specbatch.kernels.gemm.quantized.weight import FP8_MAX, SCALE_BLOCK
 
 
 def quantize_fp8(x: torch.Tensor, before_gemm: bool = False) -> FP8Activations:

@@ -59,7 +59,7 @@ def int4_linear(
     out: torch.Tensor | None = None,
     tile: Tile | Int4FewRowsTile | None = None,
 ) -> torch.Tensor:
-    """`int4_linear_ref`: x [T, K], weight [N, K] -> [T, N], in `out` if given. Rows of x, residual and out may be
+    """`quantized_linear_ref`: x [T, K], weight [N, K] -> [T, N], in `out` if given. Rows of x, residual and out may be
     apart. tile: chosen by the shapes if None."""
     (rows, k), (n, inputs) = x.shape, weight.shape
     assert k == inputs, f"x has {k} columns, and the weight {inputs} inputs"

@@ -16,10 +16,10 @@ from specbatch.core.request import Logprobs, Request
 from specbatch.core.sampling import SamplingFlags
 from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.device.prefill import PrefillWork
-from specbatch.engine.schedule.counters import Counters
 from specbatch.engine.schedule.draft_length import DraftLength
 from specbatch.engine.schedule.scheduler import PrefillPlan, ScheduledChunk, ScheduledRequest, Scheduler
 from specbatch.grammar.token_automaton import FREE
+from specbatch.records.steps import Counters
 from specbatch.runtime.cuda_graphs import Result
 
 # Odd, and no small multiple of the offset between the streams of a seed (`rng.offset_of`), so that no two samples share
@@ -268,7 +268,7 @@ class Runner:
         if not first:
             request.count_verify(kept, drafted, accepted, self._depth, of_corpus=of_corpus, has_budget=self._has_budget)
         if request.finished:
-            self.scheduler.release(request)
+            self.scheduler.finish(request)
         self._on_tokens(request, request.tokens[len(request.tokens) - kept :])
 
     def _add_to_corpus(self, finished: list[Request]) -> None:

@@ -20,9 +20,10 @@ from specbatch.kernels.gemm.head_gemm import head_gemm
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.models.config import ModelConfig, follows_layers
 from specbatch.models.families import llama
-from specbatch.models.layers.blocks import Attention, Layer, Reader, Tables
+from specbatch.models.layers.blocks import Attention, Layer
 from specbatch.models.layers.deepseek_moe import DeepseekMixture, deepseek_mixture_of, read_deepseek_experts
 from specbatch.models.layers.moe import MoeMlp, Shapes
+from specbatch.models.weight_reader import Reader, Tables
 
 _LATENT_EPS = 1e-6  # of the norms in latent attention, which do not read rms_norm_eps
 

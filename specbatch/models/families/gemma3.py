@@ -21,8 +21,10 @@ from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.models.config import DEEPEST, FULL, SLIDING, ModelConfig
 from specbatch.models.families.llama import qkv_rows
 from specbatch.models.families.qwen3_next import centred
-from specbatch.models.layers.blocks import Attention, Layer, Reader, Tables
+from specbatch.models.gguf_layout import GgufLayout, GgufMetadata, layer_types, short
+from specbatch.models.layers.blocks import Attention, Layer
 from specbatch.models.rope import Rope, read_rope
+from specbatch.models.weight_reader import Reader, Tables
 
 _LOCAL_THETA, _GLOBAL_THETA = 1e4, 1e6  # if a config has none
 
@@ -143,3 +145,39 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
 
 def final_norm(read: Reader, stem: str) -> Norm:
     return centred(read, stem)
+
+
+def _gguf_settings(file: GgufMetadata, usual: dict[str, Any]) -> dict[str, Any]:
+    """Most files do not state the pattern of the layers, which is the default, and none the factor of scores: llama.cpp
+    takes that of the 27B, which differs, for models of 62 layers."""
+    for key in (".attn_logit_softcapping", ".final_logit_softcapping"):
+        if file.metadata(key):
+            raise refuse(file.full(key), file.metadata(key), "soft caps are not supported")
+    ropes = {FULL: usual["rope_parameters"]}
+    if file.metadata(_GGUF_THETA) is not None:  # files of old converters leave it to the default
+        ropes[SLIDING] = {"rope_type": "default", "rope_theta": short(file.number(_GGUF_THETA))}
+    share = usual["hidden_size"] // usual["num_attention_heads"]
+    return {
+        "model_type": "gemma3_text",
+        "sliding_window": file.count(".attention.sliding_window"),
+        "query_pre_attn_scalar": share if file.required(".block_count") == 62 else usual["head_dim"],
+        "rope_parameters": ropes,
+    } | layer_types(file, counts=True)
+
+
+_GGUF_THETA = ".rope.freq_base_swa"  # of local layers
+GGUF = {
+    "gemma3": GgufLayout(
+        "Gemma3ForCausalLM",
+        names={
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        settings=_gguf_settings,
+        has_windows=True,
+        rope_keys=(_GGUF_THETA,),
+        norm_offset=1.0,
+        sentencepiece=True,
+    )
+}

@@ -14,10 +14,12 @@ import torch
 from specbatch.files.config_values import count_of, flag_of
 from specbatch.models.config import ModelConfig, follows_layers
 from specbatch.models.families import llama
+from specbatch.models.gguf_layout import EXPERT_NAMES, GgufLayout, GgufMetadata, sigmoid_settings
 from specbatch.models.layers import partial_rope
-from specbatch.models.layers.blocks import Layer, Reader, Tables
+from specbatch.models.layers.blocks import Layer
 from specbatch.models.layers.deepseek_moe import DeepseekMixture, deepseek_mixture_of, read_deepseek_experts
 from specbatch.models.layers.moe import MoeMlp, Shapes
+from specbatch.models.weight_reader import Reader, Tables
 
 _PARTIAL = 0.5  # of a config that states none
 
@@ -81,3 +83,41 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
 
 
 final_norm = llama.final_norm
+
+
+def _gguf_settings(file: GgufMetadata, usual: dict[str, Any]) -> dict[str, Any]:
+    """The layers of a file include those of the MTP head."""
+    extra = file.count(".nextn_predict_layers", 0, least=0)
+    return sigmoid_settings(file) | {
+        "model_type": "glm4_moe",
+        "num_hidden_layers": file.count(".block_count") - extra,
+        "num_nextn_predict_layers": extra,
+        "n_routed_experts": file.count(".expert_count"),
+        "n_shared_experts": file.count(".expert_shared_count", 0, least=0),
+        "first_k_dense_replace": file.count(".leading_dense_block_count", 0, least=0),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+    }
+
+
+GGUF = {
+    "glm4moe": GgufLayout(
+        "Glm4MoeForCausalLM",
+        EXPERT_NAMES
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+            "ffn_up_shexp": "mlp.shared_experts.up_proj",
+            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+            "nextn.eh_proj": "eh_proj",
+            "nextn.embed_tokens": "embed_tokens",
+            "nextn.enorm": "enorm",
+            "nextn.hnorm": "hnorm",
+            "nextn.shared_head_head": "shared_head.head",
+            "nextn.shared_head_norm": "shared_head.norm",
+        },
+        _gguf_settings,
+        is_mixture=True,
+        rotates_all=False,
+    )
+}

@@ -11,10 +11,12 @@ from specbatch.files.config_values import count_of, flag_of, names_of, places_of
 from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig, attending, shared_out
 from specbatch.models.families.llama import attention, final_norm  # noqa: F401 (`decoder` calls it)
-from specbatch.models.layers.blocks import Layer, Mixer, Mlp, Reader, SwiGlu, Tables
+from specbatch.models.gguf_layout import GgufLayout, GgufMetadata, short, sigmoid_settings
+from specbatch.models.layers.blocks import Layer, Mixer, Mlp, SwiGlu
 from specbatch.models.layers.deepseek_moe import DeepseekMixture, deepseek_mixture_of, read_deepseek_experts
 from specbatch.models.layers.moe import MoeMlp, Shapes
 from specbatch.models.layers.recurrent import ShortConv, tap_major, taps_of, window_shapes
+from specbatch.models.weight_reader import Reader, Tables
 
 _THETA = 1e6  # if a config has no theta
 
@@ -159,3 +161,57 @@ def _width(config: dict[str, Any]) -> int:
         width = int(positive_of(config, "block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
         width = -(-width // step) * step
     return width
+
+
+def _gguf_settings(file: GgufMetadata, usual: dict[str, Any]) -> dict[str, Any]:
+    kv = file.required(".attention.head_count_kv", list)
+    return {
+        "model_type": "lfm2",
+        "sliding_window": None,
+        "layer_types": ["full_attention" if count else "conv" for count in kv],
+        "norm_eps": short(file.number(".attention.layer_norm_rms_epsilon")),
+        "conv_L_cache": file.count(".shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _gguf_mixture(file: GgufMetadata, usual: dict[str, Any]) -> dict[str, Any]:
+    dense = file.count(".leading_dense_block_count", 0, least=0)
+    return (
+        sigmoid_settings(file)
+        | _gguf_settings(file, usual)
+        | {
+            "model_type": "lfm2_moe",
+            "num_experts": file.count(".expert_count"),
+            "num_dense_layers": dense,
+            "use_expert_bias": f"blk.{dense}.exp_probs_b.bias" in file.tensors,
+        }
+    )
+
+
+_GGUF_NAMES = {
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+_GGUF_EXPERTS = {
+    "ffn_gate_inp": "feed_forward.gate",
+    "ffn_gate_exps": "feed_forward.experts.gate_proj",
+    "ffn_up_exps": "feed_forward.experts.up_proj",
+    "ffn_down_exps": "feed_forward.experts.down_proj",
+    "exp_probs_b.bias": "feed_forward.expert_bias",
+}
+GGUF = {
+    "lfm2": GgufLayout("Lfm2ForCausalLM", _GGUF_NAMES, _gguf_settings, has_convolutions=True),
+    "lfm2moe": GgufLayout(
+        "Lfm2MoeForCausalLM", _GGUF_NAMES | _GGUF_EXPERTS, _gguf_mixture, is_mixture=True, has_convolutions=True
+    ),
+}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.models.config import ModelConfig
-from specbatch.models.layers.blocks import Attention, Layer, Reader, SwiGlu, Tables
+from specbatch.models.gguf_layout import GgufLayout, GgufMetadata, layer_types
+from specbatch.models.layers.blocks import Attention, Layer, SwiGlu
+from specbatch.models.weight_reader import Reader, Tables
 
 
 def layer(read: Reader, index: int, tables: Tables) -> Layer:
@@ -57,3 +61,22 @@ def dense(read: Reader, stem: str) -> SwiGlu:
 
 def final_norm(read: Reader, stem: str) -> Norm:
     return read.norm(stem)
+
+
+def _gguf_settings(file: GgufMetadata, usual: dict[str, Any]) -> dict[str, Any]:
+    """Files of "llama" with windows are of Mistral, in all layers, or of Ministral, in those for which the pattern has
+    true."""
+    if not file.metadata(".attention.sliding_window"):
+        return {"model_type": "llama", "sliding_window": None}
+    own = {"sliding_window": file.count(".attention.sliding_window")}
+    kinds = layer_types(file)
+    if not kinds:
+        return own | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    return own | kinds | {"model_type": "ministral", "architectures": ["MinistralForCausalLM"]}
+
+
+GGUF = {
+    "llama": GgufLayout("LlamaForCausalLM", settings=_gguf_settings, has_windows=True, interleaved_qk=True),
+    "qwen2": GgufLayout("Qwen2ForCausalLM"),
+    "qwen3": GgufLayout("Qwen3ForCausalLM"),
+}

@@ -20,10 +20,11 @@ from specbatch.kernels.recurrent.inputs import SsdHeads
 from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig, shared_out
 from specbatch.models.families.llama import attention, final_norm  # noqa: F401 (`decoder` calls it)
-from specbatch.models.layers.blocks import Layer, Mixer, Mlp, Reader, Tables
+from specbatch.models.layers.blocks import Layer, Mixer, Mlp
 from specbatch.models.layers.moe import MOST_EXPERTS, MoeMlp, with_shared
 from specbatch.models.layers.recurrent import Mamba2, tap_major, taps_of, window_shapes
 from specbatch.models.rope import Rope
+from specbatch.models.weight_reader import Reader, Tables
 
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
 _KINDS = {

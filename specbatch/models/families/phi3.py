@@ -16,9 +16,11 @@ from specbatch.errors import refuse
 from specbatch.files.config_values import count_of, positive_of, positives_of, table_of
 from specbatch.models.config import ModelConfig
 from specbatch.models.families.llama import final_norm  # noqa: F401 (`decoder` calls it)
+from specbatch.models.gguf_layout import GgufLayout, GgufMetadata, short
 from specbatch.models.layers import partial_rope
-from specbatch.models.layers.blocks import Layer, Reader, SwiGlu, Tables
+from specbatch.models.layers.blocks import Layer, SwiGlu
 from specbatch.models.rope import DEFAULT_THETA, Rope
+from specbatch.models.weight_reader import Reader, Tables
 
 _LONGROPE = ("longrope", "su", "yarn")  # its names in configs of this family
 _ROPE_KEYS = {
@@ -119,3 +121,31 @@ def _rope(config: dict[str, Any], head_dim: int, max_position: int) -> tuple[Rop
     attention = positive_of(table, "attention_factor", usual, where=source)
     short, long = (replace(rope, kind="divisors", divisors=one, attention_factor=attention) for one in factors.values())
     return short, long, original
+
+
+def _gguf_settings(file: GgufMetadata, usual: dict[str, Any]) -> dict[str, Any]:
+    """With LongRoPE the lists of factors are tensors. Files of Phi-4 without a window state 0."""
+    own = {"model_type": "phi3", "sliding_window": file.metadata(".attention.sliding_window") or None}
+    if file.tensors.keys().isdisjoint(_GGUF_FACTORS):
+        return own
+    rope = usual["rope_parameters"] | {
+        key: [short(factor) for factor in file.vector(name)] for name, key in _GGUF_FACTORS.items()
+    }
+    rope |= {"rope_type": "longrope", "attention_factor": short(file.number(_GGUF_ATTENTION, 1.0))}
+    rope["original_max_position_embeddings"] = file.count(".rope.scaling.original_context_length")
+    return own | {"rope_parameters": rope}
+
+
+_GGUF_FACTORS = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
+_GGUF_ATTENTION = ".rope.scaling.attn_factor"
+GGUF = {
+    "phi3": GgufLayout(
+        "Phi3ForCausalLM",
+        names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        settings=_gguf_settings,
+        has_windows=True,
+        rotates_all=False,
+        rope_keys=(_GGUF_ATTENTION,),
+        rope_tensors=tuple(_GGUF_FACTORS),
+    )
+}

@@ -10,8 +10,10 @@ import torch
 from specbatch.files.config_values import flag_of
 from specbatch.models.config import ModelConfig
 from specbatch.models.families import llama
-from specbatch.models.layers.blocks import Layer, Reader, Tables
+from specbatch.models.gguf_layout import EXPERT_NAMES, GgufLayout, GgufMetadata, mixture_settings, normalises
+from specbatch.models.layers.blocks import Layer
 from specbatch.models.layers.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers
+from specbatch.models.weight_reader import Reader, Tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,3 +63,11 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
 
 
 final_norm = llama.final_norm
+
+
+def _gguf_settings(file: GgufMetadata, usual: dict[str, Any]) -> dict[str, Any]:
+    own = {"num_experts": file.count(".expert_count"), "norm_topk_prob": normalises(file)}
+    return mixture_settings(file) | own | {"model_type": "qwen3_moe"}
+
+
+GGUF = {"qwen3moe": GgufLayout("Qwen3MoeForCausalLM", EXPERT_NAMES, _gguf_settings, is_mixture=True)}

@@ -13,21 +13,23 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from specbatch.algorithms import ALGORITHMS, algorithm_of
 from specbatch.config.draft_shape import MOST
 from specbatch.errors import counted, refuse
 from specbatch.files.config_values import count_of, flag_of, names_of, places_of, table_of
 from specbatch.kernels.attention.queries import ContextKVLayout, Mask
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.formats.quantization import MatrixShape
+from specbatch.models.formats.format import MatrixShape
 from specbatch.models.heads.feature_layers import FeatureLayers
 from specbatch.models.heads.speculators import speculative_tokens
-from specbatch.models.layers.blocks import Attention, Reader
+from specbatch.models.layers.blocks import Attention
+from specbatch.models.weight_reader import Reader
 
 _LAYERS, _BOUNDARIES = "target_layer_ids", "aux_hidden_state_layer_ids"
 ARCHITECTURE = "DFlashDraftModel"
-SECOND = "DFlash2DraftModel"
 DEEPSPEC = ("Qwen3DSparkModel", "DSparkDraftModel")  # of DeepSpec and SpecForge
+BLOCKS = {name: entry for name, entry in ALGORITHMS.items() if entry.tree == "block"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 # Options of later drafts, with the values that turn them off. With an ignored option the draft would be another model.
 _OFF: dict[str, tuple[Any, ...]] = {
@@ -84,15 +86,12 @@ class DFlashConfig(ModelConfig):
         own = dict(config)
         for inside in ("dflash_config", "dspark_config"):
             own |= {key: value for key, value in table_of(config, inside).items() if value is not None}
-        names = config.get("architectures")
-        if names not in ([ARCHITECTURE], [SECOND], *([name] for name in DEEPSPEC)):
-            works = (
-                f"a DFLASH draft has [{ARCHITECTURE!r}] or [{DEEPSPEC[0]!r}], a DSpark draft [{DEEPSPEC[0]!r}], and a "
-                f"DFlash 2 draft [{SECOND!r}]"
-            )
-            raise refuse("architectures", names, works)
-        of_deepspec = names[0] in DEEPSPEC
-        cls._check_algorithm(own, "dflash2" if names == [SECOND] else "dspark" if of_deepspec else "dflash")
+        names, found = config.get("architectures"), algorithm_of(own)
+        if found not in BLOCKS:
+            known = (f"{list(entry.published.architectures[:2])} ({name})" for name, entry in BLOCKS.items())
+            raise refuse("architectures", names, f"drafts of blocks have {', '.join(known)}")
+        of_deepspec = names is not None and names[0] in DEEPSPEC
+        cls._check_algorithm(own, found, may_have_markov=of_deepspec)
         if config.get("model_type") != "qwen3":
             raise refuse("model_type", config.get("model_type"), "the layers of a block draft are 'qwen3'")
         depth = None if own.get("num_target_layers") is None else count_of(own, "num_target_layers")
@@ -108,25 +107,25 @@ class DFlashConfig(ModelConfig):
         return replace(read, whole_file=of_deepspec)
 
     @classmethod
-    def _check_algorithm(cls, own: dict[str, Any], written: str) -> None:
-        """Refuse drafts of other algorithms. written: the algorithm of the format; DSpark drafts without a Markov head
-        are DFLASH drafts."""
-        rank = count_of(own, "markov_rank", None if written == "dspark" else 0, least=0)
-        if rank and written != "dspark":
+    def _check_algorithm(cls, own: dict[str, Any], found: str, *, may_have_markov: bool) -> None:
+        """Refuse drafts of other algorithms. own: the keys of the block; found: the algorithm that the config is for;
+        may_have_markov: whether the format states `markov_rank`, which may be 0."""
+        rank = count_of(own, "markov_rank", None if may_have_markov else 0, least=0)
+        if rank and not may_have_markov:
             raise refuse("markov_rank", rank, f"a draft with a Markov head has architectures=[{DEEPSPEC[0]!r}]")
-        found = "dflash" if written == "dspark" and not rank else written
         if found != cls.algorithm:
-            heads = {"dflash": "neither Markov head nor selector", "dspark": "a Markov head", "dflash2": "a selector"}
-            raise refuse("algorithm", cls.algorithm, f"the draft has {heads[found]}; use {found!r}")
+            raise refuse("algorithm", cls.algorithm, f"the draft has {BLOCKS[found].published.has}; use {found!r}")
 
     @classmethod
     def _from_speculators(cls, config: dict[str, Any]) -> Self:
         """The format of vllm-project/speculators: the layers are in `transformer_layer_config`, without the defaults of
         its class; feature layers are boundaries, where k is the input of layer k."""
-        kind = config["speculators_model_type"]
-        if kind not in ("dflash", "dspark"):
-            raise refuse("speculators_model_type", kind, "a DFLASH draft has 'dflash', a DSpark draft 'dspark'")
-        cls._check_algorithm(config, kind)
+        kind, found = config["speculators_model_type"], algorithm_of(config)
+        if found not in BLOCKS:
+            works = " or ".join(repr(name) for name, entry in BLOCKS.items() if name in entry.published.speculators)
+            raise refuse("speculators_model_type", kind, f"drafts of blocks have {works}")
+        from_anchor = BLOCKS[kind].root_drafts
+        cls._check_algorithm(config, found, may_have_markov=from_anchor)
         given = table_of(config, "transformer_layer_config")
         inner = _class_defaults(given.get("model_type", "qwen3")) | given
         known, total = config.get("draft_vocab_size"), count_of(inner, "vocab_size")
@@ -140,7 +139,7 @@ class DFlashConfig(ModelConfig):
             raise refuse(_BOUNDARIES, None, "the config must list the layers")
         causal = False if flag_of(config, "sliding_window_non_causal") else None
         features = FeatureLayers(_BOUNDARIES, boundaries, first=1)
-        read = cls._of(inner, config, features, None, causal, from_anchor=kind == "dspark")
+        read = cls._of(inner, config, features, None, causal, from_anchor=from_anchor)
         return replace(read, whole_file=True, draft_vocab=None if known == total else known)
 
     @classmethod

@@ -25,8 +25,10 @@ from specbatch.models.decoder import Decoder
 from specbatch.models.families import llama
 from specbatch.models.heads import dflash
 from specbatch.models.heads.dflash import DFlash, DFlashConfig
-from specbatch.models.layers.blocks import Attention, Layer, Reader, SwiGlu, Tables
+from specbatch.models.layers.blocks import Attention, Layer, SwiGlu
+from specbatch.models.weight_reader import Reader, Tables
 
+ARCHITECTURE = "DFlash2DraftModel"
 _SELECTOR = "candidate_selector"
 _CODEBOOKS = (f"{_SELECTOR}.predecessor_codebook", f"{_SELECTOR}.successor_codebook")
 final_norm = llama.final_norm
@@ -103,13 +105,20 @@ class Convolution:
         """Convolve x [T, H] of whole blocks; read [T, H]: the part's normed input."""
         _, size, hidden = self.base.shape
         kernels = self.dynamic(read).unflatten(1, (2, size, -1))[:, side].unflatten(0, (-1, self.rows))  # [B, N, k, g]
-        base = self.base[side].view(size, kernels.shape[-1], -1)
-        blocks = x.view(-1, self.rows, *base.shape[1:])
-        out = torch.zeros_like(blocks)
-        for back in range(min(size, self.rows)):
-            shifted = F.pad(blocks[:, : self.rows - back], (0, 0, 0, 0, back, 0))
-            out = out + (base[back] + kernels[:, :, back, :, None]) * shifted
-        return out.view(-1, hidden)
+        return convolved(x.view(-1, self.rows, hidden), self.base[side], kernels).view(-1, hidden)
+
+
+def convolved(x: torch.Tensor, base: torch.Tensor, dynamic: torch.Tensor) -> torch.Tensor:
+    """The causal convolution [..., rows, H] of x [..., rows, H] along its rows. base [kernel, H]: a kernel per channel;
+    dynamic [..., rows, kernel, groups]: what is added to it, per row and group of channels."""
+    size, rows = len(base), x.shape[-2]
+    base = base.unflatten(-1, (dynamic.shape[-1], -1))
+    blocks = x.unflatten(-1, base.shape[1:])
+    out = torch.zeros_like(blocks)
+    for back in range(min(size, rows)):
+        shifted = F.pad(blocks[..., : rows - back, :, :], (0, 0, 0, 0, back, 0))
+        out = out + (base[back] + dynamic[..., back, :, None]) * shifted
+    return out.flatten(-2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +205,7 @@ def published_shape(target: ModelConfig) -> dict[str, Any]:
     tokens in groups of 16 channels, and a selector of rank 256 over 16 candidates."""
     shape = dflash.published_shape(target)
     inside = shape["dflash_config"] | published_heads(target)
-    return shape | {"architectures": [dflash.SECOND], "dflash_config": inside}
+    return shape | {"architectures": [ARCHITECTURE], "dflash_config": inside}
 
 
 def published_heads(target: ModelConfig) -> dict[str, int]:

@@ -22,8 +22,8 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.heads import dflash
 from specbatch.models.heads.dflash import DFlash, DFlashConfig
-from specbatch.models.layers.blocks import Reader
-from specbatch.models.layers.partition import joined_scores, own_logits, rows_per_rank
+from specbatch.models.partition import joined_scores, own_logits, rows_per_rank
+from specbatch.models.weight_reader import Reader
 
 _MARKOV, _CONFIDENCE = "markov_head", "confidence_head.proj"
 # Kinds of Markov heads: the layer that they have besides their two matrices, and its inputs and outputs in multiples of

@@ -31,7 +31,7 @@ from specbatch.models.heads.draft_head import (
     recorded_shapes,
 )
 from specbatch.models.heads.feature_layers import FeatureLayers
-from specbatch.models.layers.blocks import Reader
+from specbatch.models.weight_reader import Reader
 
 # Switches of eagle_config that are true for all heads that follow these equations.
 _USUAL = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular")
@@ -66,7 +66,7 @@ class Eagle3Config:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], shapes: Shapes | None = None, algorithm: str = "eagle3") -> Eagle3Config:
-        """Read either format, of a head for `algorithm`: eagle3 or peagle. If the tensors `shapes` are given, they take
+        """Read either format, of a head for `algorithm`. If the tensors `shapes` are given, they take
         precedence over the config."""
         method = config.get("speculators_model_type")
         if method not in (None, algorithm):

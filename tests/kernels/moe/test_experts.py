@@ -17,9 +17,10 @@ from specbatch.errors import SpecbatchError
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.quantized import fp8_quantize_triton
 from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations, use_fp8_activations
+from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight
 from specbatch.kernels.gemm.quantized.fp8_quantize import quantize_fp8, quantize_fp8_ref
-from specbatch.kernels.gemm.quantized.int4 import Int4Tiles, int4_tiles, pack_int4
-from specbatch.kernels.gemm.quantized.mxfp4 import pack_mxfp4
+from specbatch.kernels.gemm.quantized.int4 import Int4Weight, int4_tiles, pack_int4
+from specbatch.kernels.gemm.quantized.mxfp4 import Mxfp4Weight, pack_mxfp4
 from specbatch.kernels.gemm.quantized.weight import Weight
 from specbatch.kernels.moe import experts_triton
 from specbatch.kernels.moe.expert_weights import Activation, Biases, ExpertWeights
@@ -254,7 +255,7 @@ def scaled(case: Case, per: str = "block") -> tuple[Weight, Weight]:
         count, outer, inner = values.shape
         shape = (outer, 1) if per == "output" else (-(-outer // 128), -(-inner // 128))
         scales = torch.rand(count, *shape, device=values.device) / 100 + 0.001
-        return Weight((values * 100).to(torch.float8_e4m3fn), scales)
+        return FP8Weight((values * 100).to(torch.float8_e4m3fn), scales)
 
     return quantized(case.up), quantized(case.down)
 
@@ -278,7 +279,7 @@ def test_mxfp4_weights(tokens: int, dtype: torch.dtype, device: torch.device) ->
     for matrices in (case.up, case.down):
         blocks, scales = encoded(matrices.cpu())
         scales[:, 0, 0] = 0
-        packed.append(Weight(pack_mxfp4(blocks).to(device), scales.to(device)))
+        packed.append(Mxfp4Weight(pack_mxfp4(blocks).to(device), scales.to(device)))
     up, down = packed
     case.up, case.down = up.dequantize(torch.float64), down.dequantize(torch.float64)
     expected = case.dense()
@@ -294,7 +295,7 @@ def test_int4_weights(tokens: int, group: int, dtype: torch.dtype, device: torch
         values, zeros = torch.randint(0, 16, (*outer, inputs)), torch.randint(0, 16, (*outer, inputs // group))
         scales = (torch.rand(*outer, inputs // group).half() - 0.5) / 20  # half of them are negative
         parts = (part.to(device) for part in (pack_int4(values.byte()), scales, zeros.byte()))
-        packed.append(int4_tiles(Weight(*parts)))
+        packed.append(int4_tiles(Int4Weight(*parts)))
     up, down = packed
     case.up, case.down = up.dequantize(torch.float64), down.dequantize(torch.float64)
     expected = case.dense()
@@ -312,7 +313,7 @@ def test_mxfp4_values_are_unpacked_in_order(
     scales = torch.arange(89, 129, dtype=torch.uint8).view(1, 40, 1).repeat(1, 1, 2)
     if dtype == torch.float16:
         scales = scales.clamp(125, 129)  # of which it has all values
-    weight, rule = Weight(pack_mxfp4(blocks).to(device), scales.to(device)), Routing(1, 1)
+    weight, rule = Mxfp4Weight(pack_mxfp4(blocks).to(device), scales.to(device)), Routing(1, 1)
     copies = 3 if rows == 128 else 1
     plan = route(torch.zeros(64 * copies, 1, device=device), rule, rows)[2]
     x = torch.eye(64, device=device, dtype=dtype).repeat(copies, 1)
@@ -323,13 +324,13 @@ def test_mxfp4_values_are_unpacked_in_order(
 @pytest.mark.parametrize("stored", ["FP8", "INT4"])
 def test_whole_and_half_blocks(stored: str, dtype: torch.dtype, device: torch.device) -> None:
     """192 tokens of one expert in blocks of 128."""
-    weight: Weight | Int4Tiles
+    weight: Weight
     if stored == "FP8":
-        weight = Weight(torch.randn(1, 128, 128).to(device, torch.float8_e4m3fn), torch.rand(1, 1, 1, device=device))
+        weight = FP8Weight(torch.randn(1, 128, 128).to(device, torch.float8_e4m3fn), torch.rand(1, 1, 1, device=device))
     else:
         values, zeros = torch.randint(0, 16, (1, 128, 128)), torch.randint(0, 16, (1, 128, 4))
         scales = (torch.rand(1, 128, 4).half() - 0.5) / 20
-        weight = int4_tiles(Weight(*(part.to(device) for part in (pack_int4(values.byte()), scales, zeros.byte()))))
+        weight = int4_tiles(Int4Weight(*(part.to(device) for part in (pack_int4(values.byte()), scales, zeros.byte()))))
     x, rule = torch.randn(192, 128).to(device, dtype), Routing(1, 1)
     plan = route(torch.zeros(192, 1, device=device), rule, 128)[2]
     check(grouped(x, weight, plan, rule, 128), x.double() @ weight.dequantize(torch.float64)[0].T, dtype)
@@ -337,7 +338,7 @@ def test_whole_and_half_blocks(stored: str, dtype: torch.dtype, device: torch.de
 
 def test_scales_apply_per_block() -> None:
     values = torch.ones(200, 130).to(torch.float8_e4m3fn)
-    unquantized = Weight(values, torch.tensor([[1.0, 2.0], [3.0, 4.0]])).dequantize(torch.float32)
+    unquantized = FP8Weight(values, torch.tensor([[1.0, 2.0], [3.0, 4.0]])).dequantize(torch.float32)
     rows, columns = torch.arange(200)[:, None] // 128, torch.arange(130) // 128
     assert torch.equal(unquantized, 1.0 + 2 * rows + columns)
 
@@ -601,7 +602,7 @@ def test_larger_blocks_are_for_weights_that_are_not_dequantized(
     monkeypatch.setattr(experts_triton, "rows_for", lambda *args, **how: asked.append(how) or choose(*args, **how))
     case = Case(RULES["plain"], 3, device, torch.float16, hidden=128, inner=128)
     case.run()
-    up, down = (Weight(x.to(torch.float8_e4m3fn), torch.ones(6, *size, device=device)) for x, size in (
+    up, down = (FP8Weight(x.to(torch.float8_e4m3fn), torch.ones(6, *size, device=device)) for x, size in (
         (case.up, (2, 1)), (case.down, (1, 1))
     ))  # fmt: skip
     fused_moe(case.x, case.logits, case.rule, ExpertWeights(up, down, case.activation))
@@ -614,7 +615,7 @@ def test_programs_with_few_steps_compute_several_tiles() -> None:
 
     def tiles(*shape: int, rows: int = 128, pairs: int = 8192 * 9, fp8: bool = False) -> int:
         values = torch.empty(257, *shape, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16, device="meta")
-        weight = Weight(values, torch.empty(257, 16, 4, device="meta") if fp8 else None)
+        weight = FP8Weight(values, torch.empty(257, 16, 4, device="meta")) if fp8 else Weight(values)
         return experts_triton.tile_for(rows, weight, 2, pairs).per_program
 
     assert [tiles(2048, 512, rows=rows) for rows in experts_triton._TILES] == [1, 1, 1, 4]

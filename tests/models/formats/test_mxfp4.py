@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,8 @@ def logits(path: Path, tokens: torch.Tensor, ranks: ThreadCommunicator | None = 
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
-def test_logits_are_those_of_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool) -> None:
-    monkeypatch.setattr("specbatch.models.layers.blocks.keeps_mxfp4", lambda device: keeps)
+def test_logits_are_those_of_transformers(folder: Path, stay_quantized: Callable[..., None], keeps: bool) -> None:
+    stay_quantized(keeps)
     quantization = hf.Mxfp4Config(dequantize=True)
     theirs = hf.GptOssForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=quantization, attn_implementation="eager"
@@ -90,9 +91,8 @@ def test_logits_are_those_of_transformers(folder: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
-def test_plan_counts_the_memory_of_experts(folder: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool) -> None:
-    for module in ("models.layers.blocks", "runtime.loader"):
-        monkeypatch.setattr(f"specbatch.{module}.keeps_mxfp4", lambda device: keeps)
+def test_plan_counts_the_memory_of_experts(folder: Path, stay_quantized: Callable[..., None], keeps: bool) -> None:
+    stay_quantized(keeps)
     checkpoint = open_checkpoint(str(folder))
     config = checkpoint.config
     model = decoder_of(checkpoint, dtype=torch.bfloat16)
@@ -100,8 +100,8 @@ def test_plan_counts_the_memory_of_experts(folder: Path, monkeypatch: pytest.Mon
     for layer in model.layers:
         [mlp] = layer.mlps
         assert isinstance(mlp, MoeMlp)
-        stacks += mlp.experts.weights[:2]
-    held = sum(part.nbytes for stack in stacks for part in (stack.values, stack.scales) if part is not None)
+        stacks += [mlp.experts.weights.up, mlp.experts.weights.down]
+    held = sum(part.nbytes for stack in stacks for part in stack.tensors)
     values = sum(math.prod(stack.shape) for stack in stacks)
     shapes = [stack.shape for stack in stacks]
     packed = sum(count * rows * (-(-inputs // 128) * 64 + inputs // 32) for count, rows, inputs in shapes)

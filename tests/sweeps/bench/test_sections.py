@@ -14,7 +14,8 @@ from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.engine.setup import memory_plan, prepare
 from specbatch.errors import SpecbatchError
 from specbatch.runtime import device as devices
-from specbatch.sweeps.bench.sections import BenchOptions, plan_bench
+from specbatch.sweeps.bench.options import BenchOptions
+from specbatch.sweeps.bench.sections import plan_bench
 from specbatch.weights.dummy import SHAPES
 
 EAGLE3 = Speculation("eagle3", draft="dummy", simulate_accept_length=2.0)

@@ -20,7 +20,8 @@ from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
 from specbatch.records.verdicts import LOSES, NOT_INTERLEAVED, NOT_JUDGED, ONE_REPEAT, PAYS, UNDECIDED
 from specbatch.sweeps.report.compare import COMPARED, Comparison, Row, _reading, compare
-from specbatch.sweeps.report.tables import load_records, speedups_of, write_summary
+from specbatch.sweeps.report.points import load_records, speedups_of
+from specbatch.sweeps.report.tables import write_summary
 
 
 def row_of(result: Comparison, metric: str, size: int | str = 4) -> Row:

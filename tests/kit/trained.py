@@ -1,0 +1,68 @@
+"""One entry per algorithm whose heads can be trained: how tests train one, and the tensors that its file has."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+LAYER = ("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+LAYER += ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+NORMED = (*LAYER, "self_attn.q_norm", "self_attn.k_norm")
+
+
+def weights(stem: str, *names: str) -> set[str]:
+    return {f"{stem}{name}.weight" for name in names}
+
+
+class Trained(NamedTuple):
+    """recipe: settings of `Recipe`; tensors: names in the file; loss_falls_to: share of the loss at first that is left
+    at the end, at most."""
+
+    recipe: dict[str, int]
+    tensors: set[str]
+    loss_falls_to: float = 0.5
+
+
+TRAINED = {
+    "eagle": Trained(
+        {"unroll": 3, "draft_layers": 2},
+        {"fc.bias"}
+        | weights("", "fc", "embed_tokens")
+        | weights("layers.0.", *LAYER[1:])
+        | weights("layers.1.", *LAYER),
+    ),
+    "eagle3": Trained(
+        {"unroll": 3, "vocab": 24},
+        {"d2t", "t2d"} | weights("", "fc", "norm", "lm_head") | weights("midlayer.", "hidden_norm", *LAYER),
+    ),
+    "peagle": Trained(
+        {"unroll": 3, "vocab": 24, "draft_layers": 2, "steps": 40},
+        {"d2t", "t2d", "mask_hidden"}
+        | weights("", "fc", "norm", "lm_head", "embed_tokens")
+        | weights("layers.0.", "hidden_norm", *LAYER)
+        | weights("layers.1.", *LAYER),
+    ),
+    "mtp": Trained(
+        {"unroll": 3},
+        weights("mtp.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        | weights("mtp.layers.0.", *NORMED),
+    ),
+    "dflash": Trained(
+        {"draft_layers": 2, "block_size": 5, "steps": 40},
+        weights("", "fc", "hidden_norm", "norm") | weights("layers.0.", *NORMED) | weights("layers.1.", *NORMED),
+    ),
+    "dflash2": Trained(
+        {"draft_layers": 1, "block_size": 5, "selector_rank": 6, "steps": 40},
+        weights("", "fc", "hidden_norm", "norm", "candidate_selector.hidden_projection")
+        | weights("layers.0.", *NORMED, "attention_conv.kernel_projection", "mlp_conv.kernel_projection")
+        | {f"layers.0.{part}_conv.base_kernel" for part in ("attention", "mlp")}
+        | {f"candidate_selector.{part}_codebook" for part in ("predecessor", "successor")},
+    ),
+    "dspark": Trained(
+        {"draft_layers": 1, "block_size": 4, "markov_rank": 8, "steps": 40},
+        weights("", "fc", "hidden_norm", "norm", "embed_tokens", "lm_head", "confidence_head.proj")
+        | weights("layers.0.", *NORMED)
+        | weights("markov_head.", "markov_w1", "markov_w2")
+        | {"confidence_head.proj.bias"},
+        loss_falls_to=0.8,  # that of a confidence head cannot fall to 0
+    ),
+}

@@ -1,0 +1,125 @@
+"""An addition touches few files: no other part of the product names an algorithm or a family in its code.
+
+Each exception has its reason. Without one, a fact about the addition belongs into its modules or its registry entry.
+"""
+
+from __future__ import annotations
+
+import pytest
+from named_in import files_naming
+
+from specbatch.algorithms import ALGORITHMS, NO_SPECULATION
+from specbatch.models.config import family_modules
+
+COMMANDS = ("specbatch/cli/options.py", "specbatch/config/engine_config.py", "specbatch/jobs/configurations.py")
+MICROBENCHMARKS = ("sweeps/microbench/acceptance.py", "sweeps/microbench/accept.py", "sweeps/microbench/equal_rows.py")
+# Algorithm -> why files name it -> these files.
+ALGORITHM_IN: dict[str, dict[str, tuple[str, ...]]] = {
+    "ngram": {
+        "the default of commands that speculate": COMMANDS,
+        "its settings are fields of records": ("specbatch/records/intervals.py",),
+        "the corpus is looked up by n-grams, too": ("specbatch/drafters/corpus_files.py",),
+        "an option of transformers": ("evals/generation.py", "evals/generation_config.py"),
+        "the cheapest drafts, for a benchmark": ("sweeps/bench/sections.py", *MICROBENCHMARKS),
+        "an example in a note": ("sweeps/report/acceptance_curve.py", "sweeps/report/sweep_notes.py"),
+    },
+    "standalone": {
+        "the default with --draft": (*COMMANDS, "specbatch/cli/bench.py"),
+        "a benchmark": MICROBENCHMARKS,
+    },
+    "eagle": {
+        "keys of config.json of EAGLE-3": tuple(
+            f"specbatch/{folder}/eagle3.py" for folder in ("drafters", "models/heads", "training")
+        ),
+    },
+    "eagle3": {
+        "P-EAGLE extends it": ("specbatch/drafters/peagle.py", "specbatch/training/peagle.py"),
+        "what else works, in an error": ("specbatch/drafters/mtp.py", "specbatch/training/mtp.py"),
+        "the default to train": ("specbatch/training/recipe.py",),
+    },
+    "mtp": {
+        "its modules": ("specbatch/drafters/mtp_layers.py", "specbatch/models/heads/layer_mtp.py"),
+        "the head is part of the target's checkpoint": (
+            "specbatch/models/config.py",
+            "specbatch/models/families/deepseek.py",
+            "specbatch/models/families/glm4_moe.py",
+            "specbatch/training/answers.py",
+            "specbatch/weights/checkpoint.py",
+            "specbatch/weights/dummy.py",
+            "specbatch/weights/folder.py",
+            "specbatch/weights/gguf_checkpoint.py",
+        ),
+        "what else works, in an error": ("specbatch/training/head.py",),
+    },
+    "nextn": {"names in files of DeepSeek-V3": ("specbatch/models/config.py", "specbatch/models/families/glm4_moe.py")},
+    "dflash": {
+        "others extend it": tuple(
+            f"specbatch/{folder}/{name}.py"
+            for folder in ("drafters", "models/heads", "training")
+            for name in ("dflash2", "dspark")
+        ),
+        "keys of config.json": ("specbatch/drafters/peagle.py",),
+        "a benchmark": MICROBENCHMARKS,
+    },
+    "dspark": {"keys of config.json": ("specbatch/models/heads/dflash.py",)},
+}
+# Family -> the same.
+FAMILY_IN: dict[str, dict[str, tuple[str, ...]]] = {
+    "llama": {
+        "its layers are parts of others": tuple(
+            f"specbatch/models/families/{name}.py"
+            for name in (
+                "deepseek", "gemma3", "gemma4", "glm4_moe", "gpt_oss", "lfm2", "nemotron_h", "phi3", "qwen3_moe"
+            )
+        ),
+        "heads have its layers": tuple(
+            f"specbatch/{name}.py"
+            for name in (
+                "models/heads/dflash", "models/heads/dflash2", "models/heads/draft_head", "models/heads/eagle",
+                "models/heads/eagle3", "training/eagle", "training/eagle3"
+            )
+        ),
+        "a tool and a tokenizer of GGUF": tuple(f"specbatch/weights/gguf_{name}.py" for name in ("file", "tokenizer")),
+        "a server and a model of benchmarks": (
+            "sweeps/http/server_counters.py",
+            "sweeps/microbench/cublas_algorithms.py",
+        ),
+    },
+    "qwen3_next": {
+        "norms centred on zero": ("specbatch/models/families/gemma3.py",),
+        "MTP heads have its layers": ("specbatch/models/heads/mtp.py",),
+    },
+    "gemma3": {
+        "Gemma 4 extends it": tuple(f"specbatch/models/families/{name}.py" for name in ("gemma4", "padded_attention")),
+    },
+    "deepseek": {
+        "its mixtures are parts of others": tuple(
+            f"specbatch/models/{name}.py" for name in ("families/glm4_moe", "families/lfm2", "layers/deepseek_moe")
+        ),
+        "its MTP layer": ("specbatch/models/heads/layer_mtp.py",),
+    },
+    "glm4_moe": {"its MTP layer": ("specbatch/models/heads/layer_mtp.py",)},
+    "lfm2": {"the name of its tokenizer": ("specbatch/weights/gguf_tokenizer.py",)},
+}  # fmt: skip
+
+
+def unexplained(name: str, own: set[str], reasons: dict[str, tuple[str, ...]]) -> set[str]:
+    """Files that name it, besides its own and those with a reason."""
+    return files_naming(name) - own - {path for paths in reasons.values() for path in paths}
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != NO_SPECULATION])
+def test_files_that_name_an_algorithm(name: str) -> None:
+    entry = ALGORITHMS[name]
+    modules = {entry.module, entry.training.module if entry.training else entry.module}
+    own = {f"{module.replace('.', '/')}.py" for module in modules}
+    own |= {"specbatch/algorithms.py", f"specbatch/models/heads/{name}.py"}
+    own |= {f"kernels/drafting/{name}{end}.py" for end in ("", "_triton")}
+    assert unexplained(name, own, ALGORITHM_IN.get(name, {})) == set()
+
+
+@pytest.mark.parametrize("module", family_modules())
+def test_files_that_name_a_family(module: str) -> None:
+    name = module.rpartition(".")[2]
+    own = {f"{module.replace('.', '/')}.py", "specbatch/models/config.py"}
+    assert unexplained(name, own, FAMILY_IN.get(name, {})) == set()
