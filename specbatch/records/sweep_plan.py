@@ -23,7 +23,6 @@ from specbatch.records.store import RECORD
 PLAN = "sweep.json"
 LEFT_OUT = "left_out.json"  # of an evaluation in several configurations: why some were not measured
 SWEEP = "a sweep"
-LEAST_PROMPTS = 4  # of a point, so that medians mean something
 
 
 class Described(Protocol):
