@@ -192,7 +192,7 @@ def sweep(
     steps = whole_numbers("concurrency", lengths.concurrency if concurrency is None else concurrency)
     input_len, thinking = workload["input_len"], workload["thinking"]
     is_shortened = on_cpu and None in (concurrency, workload["output_len"], workload["prompts_per_concurrency"])
-    usual = {
+    usual: dict[str, Any] = {
         "dataset": default_dataset(input_len_given=input_len is not None),
         "output_len": lengths.output_len,
         "prompts_per_concurrency": lengths.prompts_per_concurrency,
