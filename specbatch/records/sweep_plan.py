@@ -26,7 +26,6 @@ PLAN = "sweep.json"
 LEFT_OUT = "left_out.json"  # of an evaluation in several configurations: why some were not measured
 SWEEP = "a sweep"
 _MOST_POINTS = 1_000_000
-LEAST_PROMPTS = 4  # of a point, so that medians mean something
 
 
 class Plan(Table):
