@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 
-from specbatch.core.logit_adjustments import History, adjusted_logits, parent_of
+from specbatch.core.logit_adjustments import History, adjusted_logits, parent_row
 from specbatch.core.sampling import Sampling
 from specbatch.core.sampling_params import MOST_TOP_LOGPROBS
 from specbatch.core.step_input import Proposal, StepInput
@@ -108,7 +108,7 @@ def node_states(constraint: Constraint, history: History) -> torch.Tensor:
     count = 0 if history.drafts is None else history.drafts.shape[1]
     for row in range(1, count + 1):
         assert history.drafts is not None
-        parent = parent_of(row, history)
+        parent = parent_row(row, history)
         before = states[:, parent, None] if isinstance(parent, int) else states.gather(1, parent[:, None])
         states = torch.cat([states, constraint.after(before, history.drafts[:, row - 1, None])], 1)
     return states
@@ -195,12 +195,12 @@ def are_finite(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -
     return logits.gather(-1, tokens[..., None]).isfinite().flatten(1).all(-1)
 
 
-def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """log p(token) under the model's own distribution: logits [B, N, V], tokens [B, N] -> float32 [B, N]."""
     return log_softmax(logits.float()).gather(-1, tokens[..., None])[..., 0]
 
 
-def top_logprobs_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def top_logprobs(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The most likely tokens of logits [B, N, V], `MOST_TOP_LOGPROBS` of them, most likely first: log-probabilities
     float32 and tokens int64 [B, N, K]."""
     return topk_logprobs(logits, MOST_TOP_LOGPROBS)
