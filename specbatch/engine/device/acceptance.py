@@ -34,7 +34,7 @@ from typing import NamedTuple
 import torch
 
 from specbatch.core.logit_adjustments import History, adjusted_logits, parent_row
-from specbatch.core.sampling import Sampling
+from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.sampling_params import MOST_TOP_LOGPROBS
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.core.token_constraint import Constraint
@@ -45,6 +45,7 @@ from specbatch.kernels.sampling.argmax_topk import Maxima, Scores, topk_logprobs
 from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL, TARGET, simulated_accept_ref, verify_keys
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.kernels.sampling.tree_verify import simulated_path_ref, walk_tree_ref
+from specbatch.runtime.cuda_graphs import Result
 
 
 class Accepted(NamedTuple):
@@ -200,10 +201,13 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return log_softmax(logits.float()).gather(-1, tokens[..., None])[..., 0]
 
 
-def top_logprobs(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The most likely tokens of logits [B, N, V], `MOST_TOP_LOGPROBS` of them, most likely first: log-probabilities
-    float32 and tokens int64 [B, N, K]."""
-    return topk_logprobs(logits, MOST_TOP_LOGPROBS)
+def with_logprobs(packed: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, flags: SamplingFlags) -> Result:
+    """The result of a pass that chose tokens [B, N] at logits [B, N, V], with the log-probabilities that `flags` ask
+    for: of the tokens, and of the most likely ones."""
+    if not flags.logprobs:
+        return Result(packed)
+    logprobs = token_logprobs(logits, tokens)
+    return Result(packed, logprobs, *(topk_logprobs(logits, MOST_TOP_LOGPROBS) if flags.top_logprobs else ()))
 
 
 def _correct_prefix(correct: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
