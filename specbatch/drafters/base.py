@@ -13,7 +13,7 @@ from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.request import Completion
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, Features
+from specbatch.models.decoder import Decoder, Features, weight_shapes
 from specbatch.models.formats.format import Shapes
 from specbatch.runtime.loader import Loader
 
@@ -103,7 +103,7 @@ class DraftPlan:
     @property
     def shapes(self) -> Shapes:
         """Name -> shape of all weights that are loaded for the draft."""
-        return (self.weights.weight_shapes() if self.weights else {}) | self.shapes_of(self.config)
+        return (weight_shapes(self.weights) if self.weights else {}) | self.shapes_of(self.config)
 
     def kv_slots_per_step(self, num_drafts: int) -> int:
         """KV slots, from the root's on, that a step with a verify of `num_drafts` drafts may write to."""
