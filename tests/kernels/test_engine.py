@@ -80,7 +80,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None])
 
     for module, names in {
         accept_triton: ["verify_inputs"],
-        accept_and_commit_triton: ["partials_of", "commit", "commit_tree", "sample", "rejection_sample"],
+        accept_and_commit_triton: ["score_partials", "commit", "commit_tree", "sample", "rejection_sample"],
         argmax_topk_triton: ["argmax", "argmax_embedding", "argmax_keys", "topk_logprobs"],
         grammar_mask_triton: ["grammar_mask", "grammar_step"],
         sample_triton: ["sample"],
@@ -130,7 +130,7 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
     assert numbers[0] == numbers[1]
     assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:4] for prompt in prompts]
     expected = {"gather_rows", "verify_inputs", "rms_norm", "silu_and_mul", "split_qkv_rope", "verify_attention"}
-    expected |= {"skinny_linear", "skinny_gated", "partials_of"}
+    expected |= {"skinny_linear", "skinny_gated", "score_partials"}
     expected |= {"commit_tree", "move_accepted_kv"} if name.endswith("tree") else {"commit"}
     pairs, levels = {"pending_inputs", "buffer_features"}, {"topk_logprobs", "expand", "prune"}
     context, budget = {"write_context_kv", "write_verified_kv"}, {"argmax_keys", "spend", "learn"}
@@ -264,7 +264,7 @@ def test_sampled_tokens_with_a_seed(
     assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert called >= ({"sample", "commit_tree", "move_accepted_kv"} if name.endswith("tree") else {"sample", "commit"})
     assert ("rejection_sample" in called) == (name not in ("none", "ngram") and not name.endswith("tree"))
-    assert "partials_of" not in called
+    assert "score_partials" not in called
 
 
 @pytest.mark.parametrize(
