@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.config.engine_config import EngineConfig, Speculation
@@ -32,8 +32,9 @@ from specbatch.files.text_files import read_toml, read_yaml
 from specbatch.records.sweep_plan import folder_name
 from specbatch.sweeps.http.server import Server
 from specbatch.sweeps.run.engine_groups import engines_of
-from specbatch.sweeps.run.loading import OF_WEIGHTS, Configs
+from specbatch.sweeps.run.loading import OF_WEIGHTS
 
+Config = TypeVar("Config", EngineConfig, EngineConfig | Server)
 Settings = dict[str, str | int | float | bool]
 SUFFIXES = (".toml", ".yaml", ".yml")
 NAME_BYTES = 255  # that a folder's name may have
@@ -85,7 +86,7 @@ def named(base: EngineConfig, names: Iterable[str]) -> dict[str, EngineConfig]:
     return {name: CONFIGURATIONS[name](base) for name in listed}
 
 
-def by_model(configs: Configs) -> dict[str, dict[str, EngineConfig | Server]]:
+def by_model(configs: Mapping[str, Config]) -> dict[str, dict[str, Config]]:
     """Configurations that can share weights, by a name for their model. Settings of the weights are removed from their
     names, so that each model has its baseline. Servers are compared with the engines of one model."""
     if any(isinstance(config, Server) for config in configs.values()):
@@ -94,7 +95,7 @@ def by_model(configs: Configs) -> dict[str, dict[str, EngineConfig | Server]]:
             works = "configurations next to a server must have its model; write a file for each model"
             raise refuse("model", ", ".join(sorted(str(model[0]) for model in models)), works)
         return {"servers": dict(configs)}
-    found: dict[tuple[object, ...], dict[str, EngineConfig | Server]] = {}
+    found: dict[tuple[object, ...], dict[str, Config]] = {}
     for name, config in configs.items():
         weights = tuple(getattr(config, key) for key in OF_WEIGHTS)
         for key, value in zip(OF_WEIGHTS, weights, strict=True):
