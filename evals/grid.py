@@ -35,7 +35,6 @@ from specbatch.files.atomic_file import write_json
 from specbatch.progress.bars import NotedReport
 from specbatch.records.store import RECORD, load_record
 from specbatch.records.sweep_plan import (
-    LEAST_PROMPTS,
     LEFT_OUT,
     PLAN,
     Described,
@@ -48,6 +47,7 @@ from specbatch.sweeps.run.engine_groups import Engines, Failed, engines_of
 from specbatch.sweeps.run.loading import Configs, Log, loaded
 from specbatch.sweeps.run.runner import Measured, is_measured, save_measured
 from specbatch.sweeps.run.sweep import run_workloads
+from specbatch.sweeps.workload.defaults import LEAST_PROMPTS
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine

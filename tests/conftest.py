@@ -29,6 +29,7 @@ from typer.main import get_command
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import tensor_shapes
 from specbatch.models.formats.format import Format
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.models.heads.dflash2 import DFlash2Config
@@ -155,7 +156,7 @@ class ToyCheckpoint:
             self.tensors["lm_head.weight"] = torch.randn(vocabulary, 32, generator=generator) * 0.2
 
     def names(self) -> list[str]:
-        return list(self.config.tensor_shapes())
+        return list(tensor_shapes(self.config))
 
     def tensor(self, name: str) -> torch.Tensor:
         return self.tensors[name]
@@ -214,7 +215,7 @@ def random_tensors(config: ModelConfig, generator: torch.Generator) -> dict[str,
         key: torch.randn(shape, generator=generator) * (1.2 / math.sqrt(shape[-1]))
         if len(shape) > 1
         else torch.rand(shape, generator=generator) + 0.5
-        for key, shape in config.tensor_shapes().items()
+        for key, shape in tensor_shapes(config).items()
     }
 
 
@@ -346,3 +347,9 @@ def toy_engine(open_toy: Callable[..., ToyCheckpoint]) -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
     return Targets(tmp_path_factory.mktemp("heads"))
+
+
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes most of the time of a report."""
+    monkeypatch.setattr("specbatch.sweeps.report.report.draw_all", lambda records: [])

@@ -156,7 +156,7 @@ def test_draft_lengths_change_without_a_wait(
     assert [tuple(item.token_ids) for item in engine.generate(prompts, params)] == expected
     assert all(seconds > 0 for row in engine.caps["draft_length_s"].values() for seconds in row.values())
     chance = random.Random(1)
-    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: chance.choice([0, 0, *self.lengths]))
+    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: chance.choice([0, 0, *self.draft_lengths]))
     engine.generate(prompts, params)  # compiles the remaining kernels
     engine.reset_record()
     torch.cuda.set_sync_debug_mode("error")

@@ -15,7 +15,7 @@ from specbatch import Engine, EngineConfig, Graphs, SamplingParams, SpecbatchErr
 from specbatch.algorithms import ALGORITHMS
 from specbatch.config.acceptance_profile import AcceptanceProfile
 from specbatch.errors import refuse
-from specbatch.training.recipe import Recipe
+from specbatch.training.recipe import HEADS, Recipe
 
 LONG = [3] * 117  # the toy engine takes 120 tokens
 SHORT = SamplingParams(max_new_tokens=1)
@@ -141,7 +141,7 @@ VALUES: list[tuple[Callable[..., Any], str, list[Any], str]] = [
     (SamplingParams, "stop", [5, (5,)], "list of texts"),
     (SamplingParams, "stop_token_ids", [7, ("a",), (-1,)], "list of token ids"),
     (SamplingParams, "seed", ["x", 1.5], "whole number"),
-    (Recipe, "algorithm", ["magic"], "heads that can be trained are eagle, eagle3, peagle, mtp, dflash"),
+    (Recipe, "algorithm", ["magic"], f"heads that can be trained are {', '.join(HEADS)}"),
     (partial(Recipe, "eagle3"), "block_size", [8], "algorithm 'eagle3' has no such setting; it belongs to dflash"),
     (partial(Recipe, "dflash"), "vocab", [8], "it belongs to eagle3"),
     (partial(Recipe, "dflash"), "block_size", [1], "use 2 to 64"),

@@ -12,7 +12,7 @@ from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import next_power_of_2
 from specbatch.kernels.drafting.corpus import HOPS, LEVELS, PRIME, CorpusIndex
 
-_BLOCK = 128
+BLOCK = 128  # places that a program handles at once
 
 
 @triton.jit
@@ -71,10 +71,10 @@ def _insert_kernel(
         _add(newest, earlier, powers, places, table, windows, place, added, inside, LONGEST, PRIME, BLOCK, BLOCK_BACK)
 
 
-def corpus_insert(index: CorpusIndex, texts: torch.Tensor, start: int) -> None:
+def corpus_insert(index: CorpusIndex, texts: torch.Tensor, start: int, block: int = BLOCK) -> None:
     """`corpus_insert_ref`. One program per length of n-grams goes through the texts, a block at a time."""
     _insert_kernel[(LEVELS,)](
-        **_tables(index), texts=texts, start=start, count=texts.shape[1], BLOCK=_BLOCK, **pdl(texts), num_warps=8
+        **_tables(index), texts=texts, start=start, count=texts.shape[1], BLOCK=block, **pdl(texts), num_warps=8
     )
 
 
@@ -106,11 +106,12 @@ def corpus_extend(
     lengths: torch.Tensor,
     accepted: torch.Tensor,
     count: int,
+    block: int = BLOCK,
 ) -> None:
     """`corpus_extend_ref`. One program per length of n-grams goes through the tokens of all sequences."""
     _extend_kernel[(LEVELS,)](
         **_tables(index), tokens=tokens, width=tokens.shape[1], rows=rows, lengths=lengths, accepted=accepted,
-        stride=accepted.stride(0), batch=len(rows), COUNT=count, BLOCK=_BLOCK, **pdl(rows), num_warps=8,
+        stride=accepted.stride(0), batch=len(rows), COUNT=count, BLOCK=block, **pdl(rows), num_warps=8,
     )  # fmt: skip
 
 

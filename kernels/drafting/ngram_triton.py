@@ -9,7 +9,7 @@ import triton.language as tl
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import next_power_of_2
 
-_BLOCK = 2048
+BLOCK = 2048  # tokens that are read at once
 
 
 @triton.jit
@@ -63,6 +63,7 @@ def ngram_match(
     count: int,
     texts: int = 1,
     bound: int | None = None,
+    block: int = BLOCK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ngram_match_ref`. One program per sequence reads its tokens once for each text; the time depends on the longest
     sequence, not on W, and `bound` is ignored."""
@@ -70,7 +71,7 @@ def ngram_match(
     found = torch.empty(len(rows), texts, dtype=torch.bool, device=rows.device)
     _match_kernel[(len(rows),)](
         tokens, rows, lengths, drafts, found, tokens.shape[1],
-        TEXTS=texts, LONGEST=longest, SHORTEST=shortest, COUNT=count, BLOCK_COUNT=next_power_of_2(count), BLOCK=_BLOCK,
+        TEXTS=texts, LONGEST=longest, SHORTEST=shortest, COUNT=count, BLOCK_COUNT=next_power_of_2(count), BLOCK=block,
         **pdl(rows), num_warps=8,
     )  # fmt: skip
     return drafts, found

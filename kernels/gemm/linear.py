@@ -38,7 +38,7 @@ class Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.shape = weight.shape
         self.bias = bias
-        self._blocked = is_blocked(weight.dtype, weight.device)
+        self._blocked = is_blocked(weight.dtype, weight.device) and not runs_kernels(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._blocked else weight
 
     @property

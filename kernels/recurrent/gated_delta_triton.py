@@ -25,12 +25,14 @@ from specbatch.kernels.recurrent.inputs import DeltaHeads, DeltaInputs, Pending
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
 _PROGRAM = 1024  # elements of a program of the norm
-_FEW = 512  # programs of a verify: with fewer, each takes less of a state
-_MANY = 4096  # programs of 64 columns of a state; see `_columns_of_chain`
+FEW = 512  # programs of a verify: with fewer, each takes less of a state
+MANY = 4096  # programs of 64 columns of a state; see `columns_of_chain`
 _CHAIN = 8  # chains of up to this many rows, new or replayed, count as short
 
 
-def delta_verify(inputs: DeltaInputs, pending: Pending, replay: StateReplay) -> torch.Tensor:
+def delta_verify(
+    inputs: DeltaInputs, pending: Pending, replay: StateReplay, *, few: int = FEW, many: int = MANY
+) -> torch.Tensor:
     """`delta_verify_ref`.
 
     The previous kernel must write neither the tensors of `replay` nor state and pending, which are read before it has
@@ -39,12 +41,12 @@ def delta_verify(inputs: DeltaInputs, pending: Pending, replay: StateReplay) -> 
     qkv, _, b, a, heads, state = inputs
     batch, held = len(replay.rows), pending.k.shape[1]
     rows = len(qkv) // batch
-    is_many = batch * heads.values * cdiv(heads.value_dim, 32) >= _FEW
+    is_many = batch * heads.values * cdiv(heads.value_dim, 32) >= few
     is_chain = replay.path is None and replay.ancestors is None and max(rows, held) <= _CHAIN
     columns = min(32 if is_many or (is_chain and rows > 1) else 16, tile_side(heads.value_dim))
     registers, block, sizes = None, tile_side(rows), sizes_of(heads, qkv)
     if is_chain and rows > 1:
-        columns, registers = _columns_of_chain(heads, batch, rows, columns, sizes["PRECISION"])
+        columns, registers = columns_of_chain(heads, batch, rows, columns, sizes["PRECISION"], many)
     o = heads.outputs(qkv, None)
     grid = cdiv(heads.value_dim, columns), heads.values, batch
     tensors = qkv, b, a, heads.a_log, heads.dt_bias, state, *pending, replay.rows, replay.counts
@@ -71,7 +73,9 @@ def delta_verify(inputs: DeltaInputs, pending: Pending, replay: StateReplay) -> 
     return normalise(o, inputs, pending, replay)
 
 
-def _columns_of_chain(heads: DeltaHeads, batch: int, rows: int, columns: int, precision: str) -> tuple[int, int | None]:
+def columns_of_chain(
+    heads: DeltaHeads, batch: int, rows: int, columns: int, precision: str, many: int = MANY
+) -> tuple[int, int | None]:
     """Columns of a state for a program of `_chain`, where others take `columns`, and the limit of its registers.
 
     More programs on a processor are worth some spilled registers.
@@ -80,7 +84,7 @@ def _columns_of_chain(heads: DeltaHeads, batch: int, rows: int, columns: int, pr
         return columns, None
     if rows > 4:
         return columns, 128
-    is_many = heads.value_dim >= 64 and batch * heads.values * cdiv(heads.value_dim, 64) >= _MANY
+    is_many = heads.value_dim >= 64 and batch * heads.values * cdiv(heads.value_dim, 64) >= many
     return (64, 96) if is_many else (columns, None)
 
 

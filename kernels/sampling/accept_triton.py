@@ -17,9 +17,9 @@ from specbatch.kernels.sampling.accept import BatchRows, Proposal
 from specbatch.kernels.sampling.argmax_topk import Maxima, Scores
 from specbatch.kernels.sampling.rng_triton import simulated_accept
 
-_BLOCK = 2048  # logits that a program handles at once
-_PROGRAMS = 2048  # enough to fill a large device
-_FEW = 256  # with no more programs than these, half a block each takes less time
+BLOCK = 2048  # logits that a program handles at once
+PROGRAMS = 2048  # enough to fill a large device
+FEW = 256  # with no more programs than these, half a block each takes less time
 
 
 @triton.jit
@@ -156,11 +156,13 @@ def _commit_kernel(
     tl.store(packed + N + 2, is_finite)
 
 
-def argmax_partials(logits: torch.Tensor, first: int = 0, count: int | None = None) -> torch.Tensor:
+def argmax_partials(
+    logits: torch.Tensor, first: int = 0, count: int | None = None, *, programs: int = PROGRAMS, few: int = FEW
+) -> torch.Tensor:
     """The largest of each chunk of each row of logits [M, V] or [B, n, V], as `pack` has it: int64 [M, chunks], M being
     B * n. Rows may be apart in memory, their elements not. first: the token of column 0; count: columns that count,
     None: all."""
-    return _partials(logits, first, count, has_sums=False)[0]
+    return _partials(logits, first, count, has_sums=False, programs=programs, few=few)[0]
 
 
 def argmax_partials_and_sums(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,17 +173,17 @@ def argmax_partials_and_sums(logits: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _partials(
-    logits: torch.Tensor, first: int, count: int | None, *, has_sums: bool
+    logits: torch.Tensor, first: int, count: int | None, *, has_sums: bool, programs: int = PROGRAMS, few: int = FEW
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     assert logits.stride(-1) == 1, "the logits of a row must be adjacent"
     vocabulary = logits.shape[-1]
     group = logits.shape[1] if logits.dim() == 3 else 1
     rows = logits.shape[0] * group
-    block = _BLOCK
-    if rows * cdiv(vocabulary, block) <= _FEW:
+    block = BLOCK
+    if rows * cdiv(vocabulary, block) <= few:
         block //= 2
     blocks = cdiv(vocabulary, block)
-    steps = cdiv(blocks, max(1, _PROGRAMS // rows))
+    steps = cdiv(blocks, max(1, programs // rows))
     chunks = cdiv(blocks, steps)
     partials = torch.empty(rows, chunks, dtype=torch.int64, device=logits.device)
     sums = torch.empty(rows, chunks, device=logits.device) if has_sums else None

@@ -128,7 +128,7 @@ def generate(
                 running.on_prefill = report.prefilled
                 finished = job.run(running, concurrency=concurrency, limits=stops, report=report)
             record = running.record(concurrency=concurrency, workload={"command": "generate", **job.kept.header})
-        say(f"generate: {summary(record.metrics, drafts=config.speculation.drafted > 0)}")
+        say(f"generate: {summary(record.metrics, drafts=config.speculation.num_drafts > 0)}")
         if not finished:
             say(str(job.stopped))
             raise Exit(STOPPED)

@@ -10,7 +10,7 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -150,6 +150,8 @@ def options_of(
         kind, default, note = _OVERRIDES.get(name, (types[item.name], item.default, ""))
         if name in defaults:
             kind, default, note = kind | None, None, f"Default: {defaults[name]}."
+        elif default is MISSING:
+            kind, default = kind | None, None
         if data["parse"] is not None:
             kind, default = (str, _written(default)) if default is not None else (str | None, None)
         help, choices = data["help"], data["choices"]

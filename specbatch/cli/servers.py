@@ -33,18 +33,21 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def only_server(engine: EngineOptions, values: Mapping[str, Any], given: Callable[[str], bool]) -> HttpEngine | None:
+def only_server(
+    engine: EngineOptions, settings: Mapping[str, Any], values: Mapping[str, Any], given: Callable[[str], bool]
+) -> HttpEngine | None:
     """The server of --engine http, None for this engine. Raises SpecbatchError for options of the other kind of engine.
 
-    values   of the command's options
-    given    whether the user gave an option
+    settings  of the server
+    values    of the command's options
+    given     whether the user gave an option
     """
     kind = values["engine_kind"]
     if kind not in KINDS:
         raise refuse("engine", kind, "use specbatch, or http with --base-url")
     if kind == "specbatch":
         for name in filter(given, SERVER_OPTIONS):
-            raise refuse(name, values[name], "applies to servers only; add --engine http")
+            raise refuse(name, settings[name], "applies to servers only; add --engine http")
         return None
     needs("http")
     from specbatch.sweeps.http.engine import HttpEngine
@@ -55,8 +58,8 @@ def only_server(engine: EngineOptions, values: Mapping[str, Any], given: Callabl
             works = "does not apply to a server, which has its own engine settings; leave it out"
             raise refuse(name, values[name], works)
     model = engine.model if given("model") else None
-    url, others = values["base_url"] or "", {name: values[name] for name in SERVER_OPTIONS if name != "base_url"}
-    return HttpEngine(Server(url, model, engine.tokenizer, thinking=values["thinking"], **others), log=say)
+    own = {**settings, "base_url": settings["base_url"] or ""}
+    return HttpEngine(Server(model=model, tokenizer=engine.tokenizer, thinking=values["thinking"], **own), log=say)
 
 
 def configured_with_servers(

@@ -50,6 +50,11 @@ def whole_number(setting: str, text: str, other: str) -> int:
     return value
 
 
+def burst_of(setting: str, text: str) -> int:
+    """Requests that arrive together; 0 for `all`."""
+    return 0 if text == "all" else whole_number(setting, text, "all")
+
+
 def share(setting: str, text: str) -> float:
     """A share of a percentage such as 2% or 0.5%."""
     found = re.fullmatch(r"(\d{1,2}(?:\.\d{1,9})?)%", text)

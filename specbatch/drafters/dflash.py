@@ -205,7 +205,7 @@ def block_plan(target: Checkpoint, config: EngineConfig, log: Log, parts: Block)
         weights=shape,
         needs_all_hidden=target.config.ends_in(shape.target_layers),
         aux=shape.target_layers,
-        drafted=None if is_tree else count,
+        num_drafts=None if is_tree else count,
         scratch_slots=count + 1 if is_tree else 0,
     )
 

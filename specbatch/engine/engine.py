@@ -22,7 +22,7 @@ from specbatch.engine.requests.submissions import Source, SubmissionQueue
 from specbatch.engine.schedule.runner import Runner
 from specbatch.engine.schedule.schedules import SCHEDULES
 from specbatch.engine.scoring import Likelihood, OnScore, Pair, Scorer, checked_pairs
-from specbatch.engine.setup.builder import build
+from specbatch.engine.setup.builder import EngineParts, build
 from specbatch.errors import refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.models.config import ModelConfig
@@ -59,7 +59,7 @@ class Engine(InferenceEngine):
         self._ranks: EngineRanks | None = None
         if config.tensor_parallel > 1:
             self._ranks = EngineRanks(config, share, None if weights_of is None else weights_of._ranks)
-        self.parts = parts = build(
+        self.parts: EngineParts = build(
             config,
             log,
             report or (lambda done, total: None),
@@ -67,6 +67,7 @@ class Engine(InferenceEngine):
             share=share,
             others=self._ranks,
         )
+        parts = self.parts
         self.config = parts.config
         self.device = parts.device
         self.tokenizer = parts.tokenizer
@@ -94,7 +95,7 @@ class Engine(InferenceEngine):
             shares=parts.config.prefix_cache and not parts.model.recurrent_layers,
         )
         self._trusted = True
-        can_be_low = speculation.drafted and speculation.simulated is None
+        can_be_low = speculation.num_drafts and speculation.simulated is None
         causes = causes_of_low_acceptance(speculation.algorithm, config.load_format)
         # A diagnosis runs the model on this rank alone.
         diagnose = parts.diagnose if self._ranks is None else lambda completions: None

@@ -6,7 +6,6 @@ also dispatches to the configs of the other families. It refuses values it does 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -306,13 +305,6 @@ class ModelConfig:
         mixture = getattr(self, "mixture", None)
         return None if mixture is None else (mixture.experts, mixture.top_k)
 
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor that a checkpoint of this model must have: a quantized weight may be stored as
-        several."""
-        if self.quantization is None:
-            return self.weight_shapes()
-        return self.quantization.stored(self.weight_shapes(), self.unquantized_ends)
-
     def is_stored_quantized(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the files have this weight quantized."""
         stored = self.format_except_ends
@@ -328,11 +320,10 @@ class ModelConfig:
         """Modules of this model that no checkpoint quantizes."""
         return frozenset(name.removesuffix(".weight") for name in {*self.names, *self.lookups})
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of the weights that the family's `module` reads; matrices are [out, in]."""
-        from specbatch.models.decoder import weight_shapes  # imports torch, which reading a config does not need
-
-        return weight_shapes(self)
+    def head_shapes(self) -> dict[str, tuple[int, ...]] | None:
+        """Of a draft head: name -> shape of its weights; matrices are [out, in]. None for the config of a decoder, of
+        which `decoder.weight_shapes` knows them."""
+        return None
 
     def fit(self, found: dict[str, tuple[int, ...]]) -> Self:
         """This config, adapted to the tensors of a file (name -> shape) where they determine a setting: a separate
@@ -367,9 +358,10 @@ class ModelConfig:
         """Whether a file's tensor belongs to an MTP draft head, which the drafter checks."""
         return name.startswith("mtp.")
 
-    def parameter_count(self) -> int:
-        """Number of parameters in memory; tied embeddings count once."""
-        return sum(math.prod(shape) for shape in self.weight_shapes().values())
+    @property
+    def copied_parameters(self) -> int:
+        """Number of parameters that are in memory twice."""
+        return 0
 
 
 def family_modules() -> tuple[str, ...]:

@@ -88,6 +88,12 @@ def _count(key: str, title: str, definition: str, name: str, unit: str = "tokens
     )
 
 
+def _ratio(key: str, title: str, definition: str, formula: str, names: tuple[str, str], **more: Any) -> Metric:
+    """names: of two counts in `RequestMetrics`, whose sums divide to it."""
+    found: dict[str, Any] = {"of_requests": lambda run: run.ratio(*names)}
+    return Metric(key, title, "", definition, formula, decimals=3, per_request=names, is_time=False, **found | more)
+
+
 def _first_draft_rate(run: Requests) -> float | None:
     drafted, right = run.totals.acceptance.first
     return right / drafted if drafted else None
@@ -190,34 +196,26 @@ OF_REQUESTS = (
         "max over time",
         decimals=0,
     ),
-    Metric(
+    _ratio(
         "accept_length",
         "accept length",
-        "",
         "Tokens emitted per verify, bonus token included. The first token (made by prefill), tokens trimmed after a "
         "stop and verifies from which no token was kept are not counted.",
         "tokens emitted by verifies / verifies",
+        ("emitted", "verify_steps"),
         better="higher",
-        decimals=3,
-        per_request=("emitted", "verify_steps"),
-        is_time=False,
-        of_requests=lambda run: run.ratio("emitted", "verify_steps"),
         sweep=5,
         compare=2,
     ),
-    Metric(
+    _ratio(
         "accept_rate",
         "accept rate",
-        "",
         "Share of drafted tokens that were accepted. Of a tree all nodes count as drafted. Drafts after a stop or the "
         "length limit are excluded, because their correctness is unknown.",
         "accepted drafts / drafted tokens",
+        ("accepted", "drafted"),
         better="higher",
-        decimals=3,
-        per_request=("accepted", "drafted"),
-        is_time=False,
         counts_only="drafts",
-        of_requests=lambda run: run.ratio("accepted", "drafted"),
         sweep=5,
         compare=2,
     ),
@@ -262,16 +260,13 @@ OF_REQUESTS = (
         counts_only="drafted",
         of_requests=_first_draft_rate,
     ),
-    Metric(
+    _ratio(
         "rows_per_verify",
         "rows per verify",
-        "",
         "Rows that a verify of a request had on average with --verify-budget: its newest token, and the drafts that "
         "were verified. Only these drafts count in the accept rate.",
         "rows of verifies / verifies",
-        decimals=3,
-        per_request=("budget_rows", "verify_steps"),
-        is_time=False,
+        ("budget_rows", "verify_steps"),
         of_requests=lambda run: run.ratio("budget_rows", "verify_steps") if run.sums["budget_rows"] else None,
         sweep=7,
     ),
@@ -286,33 +281,25 @@ OF_REQUESTS = (
         of_requests=lambda run: run.ratio("corpus_drafted", "drafted") if run.sums["corpus_verifies"] else None,
         sweep=7,
     ),
-    Metric(
+    _ratio(
         "corpus_accept_length",
         "corpus accept length",
-        "",
         "Tokens emitted per verify whose drafts came from the corpus, bonus token included.",
         "tokens emitted by verifies of corpus drafts / verifies of corpus drafts",
+        ("corpus_emitted", "corpus_verifies"),
         better="higher",
-        decimals=3,
-        per_request=("corpus_emitted", "corpus_verifies"),
-        is_time=False,
         counts_only="drafted",
-        of_requests=lambda run: run.ratio("corpus_emitted", "corpus_verifies"),
         sweep=7,
         compare=7,
     ),
-    Metric(
+    _ratio(
         "corpus_accept_rate",
         "corpus accept rate",
-        "",
         "Share of the tokens drafted from the corpus that were accepted.",
         "accepted drafts of the corpus / tokens drafted from the corpus",
+        ("corpus_accepted", "corpus_drafted"),
         better="higher",
-        decimals=3,
-        per_request=("corpus_accepted", "corpus_drafted"),
-        is_time=False,
         counts_only="drafts",
-        of_requests=lambda run: run.ratio("corpus_accepted", "corpus_drafted"),
     ),
     _count("verify_steps", "verifies", "Verifies from which at least one token was kept.", "verify_steps", ""),
     _count("drafted_tokens", "drafted tokens", "Drafts that count in the accept rate.", "drafted"),

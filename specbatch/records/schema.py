@@ -1,8 +1,8 @@
-"""Schema of the files of a run: record.json, requests.jsonl, questions.jsonl, sweep.json and the output of `generate`;
-and of lm-eval's files, as far as they are read.
+"""Schema of record.json, requests.jsonl and the output of `generate`, and `checked`, which validates every file.
 
 Commands that read records rely on what is declared here: `checked` refuses a file, perhaps edited by hand, that breaks
-it, with the field and its value. Fields that are not declared are kept and may hold anything.
+it, with the field and its value. Fields that are not declared are kept and may hold anything. The modules that read
+questions.jsonl, sweep.json and lm-eval's files declare those.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from specbatch.records.run_record import speculation_of
 from specbatch.records.steps import Counters as StepCounters
 
 _LARGEST = 1e15
-_MOST_POINTS = 1_000_000  # of a sweep
 # Numbers that go together: where the first one is not 0, the others must be there.
 _GO_TOGETHER = {"iterations": ("iteration_s",), "device_steps": ("device_s", "device_idle_s")}
 
@@ -60,16 +59,16 @@ Flag = Annotated[Any, AfterValidator(_is_flag)]
 CountText = Annotated[str, AfterValidator(_is_count)]
 
 
-Table = TypeVar("Table", bound=BaseModel)
+T = TypeVar("T", bound=BaseModel)
 
 
-class _Table(BaseModel):
+class Table(BaseModel):
     """Values as JSON has them: nothing is converted."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
-def _with_numbers_of(writer: type) -> Callable[[type[Table]], type[Table]]:
+def _with_numbers_of(writer: type) -> Callable[[type[T]], type[T]]:
     """Decorate a table of a file: it also has the counts and times of the dataclass that writes the file, which are not
     negative, unless it declares them itself. Earlier versions may not have written them."""
     hints = get_type_hints(writer)
@@ -78,34 +77,34 @@ def _with_numbers_of(writer: type) -> Callable[[type[Table]], type[Table]]:
         item.name: (types[hints[item.name]], item.default) for item in fields(writer) if hints[item.name] in types
     }
 
-    def extend(table: type[Table]) -> type[Table]:
+    def extend(table: type[T]) -> type[T]:
         own: dict[str, Any] = {name: kind for name, kind in numbers.items() if name not in table.model_fields}
         return create_model(table.__name__, __base__=table, __module__=__name__, **own)
 
     return extend
 
 
-class _GraphModes(_Table):
+class _GraphModes(Table):
     model_config = ConfigDict(extra="forbid")
 
     decode: str
     prefill: str
 
 
-class _Profile(_Table):
+class _Profile(Table):
     name: str
     conditional: list[Number]
     curve: list[Annotated[list[Number], Field(min_length=2, max_length=2)]] = []
 
 
-class _SpeculationSettings(_Table):
+class _SpeculationSettings(Table):
     algorithm: str
     draft_tokens: Any = None
     simulate_accept_length: Amount | None = None
     simulate_accept: _Profile | None = None
 
 
-class Config(_Table):
+class Config(Table):
     model: str
     device: str
     dtype: str
@@ -118,7 +117,7 @@ class Config(_Table):
     prefix_cache: Flag
 
 
-class Caps(_Table):
+class Caps(Table):
     """A point that failed has none."""
 
     device: str = ""
@@ -135,7 +134,7 @@ class Caps(_Table):
     draft_length_s: dict[CountText, dict[str, Amount]] = {}
 
 
-class _Acceptance(_Table):
+class _Acceptance(Table):
     drafted: list[Count]
     tried: list[Count]
     accepted: list[Count]
@@ -150,23 +149,23 @@ class _Acceptance(_Table):
         return self
 
 
-class _GraphCounts(_Table):
+class _GraphCounts(Table):
     replays: Count
 
 
-class _ServerAcceptance(_Table):
+class _ServerAcceptance(Table):
     verifies: Positive
     accepted: list[Count]
 
 
-class _States(_Table):
+class _States(Table):
     kept: Count
     loaded: Count
     evicted: Count
 
 
 @_with_numbers_of(StepCounters)
-class Counters(_Table):
+class Counters(Table):
     launch_lead_s: Number = 0.0
     acceptance: _Acceptance | None = None
     emitted_histogram: list[Count] = []
@@ -199,7 +198,7 @@ class Counters(_Table):
         return self
 
 
-class Workload(_Table):
+class Workload(Table):
     """What every command writes. A record with a `configuration` is of a point of a sweep."""
 
     command: str = ""
@@ -215,13 +214,13 @@ class Workload(_Table):
     request_rate: Amount | None = None
 
 
-class _Shared(_Table):
+class _Shared(Table):
     groups: Positive
     group_prompts: Positive
     shared_len: Any
 
 
-class _Sampling(_Table):
+class Sampling(Table):
     temperature: Amount
     top_p: Amount = 1.0
     top_k: Count = 0
@@ -241,7 +240,7 @@ class PointWorkload(Workload):
     repeat: Positive
     dataset: str
     category: str | None = None
-    sampling: _Sampling | None = None
+    sampling: Sampling | None = None
     until_precise: Amount | None = None
     slo: dict[Literal["ttft_s", "tpot_s", "e2e_s"], Amount] = {}
     prompts: Count
@@ -270,18 +269,18 @@ class BenchWorkload(PointWorkload):
     input_len: Positive
 
 
-class _Git(_Table):
+class _Git(Table):
     revision: str
     dirty: bool
 
 
-class _Provenance(_Table):
+class _Provenance(Table):
     command: list[str] = []
     git: _Git | None = None
     environment: dict[str, str] = {}
 
 
-class Record(_Table):
+class Record(Table):
     """record.json."""
 
     model_config = ConfigDict(extra="forbid")
@@ -345,7 +344,7 @@ class BenchRecord(PointRecord):
 
 
 @_with_numbers_of(RequestMetrics)
-class RequestRow(_Table):
+class RequestRow(Table):
     """A line of requests.jsonl. Rows of scored texts have no finish reason."""
 
     index: Count
@@ -364,7 +363,7 @@ class RequestRow(_Table):
         return self
 
 
-class OutputRow(_Table):
+class OutputRow(Table):
     """A row of an output of `generate`. That of a prompt that failed has an error in place of an answer."""
 
     index: Count
@@ -375,88 +374,7 @@ class OutputRow(_Table):
     verify_steps: Count
 
 
-class Question(_Table):
-    """A line of questions.jsonl."""
-
-    doc_id: Count
-    prompt_hash: str
-    scores: dict[str, dict[str, Any]]
-
-
-class AnsweredQuestion(Question):
-    """Of a task that generates answers."""
-
-    finish_reason: str
-
-
-class ScoreTable(_Table):
-    model_config = ConfigDict(extra="forbid")
-
-    filter: str
-    metric: str
-    value: Number
-    stderr: Amount | None
-    n: Count
-    unparsed: Annotated[float, Field(ge=0, le=1)] | None
-    better: Literal["higher", "lower"] = "higher"
-    task: str = ""
-
-
-class AnswersTable(_Table):
-    """The workload of a record of `eval`."""
-
-    task: str
-    kind: str = "generate_until"
-    sampling: _Sampling | None = None
-    scores: list[ScoreTable]  # none of answers that were not scored
-
-
-class _SampleCount(_Table):
-    original: Count
-    effective: Count
-
-
-class LmEvalResults(_Table):
-    """results_DATE.json of lm-eval."""
-
-    results: dict[str, dict[str, Any]]
-    configs: dict[str, dict[str, Any]]
-    sizes: dict[str, _SampleCount] = Field(alias="n-samples", min_length=1)
-    group_subtasks: dict[str, list[str]] = {}
-    higher_is_better: dict[str, dict[str, bool | None] | None] = {}
-    config: dict[str, Any] = {}
-    model_name: str | None = None
-    model_source: str | None = None
-    lm_eval_version: str = "of an unknown version"
-
-
-class LmEvalSample(_Table):
-    """A line of samples_TASK_DATE.jsonl of lm-eval. Before version 0.4.7 it has neither filter nor metrics."""
-
-    doc_id: Count
-    prompt_hash: str
-    filter: str | None = None
-    metrics: list[str] | None = None
-
-
-class Plan(_Table):
-    """sweep.json."""
-
-    configurations: dict[str, Any]
-    concurrency: Annotated[list[Positive], Field(min_length=1, max_length=1000)]
-    repeats: Positive
-
-    @model_validator(mode="after")
-    def _finite(self) -> Self:
-        if len(self.configurations) * len(self.concurrency) * self.repeats > _MOST_POINTS:
-            raise ValueError(f"should have at most {_MOST_POINTS} points")
-        for name in self.configurations:
-            if "\x00" in name or not 0 < len(name.encode(errors="replace")) <= 255:
-                raise ValueError("configurations should have names that a folder can have")
-        return self
-
-
-def checked(setting: str, where: str, model: type[Table], value: Any, works: str) -> Table:
+def checked(setting: str, where: str, model: type[T], value: Any, works: str) -> T:
     """The value as a `model`. Raises SpecbatchError for `setting` with the first field that is wrong."""
     try:
         return model.model_validate(value)
@@ -464,7 +382,7 @@ def checked(setting: str, where: str, model: type[Table], value: Any, works: str
         raise refuse(setting, where, f"{first_problem(error)}; {works}") from None
 
 
-def read_rows(setting: str, path: Path, model: type[Table], works: str) -> Iterator[dict[str, Any]]:
+def read_rows(setting: str, path: Path, model: type[T], works: str) -> Iterator[dict[str, Any]]:
     """The rows of a JSONL file, each checked. Raises SpecbatchError with the line that is wrong."""
     try:
         with open_regular(path) as file:
@@ -476,7 +394,7 @@ def read_rows(setting: str, path: Path, model: type[Table], works: str) -> Itera
         raise refuse(setting, str(path), f"{reason}; {works}") from None
 
 
-def _row(setting: str, where: str, model: type[Table], line: bytes, works: str) -> dict[str, Any]:
+def _row(setting: str, where: str, model: type[T], line: bytes, works: str) -> dict[str, Any]:
     try:
         row: dict[str, Any] = parse_json(line)
     except UnreadableError as error:

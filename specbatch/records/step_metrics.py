@@ -13,7 +13,7 @@ def _count(key: str, title: str, definition: str, formula: str, of_steps: Callab
 
 
 def _replays(kind: str, title: str, definition: str) -> Metric:
-    return _count(f"{kind}_replays", title, definition, "count", lambda run: run.replays(kind))
+    return _count(f"{kind}_replays", title, definition, "count", lambda run: run.graphs.get(kind, {}).get("replays"))
 
 
 OF_STEPS = (
@@ -117,21 +117,21 @@ OF_STEPS = (
         "fallbacks",
         "Passes that ran eagerly though graphs were requested.",
         "count",
-        lambda run: run.fallbacks,
+        lambda run: run.of_graphs(lambda graph: sum(graph["fallbacks"].values())),
     ),
     _count(
         "graph_padding",
         "padded",
         "Rows that were added to reach the size of a graph.",
         "sum over replays",
-        lambda run: run.padding,
+        lambda run: run.of_graphs(lambda graph: graph["padded"]),
     ),
     _count(
         "full_batch_steps",
         "full-batch steps",
         "Iterations that ran as many requests as the concurrency.",
         "count",
-        lambda run: run.full_count,
+        lambda run: run.full[0],
     ),
     Metric(
         "step_s",
@@ -142,7 +142,7 @@ OF_STEPS = (
         "seconds of these iterations, gaps without a prefill included / their number",
         better="lower",
         decimals=2,
-        of_steps=lambda run: run.full_s,
+        of_steps=lambda run: run.full[1],
         compare=4,
     ),
     Metric(

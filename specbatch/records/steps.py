@@ -3,7 +3,7 @@ batches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -98,35 +98,24 @@ class Steps:
         """The graphs that were requested, by kind: decode, target_prefill, draft_prefill."""
         return {name: one for name, one in self.counters["graphs"].items() if "off" not in one["fallbacks"]}
 
-    def replays(self, kind: str) -> int | None:
-        return self.graphs[kind]["replays"] if kind in self.graphs else None
+    def of_graphs(self, count: Callable[[Mapping[str, Any]], int]) -> int | None:
+        """A count, summed over these graphs; None without any."""
+        return sum(map(count, self.graphs.values())) if self.graphs else None
 
     @property
-    def fallbacks(self) -> int | None:
-        return sum(sum(one["fallbacks"].values()) for one in self.graphs.values()) if self.graphs else None
-
-    @property
-    def padding(self) -> int | None:
-        return sum(one["padded"] for one in self.graphs.values()) if self.graphs else None
-
-    @property
-    def full(self) -> tuple[int, float | None] | None:
-        """How many iterations ran the share of one replica of all requests, and their mean time."""
-        return steps_at(self.counters, -(-self.concurrency // self.replicas)) if self.concurrency else None
-
-    @property
-    def full_count(self) -> int | None:
-        return self.full[0] if self.full else None
-
-    @property
-    def full_s(self) -> float | None:
-        return self.full[1] if self.full and self.full[0] >= MIN_FULL_STEPS else None
+    def full(self) -> tuple[int | None, float | None]:
+        """How many iterations ran all requests, or the share of one replica, and the mean time of enough of them."""
+        if not self.concurrency:
+            return None, None
+        count, seconds = steps_at(self.counters, -(-self.concurrency // self.replicas))
+        return count, seconds if count >= MIN_FULL_STEPS else None
 
     @property
     def full_throughput(self) -> float | None:
         """Tokens per second of a full batch."""
-        if self.concurrency and self.accept_length and self.full_s:
-            return self.concurrency * self.accept_length / self.full_s
+        _, seconds = self.full
+        if self.concurrency and self.accept_length and seconds:
+            return self.concurrency * self.accept_length / seconds
         return None
 
 

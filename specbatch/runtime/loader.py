@@ -15,7 +15,7 @@ from specbatch.kernels.gemm.linear import is_blocked
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder
+from specbatch.models.decoder import Decoder, parameter_count, tensor_shapes, weight_shapes
 from specbatch.models.formats.format import Format, MatrixShape, Shapes
 from specbatch.models.formats.fp8 import FP8Weights
 from specbatch.models.partition import rows_per_rank
@@ -32,10 +32,10 @@ C = TypeVar("C", bound=ModelConfig)
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Memory that a model's weights take once they are loaded."""
-    count = config.parameter_count()
+    count = parameter_count(config)
     if config.tie_embeddings and is_blocked(dtype, device):  # the head is then a copy of the embedding
         count += rows_per_rank(config.vocab_size, config.ranks) * config.hidden_size
-    kept, shapes = kept_quantized(config, device), config.weight_shapes()
+    kept, shapes = kept_quantized(config, device), weight_shapes(config)
     return count * dtype.itemsize + sum(size - math.prod(shapes[name]) * dtype.itemsize for name, size in kept.items())
 
 
@@ -46,7 +46,7 @@ def kept_quantized(config: ModelConfig, device: torch.device) -> dict[str, int]:
         return {}
     return {
         name: stored.memory(shape)
-        for name, shape in config.weight_shapes().items()
+        for name, shape in weight_shapes(config).items()
         if stored.is_quantized(name, shape) and stored.keeps(name, device) and not config.may_dequantize(name, shape)
     }
 
@@ -66,14 +66,14 @@ def dequantized_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.dev
     """Memory of the largest weight that is dequantized for a GEMM of many rows."""
     if config.quantization is None or not config.quantization.dequantizes_for_gemm:
         return 0
-    kept, shapes = kept_quantized(config, device), config.weight_shapes()
+    kept, shapes = kept_quantized(config, device), weight_shapes(config)
     joined = 2  # weights of one matrix: gate and up
     return joined * max((math.prod(shapes[name]) for name in kept), default=0) * dtype.itemsize
 
 
 def _has_quantized(config: ModelConfig) -> bool:
     """Whether the files have more tensors than the model has weights: scales."""
-    return len(config.tensor_shapes()) > len(config.weight_shapes())
+    return len(tensor_shapes(config)) > len(weight_shapes(config))
 
 
 def quantizes_activations(
@@ -137,7 +137,7 @@ class Loader:
     chunk: int
     page_table: torch.Tensor  # of the engine's batch
     tokens: torch.Tensor  # of the engine's batch
-    num_queries: int  # of a verify, per request
+    num_drafts: int  # of a verify, per request
     trees: bool  # whether drafts may be trees
     state_dtype: str  # of recurrent layers' matrix states
     cached_states: int  # places for states of prefixes
@@ -200,7 +200,7 @@ class Loader:
         types = state_types(self.dtype, self.state_dtype)
         shapes, slots = model.config.state_shapes, self.page_table.shape[0]
         return RecurrentStates(
-            shapes, model.recurrent_layers, slots, self.num_queries, types, self.device, self.cached_states,
+            shapes, model.recurrent_layers, slots, self.num_drafts + 1, types, self.device, self.cached_states,
             trees=self.trees,
         )  # fmt: skip
 

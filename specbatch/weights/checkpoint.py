@@ -34,7 +34,7 @@ class Checkpoint(Protocol):
     mtp: dict[str, tuple[int, ...]]
 
     def names(self) -> list[str]:
-        """The names of `config.tensor_shapes()`, in the order that reads the files sequentially."""
+        """The names of `tensor_shapes(config)`, in the order that reads the files sequentially."""
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor in its stored dtype, on the CPU (random weights: on the device that generates them). It may be a

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import tensor_shapes, weight_shapes
 from specbatch.text.tokenizer import ByteTokenizer, Tokenizer
 from specbatch.weights.shapes import SHAPES
 
@@ -54,7 +55,7 @@ class DummyCheckpoint:
         self._seed = seed
         self._device = device
         self._dtype_name = "float32" if device == "cpu" else config.dtype or "float32"
-        self._shapes = self.config.tensor_shapes()
+        self._shapes = tensor_shapes(self.config)
         self._inputs = _inputs_of_parts(self.config)
         self._tokenizer = tokenizer
         self.bytes = sum(math.prod(shape) * self._item(name) for name, shape in self._shapes.items())
@@ -88,7 +89,7 @@ def _inputs_of_parts(config: ModelConfig) -> dict[str, int]:
     stored = config.format_except_ends
     if stored is None:
         return {}
-    weights = config.weight_shapes().items()
+    weights = weight_shapes(config).items()
     quantized = [(name, shape) for name, shape in weights if stored.is_quantized(name, shape)]
     return {part: shape[-1] for name, shape in quantized for part in stored.parts(name, shape)}
 

@@ -12,6 +12,7 @@ from specbatch.errors import SpecbatchError, refuse, shown
 from specbatch.files.config_values import table_of
 from specbatch.files.text_files import UnreadableError, open_regular
 from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import tensor_shapes
 from specbatch.models.formats.format import SCALES, is_unused_scale, scaled
 from specbatch.models.formats.registry import FILE_TYPES, FORMATS
 from specbatch.models.formats.settings import KEY
@@ -114,7 +115,7 @@ class FolderCheckpoint:
         self.config = self.config.fit(own)
         own, self.mtp = ({name: part[name] for name in part if name not in unused} for part in (own, head))
         _check_ends(self.config, own, folder)
-        wanted = self.config.tensor_shapes()
+        wanted = tensor_shapes(self.config)
         if stored is not None:
             idle = [name for name in own if name not in wanted and stored.is_idle(name, own, self._tensors.tensor)]
             own = {name: shape for name, shape in own.items() if name not in idle}

@@ -158,7 +158,7 @@ def plan_bench(base: EngineConfig, options: BenchOptions, log: Log | None = None
 def _sized(prepared: Prepared, sweeps: list[SweepOptions], longest: int) -> EngineConfig:
     """An engine with slots and pages for these sweeps, and for one request of `longest` tokens."""
     config = prepared.config
-    slots = prepared.draft.kv_slots_per_step(config.speculation.drafted + 1)
+    slots = prepared.draft.kv_slots_per_step(config.speculation.num_drafts)
 
     def pages(tokens: int) -> int:
         return pages_for(reserved_length(tokens, slots), config.page_size)

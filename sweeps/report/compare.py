@@ -200,7 +200,7 @@ def compare(base: Path, *runs: Path) -> Comparison:
     order = {place: at for at, place in enumerate(dict.fromkeys(row.place for row in rows))}
     rows.sort(key=lambda row: order[row.place])
     paths = dict(zip(labels, (run.path for run in every), strict=True))
-    return Comparison(labels[0], paths, _model(old), differs, rows, [*notes, *_reading(rows, differs)])
+    return Comparison(labels[0], paths, _model(old), differs, rows, [*notes, *reading_notes(rows, differs)])
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
@@ -360,7 +360,7 @@ def _same_tokens(before: Replicates, after: Replicates) -> Iterator[str]:
         yield f"ANSWERS: {len(both) - len(others)} of {len(both)} have the same tokens{named}"
 
 
-def _reading(rows: list[Row], differs: dict[str, dict[str, list[str]]]) -> Iterator[str]:
+def reading_notes(rows: list[Row], differs: dict[str, dict[str, list[str]]]) -> Iterator[str]:
     """Notes on how to read the table."""
     if any("hardware" in found for found in differs.values()):
         yield "DIFFERENT HARDWARE: times and throughput depend on the machines as much as on the runs."

@@ -49,11 +49,10 @@ from specbatch.sweeps.report.serving import (
     summary_rows,
     summary_tables,
 )
-from specbatch.sweeps.report.tables import VERDICT, as_json, decision, grouped_tables, markdown, shown, table
+from specbatch.sweeps.report.tables import VERDICT, Cells, as_json, decision, grouped_tables, markdown, shown, table
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 PAGE = "report.html"
-Cells = tuple[list[str], list[list[str]]]  # titles, rows
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ nothing was measured are not shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -20,6 +21,7 @@ from specbatch.records.bases import bases_sentence
 from specbatch.records.estimates import CONFIDENCE
 from specbatch.records.intervals import of_ratios
 from specbatch.records.markdown import markdown_table
+from specbatch.records.metric import Metric
 from specbatch.records.metrics import METRICS, RELATIVE
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Point, unfinished
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+Column = tuple[str, Callable[[Any], str]]  # heading, and the cell of a row
+Cells = tuple[list[str], list[list[str]]]  # headings, rows
 INTERVAL = f"({CONFIDENCE:.0%} interval)"
 VERDICT = "verdict"
 FAILED = "failed"
@@ -166,53 +170,64 @@ def as_json(rows: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(key): value for key, value in row.items()} for row in clean.to_dict("records")]
 
 
-def decision(rows: pd.DataFrame, view: View, size: str, over: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells, from the rows of `tables.table`; columns in which nothing was measured are left out.
+def decision(rows: pd.DataFrame, view: View, size: str, over: Mapping[str, str]) -> Cells:
+    """The decision table: for each point its speedup with interval and verdict, and a few numbers beside it. Columns in
+    which nothing was measured are left out.
 
-    size: the column of `rows` that comes first. over: the base of each configuration.
+    rows: of `table`. size: the column of `rows` that comes first. over: the base of each configuration.
     """
-    measured = [METRICS[key] for key in view.brief if rows[key].notna().any()]
     compared = bool(rows.ratio_verdict.notna().any())
-    headings = [_SHORT.get(size, size.replace("_", " ")), _SHORT["configuration"]]
-    headings += [ratio_heading(view, over)] if compared else []
-    headings += [metric.heading for metric in measured]
-    headings += [VERDICT] if compared and view.judges else []
-    body: list[list[str]] = []
-    each: list[Any] = list(rows.itertuples())
-    for row in each:
-        cells = [str(getattr(row, size)), row.configuration]
-        cells += [speedup_text(row, "ratio", bare=view.judges)] if compared else []
-        cells += [metric.text(getattr(row, metric.key)) for metric in measured]
-        cells += [verdict_text(row, "ratio")] if compared and view.judges else []
-        body.append(cells)
-    return headings, body
+    columns = _point_columns(_SHORT.get(size, size), size, _SHORT["configuration"])
+    if compared:
+        columns.append((ratio_heading(view, over), partial(speedup_text, column="ratio", bare=view.judges)))
+    columns += [_column(METRICS[key]) for key in view.brief if rows[key].notna().any()]
+    if compared and view.judges:
+        columns.append((VERDICT, partial(verdict_text, column="ratio")))
+    return _cells(rows, columns)
 
 
-def shown(
-    rows: pd.DataFrame, over: Mapping[str, str], view: View = SWEEP, size: str = "concurrency"
-) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the table. over: the base of each configuration; size: the column of `rows` that comes
-    first."""
-    seen = {column: metric for column, metric in view.columns.items() if rows[column].notna().any()}
-    headings = [size.replace("_", " "), "configuration", *(metric.heading for metric in seen.values())]
-    if known := bool(rows.break_even.notna().any()):
-        headings += [f"{RELATIVE[key].heading} {INTERVAL}" for key in ("break_even", "step_ratio")]
-        headings.append("by steps")
-    first = next(iter(view.columns))
-    if compared := bool(rows.ratio.notna().any()):
-        headings += [ratio_heading(view, over), *([VERDICT] if view.judges else [])]
-    body: list[list[str]] = []
+def shown(rows: pd.DataFrame, over: Mapping[str, str], view: View = SWEEP, size: str = "concurrency") -> Cells:
+    """The table of all columns; arguments as for `decision`."""
+    columns = _point_columns(size, size, "configuration")
+    for place, (key, metric) in enumerate(view.columns.items()):
+        if rows[key].notna().any():
+            columns.append(_column(metric, has_spread=not place))
+    if rows.break_even.notna().any():
+        columns += [
+            (f"{RELATIVE['break_even'].heading} {INTERVAL}", break_even_text),
+            (f"{RELATIVE['step_ratio'].heading} {INTERVAL}", partial(speedup_text, column="step_ratio")),
+            ("by steps", partial(verdict_text, column="step_ratio")),
+        ]
+    if rows.ratio.notna().any():
+        columns.append((ratio_heading(view, over), partial(speedup_text, column="ratio")))
+        if view.judges:
+            columns.append((VERDICT, partial(verdict_text, column="ratio")))
+    return _cells(rows, columns)
+
+
+def _cells(rows: pd.DataFrame, columns: list[Column]) -> Cells:
     each: list[Any] = list(rows.itertuples())
-    for row in each:
-        cells = {column: metric.text(getattr(row, column)) for column, metric in seen.items()}
-        if row.repeats > 1 and cells.get(first, "-") != "-":
-            low, high = (seen[first].text(getattr(row, first + end)) for end in ("_min", "_max"))
-            cells[first] += f" ({low}-{high})"
-        tail = [break_even_text(row), speedup_text(row, "step_ratio"), verdict_text(row, "step_ratio")] if known else []
-        if compared:
-            tail += [speedup_text(row, "ratio"), *([verdict_text(row, "ratio")] if view.judges else [])]
-        body.append([str(getattr(row, size)), row.configuration, *cells.values(), *tail])
-    return headings, body
+    return [heading for heading, _ in columns], [[cell(row) for _, cell in columns] for row in each]
+
+
+def _point_columns(heading: str, size: str, configuration: str) -> list[Column]:
+    """The columns that name a point, with their headings."""
+    return [
+        (heading.replace("_", " "), lambda row: str(getattr(row, size))),
+        (configuration, lambda row: str(row.configuration)),
+    ]
+
+
+def _column(metric: Metric, *, has_spread: bool = False) -> Column:
+    """has_spread: whether a mean of several repeats also has its minimum and maximum, "1.50 (1.10-2.00)"."""
+
+    def cell(row: Any) -> str:
+        middle, *ends = (
+            metric.text(getattr(row, metric.key + end)) for end in ("", *(("_min", "_max") if has_spread else ()))
+        )
+        return f"{middle} ({'-'.join(ends)})" if ends and middle != "-" and row.repeats > 1 else middle
+
+    return metric.heading, cell
 
 
 def ratio_heading(view: View, over: Mapping[str, str]) -> str:
@@ -222,7 +237,7 @@ def ratio_heading(view: View, over: Mapping[str, str]) -> str:
     return f"{what} {INTERVAL}" if others else f"{what} {to} {base} {INTERVAL}"
 
 
-def speedup_text(row: Any, column: str, *, bare: bool = False) -> str:
+def speedup_text(row: Any, *, column: str, bare: bool = False) -> str:
     """The cell of a ratio that `tables.table` has in `column`, with its interval: "1.83 (1.77-1.89)", "1.83 (one
     repeat)", or "1.83" if such a ratio is to be bare."""
     ratio, low, high = (getattr(row, column + end) for end in ("", "_low", "_high"))
@@ -240,7 +255,7 @@ def break_even_text(row: Any) -> str:
     return middle if "-" in ends else f"{middle} ({'-'.join(ends)})"
 
 
-def verdict_text(row: Any, column: str) -> str:
+def verdict_text(row: Any, *, column: str) -> str:
     """The verdict on a ratio, or that the point failed; "-" where there is none, as for the baseline."""
     verdict = getattr(row, f"{column}_verdict")
     if isinstance(row.failed, str) and not row.repeats:

@@ -14,7 +14,7 @@ from specbatch.core.request import SamplingParams
 from specbatch.errors import at_least, counted, each_once, refuse
 from specbatch.memory.page_pool import held_at_once
 from specbatch.records.run_record import RunRecord
-from specbatch.records.sweep_plan import LEAST_PROMPTS, SWEEP, Described, Point, plan_of, round_of, rounds_at
+from specbatch.records.sweep_plan import SWEEP, Described, Point, plan_of, round_of, rounds_at
 from specbatch.sweeps.report.notes import failures
 from specbatch.sweeps.report.points import load_records, precision_of
 from specbatch.sweeps.run.conversations import Call, ask, label, longest
@@ -22,7 +22,7 @@ from specbatch.sweeps.run.engine_groups import Engines, Failed, engines_of
 from specbatch.sweeps.run.loading import Configs, Log, clients_of, connected
 from specbatch.sweeps.run.runner import Measured, save_measured
 from specbatch.sweeps.run.sanity_checks import warnings
-from specbatch.sweeps.workload.defaults import LONG_RUN
+from specbatch.sweeps.workload.defaults import LEAST_PROMPTS, LONG_RUN
 from specbatch.sweeps.workload.heading import lines_of
 from specbatch.sweeps.workload.workloads import Workload, sha256_of
 

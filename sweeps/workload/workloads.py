@@ -12,15 +12,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbatch.config.settings import setting
+from specbatch.config.values import burst_of, length
 from specbatch.core.request import SamplingParams
 from specbatch.core.sampling_params import SAMPLED, refuse_unsampled, sampling_of
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.jobs.prompt_file import location
 from specbatch.jobs.prompts import Prompt, misplaced_note, params_of
 from specbatch.records.objectives import Objectives
-from specbatch.records.sweep_plan import LEAST_PROMPTS
 from specbatch.sweeps.workload.datasets import LM_EVAL, TaskReader, of_categories, read_dataset
-from specbatch.sweeps.workload.defaults import INPUT_LEN
+from specbatch.sweeps.workload.defaults import INPUT_LEN, LEAST_PROMPTS
 
 if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
@@ -30,6 +31,7 @@ SENT = frozenset(
     {*SAMPLED, "seed", "max_new_tokens", "stop", "ignore_eos", "skip_special_tokens"}
 )  # of a row's parameters, to a server
 RANDOM = ("random", "gsp")  # datasets of random token ids
+LOAD, TEMPLATE = "Load", "Chat template"  # boxes of --help
 Length = int | tuple[int, int]  # tokens, or least and most with a uniform distribution
 
 
@@ -65,27 +67,74 @@ class Workload:
     read_task   reads the prompts of lm-eval:TASK
     """
 
-    dataset: str = "random"
-    data: Path | None = None
-    input_len: Length = INPUT_LEN
-    output_len: Length = 128
-    prompts_per_concurrency: int = 4
+    dataset: str = setting(
+        "random",
+        "gsm8k, random, gsp (groups of random prompts with a shared prefix), lm-eval:TASK or FILE.jsonl. Lines have "
+        "the format of generate, or the turns of MT-Bench and SPEED-Bench.",
+    )
+    data: Path | None = setting(None, "Other questions for --dataset gsm8k and lm-eval:gsm8k.")
+    input_len: Length = setting(
+        INPUT_LEN,
+        "Tokens per random prompt, or a range; for gsp, without the shared prefix.",
+        metavar="N|N-M",
+        parse=length,
+    )
+    output_len: Length = setting(
+        128, "Output tokens per answer, or a range; for text prompts, the maximum.", metavar="N|N-M", parse=length
+    )
+    prompts_per_concurrency: int = setting(
+        4, "Prompts of a point, as a multiple of its concurrency, but at least 4.", panel=LOAD
+    )
     seed: int = 0
-    groups: int = 32
-    group_prompts: int = 16
-    shared_len: Length = 2048
-    request_rate: float = math.inf
-    burst: int = 1
+    groups: int = setting(32, "gsp: number of groups.")
+    group_prompts: int = setting(16, "gsp: prompts per group.")
+    shared_len: Length = setting(
+        2048,
+        "gsp: tokens of the prefix that a group shares.",
+        metavar="N|N-M",
+        parse=length,
+        flags=("--shared-len", "--system-len"),
+    )
+    request_rate: float = setting(
+        math.inf, "Requests per second with random arrivals. inf: closed loop at --concurrency.", panel=LOAD
+    )
+    burst: int = setting(
+        1,
+        "Requests that arrive together, at that rate. all: all requests of a point at once.",
+        panel=LOAD,
+        metavar="N|all",
+        parse=burst_of,
+    )
     sequential: bool = False
-    chat_template: bool | None = None
-    thinking: bool | None = None
-    category: str | None = None
-    turns: int | None = None
+    chat_template: bool | None = setting(
+        None,
+        "Render all texts with the model's chat template, or none. Default: only messages.",
+        panel=TEMPLATE,
+        flags=("--chat-template/--no-chat-template",),
+    )
+    thinking: bool | None = setting(
+        None,
+        "enable_thinking of the chat template. Default: the template's own.",
+        panel=TEMPLATE,
+        flags=("--thinking/--no-thinking",),
+    )
+    category: str | None = setting(None, "FILE.jsonl: only the rows of this category. Default: all, in turn.")
+    turns: int | None = setting(
+        None,
+        "FILE.jsonl: ask at most this many turns of each conversation. Later turns follow the configuration's own "
+        "answers. Default: all.",
+    )
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    slo: Objectives | None = None
+    slo: Objectives | None = setting(
+        None,
+        "Latency objectives for goodput, in seconds: some of ttft, tpot and e2e, such as ttft=0.5,tpot=0.03.",
+        panel=LOAD,
+        metavar="NAME=SECONDS,...",
+        parse=Objectives.parse,
+    )
     read_task: TaskReader | None = field(default=None, repr=False, compare=False)
     rows: tuple[Prompt, ...] = field(default=(), init=False, repr=False)  # of a dataset of text
     stop: tuple[str, ...] = field(default=(), init=False)  # texts that end its answers

@@ -87,7 +87,7 @@ def test_engines_share_the_memory_and_fit_the_workload(sweep, engine):
 
 def test_configurations(sweep, engine):
     sweep("--concurrency 2 --draft self:skip=1-2 --draft-tokens 3")
-    found = [(spec.algorithm, spec.schedule, spec.drafted) for spec in (item.speculation for item in engine.built)]
+    found = [(spec.algorithm, spec.schedule, spec.num_drafts) for spec in (item.speculation for item in engine.built)]
     assert found == [("none", "v2", 0), ("standalone", "v1", 3), ("standalone", "v2", 3)]
 
 

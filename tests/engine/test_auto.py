@@ -295,10 +295,10 @@ def test_acceptance_of_drafts_without_context_is_ignored(
 )
 def test_the_most_is_the_default_number_of_drafts(settings: dict[str, Any], lengths: tuple[int, ...]) -> None:
     speculation = Speculation(draft_tokens="auto", **settings)
-    assert speculation.lengths == lengths
-    assert speculation.drafted == lengths[-1]
+    assert speculation.draft_lengths == lengths
+    assert speculation.num_drafts == lengths[-1]
     fixed = Speculation(**settings)
-    assert fixed.lengths == (lengths[-1],)
+    assert fixed.draft_lengths == (lengths[-1],)
     assert speculation.shape == fixed.shape
 
 
@@ -327,9 +327,12 @@ def test_lengths_are_logged_and_each_has_its_graphs(toy_engine: Callable[..., En
 
 
 def test_the_memory_plan_includes_the_graphs_of_all_lengths() -> None:
-    few, many = (graph_bytes(Graphs(decode="whole"), most=8, chunk=64, layers=8, lengths=n) for n in (1, 5))
+    few, many = (
+        graph_bytes(Graphs(decode="whole"), most=8, chunk=64, layers=8, draft_lengths=lengths)
+        for lengths in ((3,), (0, 1, 2, 4, 5))
+    )
     assert many == 5 * few > 0
     piecewise = Graphs(prefill="piecewise")
-    assert graph_bytes(piecewise, most=8, chunk=64, layers=8, lengths=5) == graph_bytes(
+    assert graph_bytes(piecewise, most=8, chunk=64, layers=8, draft_lengths=(0, 1)) == graph_bytes(
         piecewise, most=8, chunk=64, layers=8
     )

@@ -110,7 +110,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None])
         for name in names:
             spy(module, name)
     force_kernels()
-    monkeypatch.setattr("specbatch.kernels.gemm.linear.is_blocked", lambda dtype, device: False)
     monkeypatch.setattr("specbatch.engine.setup.prepare.prefill_backend", lambda *_, **__: TritonPrefill())
     monkeypatch.setattr(skinny_gemm_triton, "is_skinny", lambda rows, weight: rows <= 8)
     return called

@@ -63,7 +63,7 @@ def random_draft_lengths(patch: pytest.MonkeyPatch, seed: int = 5) -> None:
 
     def choose(self: DraftLength, rows: int) -> int:
         if chance.random() < 0.6:
-            chosen[0] = chance.choice([0, *self.lengths])
+            chosen[0] = chance.choice([0, *self.draft_lengths])
         return chosen[0]
 
     patch.setattr(DraftLength, "choose", choose)

@@ -20,7 +20,7 @@ from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.planner import MemoryPlan, plan_memory
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, token_bytes
+from specbatch.models.decoder import Decoder, tensor_shapes, token_bytes
 from specbatch.weights.shapes import SHAPES
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def test_prefill_activations_match_the_plan(
     known = SIZES | FAMILIES[family]
     sizes = sizes | {"num_local_experts": 16}
     whole = ModelConfig.from_dict(known | {key: value for key, value in sizes.items() if key in known})
-    config, shapes = whole.divided(ranks), whole.tensor_shapes()
+    config, shapes = whole.divided(ranks), tensor_shapes(whole)
     divided = rank_of(ranks) if ranks > 1 else None
     how: dict[str, Any] = {"dtype": dtype, "device": CPU, "max_positions": TOKENS, "ranks": divided}
     model = Decoder(config, lambda name: torch.zeros(shapes[name]), **how)

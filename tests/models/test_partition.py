@@ -24,7 +24,7 @@ from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
 from specbatch.kernels.gemm.quantized.fp8_linear import FP8Linear, FP8Weight
 from specbatch.kernels.sampling.argmax_topk import Maxima, argmax
-from specbatch.models.decoder import Decoder
+from specbatch.models.decoder import Decoder, parameter_count
 from specbatch.models.partition import RowParallelLinear, part_of, scores
 from specbatch.models.weight_reader import Reader
 from specbatch.weights import open_checkpoint
@@ -138,8 +138,8 @@ def test_each_rank_reads_its_part_of_the_file_only(
 
     parts = checkpoint.config.divided(2)
     unread = (0, parts.hidden_size)  # the last row of 2 * 19, for 37 tokens
-    assert [bytes_read(rank, 2) for rank in range(2)] == [2 * (parts.parameter_count() - count) for count in unread]
-    assert bytes_read(0, 1) == 2 * checkpoint.config.parameter_count()
+    assert [bytes_read(rank, 2) for rank in range(2)] == [2 * (parameter_count(parts) - count) for count in unread]
+    assert bytes_read(0, 1) == 2 * parameter_count(checkpoint.config)
 
 
 class SerialExecutor:

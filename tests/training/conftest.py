@@ -23,6 +23,7 @@ from specbatch import weights
 from specbatch.cli.output import open_engine
 from specbatch.config.engine_config import EngineConfig
 from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import tensor_shapes
 from specbatch.training import trainer
 from specbatch.training.answers import read_answers
 from specbatch.training.data import Example
@@ -77,7 +78,7 @@ def write_target(folder: Path) -> None:
         name: torch.randn(shape, generator=generator) * 0.8 / math.sqrt(shape[-1])
         if len(shape) > 1
         else 1 + torch.randn(shape, generator=generator) / 4
-        for name, shape in ModelConfig.from_dict(config).tensor_shapes().items()
+        for name, shape in tensor_shapes(ModelConfig.from_dict(config)).items()
     }
     # The next token mostly depends on the last one, in one long cycle, and sometimes on the one before it.
     embedding = tensors["model.embed_tokens.weight"] = 10 * F.normalize(tensors["model.embed_tokens.weight"])

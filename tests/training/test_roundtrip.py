@@ -233,7 +233,7 @@ def test_shallow_target_uses_its_lowest_layers(target, monkeypatch):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("algorithm", [name for name in HEADS if name not in ("eagle", "mtp")])
+@pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "dflash2", "dspark"])
 def test_target_of_one_layer_is_refused(target, examples, monkeypatch, algorithm):
     monkeypatch.setattr(target, "config", replace(target.config, num_layers=1))
     with pytest.raises(SpecbatchError, match=f"^algorithm='{algorithm}': .* has one layer .*; use mtp$"):

@@ -99,11 +99,11 @@ def planned(name: str, layers: int, **asked: Any) -> tuple[DraftPlan, list[str]]
 def test_eagle3_heads() -> None:
     """With embeddings of their own; speculators lists boundaries, SpecForge outputs of layers."""
     plan, lines = planned("speculators-eagle3", 2)
-    assert (plan.aux, plan.drafted) == ((0, 1), 5)
+    assert (plan.aux, plan.num_drafts) == ((0, 1), 5)
     assert "draft: the number of drafts is speculative_tokens=5 of its config" in lines
-    assert planned("speculators-eagle3", 2, draft_tokens=2)[0].drafted is None
+    assert planned("speculators-eagle3", 2, draft_tokens=2)[0].num_drafts is None
     plan, lines = planned("specforge-eagle3", 8)
-    assert (plan.aux, plan.drafted) == ((1, 3, 5), None)
+    assert (plan.aux, plan.num_drafts) == ((1, 3, 5), None)
     assert not [line for line in lines if "speculative_tokens" in line]
     wrong = r"eagle_config.eagle_aux_hidden_state_layer_ids=\[1, 3, 5\]: the head reads 3 .* list 0 to 3"
     with pytest.raises(SpecbatchError, match=wrong):

@@ -86,10 +86,11 @@ class SpanPass(NamedTuple):
         return cls((lengths, lengths, slots, slots), None, table, longest, queries.num_queries, lineages)
 
 
-def prefill_attention(inputs: PrefillInputs) -> torch.Tensor:
-    """Causal attention over caches that hold all keys of the pass -> [T, heads, dim]."""
+def prefill_attention(inputs: PrefillInputs, keys: int = KEYS) -> torch.Tensor:
+    """Causal attention over caches that hold all keys of the pass -> [T, heads, dim]. keys: of a tile."""
     q, _, _, k_cache, v_cache, spans, window, out, sinks = inputs
-    return attend_to_spans(q, k_cache, v_cache, SpanPass.prompt(spans), out=out, window=window or None, sinks=sinks)
+    span_pass = SpanPass.prompt(spans)
+    return attend_to_spans(q, k_cache, v_cache, span_pass, out=out, window=window or None, sinks=sinks, keys=keys)
 
 
 def decode_attention(queries: DecodeQueries) -> partial[torch.Tensor]:
@@ -176,10 +177,12 @@ def attend_to_spans(
     sinks: torch.Tensor | None = None,
     splits: int | None = None,
     rows: int | None = None,
+    keys: int = KEYS,
 ) -> torch.Tensor:
     """Attention of q [T, heads, dim], whose keys are in the caches -> [T, heads, dim].
 
-    splits: programs that share the spans of a tile; rows: of a tile; both are chosen by the sizes if None."""
+    splits: programs that share the spans of a tile; rows: of a tile; both are chosen by the sizes if None. keys: of a
+    tile."""
     bounds, prompt, page_table, longest, count, lineages = span_pass
     (_, heads, dim), (page_size, kv) = q.shape, k_cache.shape[1:3]
     group = heads // kv
@@ -212,7 +215,7 @@ def attend_to_spans(
         q, k_cache, v_cache, sinks, out, partials, arrivals, *bounds, tiles, nodes, seen,
         page_table, page_table.stride(0), q.stride(0), width, spans, count, per_sequence, window, dim**-0.5 * LOG2E,
         GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=page_size, TOKENS=tokens,
-        ROWS=rows, FEW=few, KEYS=KEYS, SPAN=SPAN, SPREAD=splits > 1,
+        ROWS=rows, FEW=few, KEYS=keys, SPAN=SPAN, SPREAD=splits > 1,
         AT_ONCE=max(1, min(16, 32 * warps // few)), **pdl(q), num_warps=warps, num_stages=stages,
         enable_fp_fusion=False,
     )  # fmt: skip

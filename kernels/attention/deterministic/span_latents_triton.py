@@ -43,10 +43,11 @@ AT_ONCE = 8  # spans that are loaded before the first is merged
 
 
 def span_latent_prefill(
-    inputs: AttentionInputs, slots: torch.Tensor, spans: RaggedBatch, *, splits: int | None = None
+    inputs: AttentionInputs, slots: torch.Tensor, spans: RaggedBatch, *, splits: int | None = None, span: int = SPAN
 ) -> torch.Tensor:
-    """`latent_prefill_ref`. splits: programs that share the spans of a tile, chosen by the sizes if None."""
-    return _launch(write_latent(inputs, slots), inputs, SpanPass.prompt(spans), splits)
+    """`latent_prefill_ref`. splits: programs that share the spans of a tile, chosen by the sizes if None; span: keys of
+    a span."""
+    return _launch(write_latent(inputs, slots), inputs, SpanPass.prompt(spans), splits, span)
 
 
 def span_latent_verify(queries: DecodeQueries) -> partial[torch.Tensor]:
@@ -62,11 +63,14 @@ def _verify(
     mask: Mask,
     *,
     splits: int | None = None,
+    span: int = SPAN,
 ) -> torch.Tensor:
-    return _launch(write_latent(inputs, slots), inputs, SpanPass.decode(queries, lineages), splits)
+    return _launch(write_latent(inputs, slots), inputs, SpanPass.decode(queries, lineages), splits, span)
 
 
-def _launch(q: torch.Tensor, inputs: AttentionInputs, span_pass: SpanPass, splits: int | None) -> torch.Tensor:
+def _launch(
+    q: torch.Tensor, inputs: AttentionInputs, span_pass: SpanPass, splits: int | None, span: int
+) -> torch.Tensor:
     """q: from `inputs`, whose keys are written. Returns [T, count * rank]."""
     _, heads, positions, k_cache, v_cache = inputs
     assert isinstance(heads, LatentLayout)
@@ -83,7 +87,7 @@ def _launch(q: torch.Tensor, inputs: AttentionInputs, span_pass: SpanPass, split
     tiles = None if spans is None else spans.tiles(tokens)
     per_sequence = cdiv(count, tokens) if tiles is None else len(tiles)
     programs = heads.count // group * sequences * per_sequence
-    block, parts = max(64, next_power_of_2(rank)), cdiv(longest, SPAN)
+    block, parts = max(64, next_power_of_2(rank)), cdiv(longest, span)
     cells = parts * total * (block + 2)
     if splits is None:
         splits = max(1, min(PROGRAMS * multiprocessors(q.device) // programs, parts))
@@ -96,11 +100,11 @@ def _launch(q: torch.Tensor, inputs: AttentionInputs, span_pass: SpanPass, split
         width, total, parts, count, per_sequence, heads.scale * LOG2E,
         HEADS=heads.count, GROUP=group, RANK=rank, BLOCK_R=block, ROPE=rope,
         BLOCK_P=tile_side(rope), PAGE=k_cache.shape[1], TOKENS=tokens, ROWS=rows, KEYS=keys,
-        SPAN=SPAN, SPREAD=splits > 1, **pdl(q), num_warps=WARPS, num_stages=STAGES, enable_fp_fusion=False,
+        SPAN=span, SPREAD=splits > 1, **pdl(q), num_warps=WARPS, num_stages=STAGES, enable_fp_fusion=False,
     )  # fmt: skip
     if splits > 1:
         _merge_spans[(total,)](
-            partials, positions, out, total, parts, HEADS=heads.count, RANK=rank, BLOCK_R=block, SPAN=SPAN,
+            partials, positions, out, total, parts, HEADS=heads.count, RANK=rank, BLOCK_R=block, SPAN=span,
             AT_ONCE=AT_ONCE, **pdl(q), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out

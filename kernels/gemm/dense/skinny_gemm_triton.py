@@ -19,6 +19,7 @@ import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import wait_in_loop
 from specbatch.kernels.common.sizes import cdiv, tile_side
+from specbatch.kernels.dispatch import runs_kernels
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.dense.one_row_triton import OneRowTile, one_row_gemm, takes_one_row
 from specbatch.kernels.gemm.dense.skinny_gemm_configs import Tile, puts_weight_first, tile_for
@@ -194,7 +195,7 @@ def is_skinny(rows: int, weight: torch.Tensor) -> bool:
     """
     (n, k), is_half = weight.shape, weight.dtype in (torch.bfloat16, torch.float16)
     is_few = rows <= FEW or (rows <= MOST and n <= MOST_OUTPUTS)
-    return weight.is_cuda and weight.is_contiguous() and is_half and is_few and k % 8 == 0
+    return runs_kernels(weight) and weight.is_contiguous() and is_half and is_few and k % 8 == 0
 
 
 def skinny_linear(

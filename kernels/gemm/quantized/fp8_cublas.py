@@ -17,7 +17,7 @@ from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations, all
 from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight
 
 _MIN_ROWS = 33
-_SMALL_WEIGHT, _SMALL_ROWS = 1 << 22, 512  # elements; with so many rows our kernel takes less time
+SMALL_WEIGHT, _SMALL_ROWS = 1 << 22, 512  # elements; with so many rows our kernel takes less time
 _COLUMN_MULTIPLE = 4 * SCALE_BLOCK  # rows of the weight's scales start at multiples of 16 bytes
 
 
@@ -26,17 +26,17 @@ def takes(x: FP8Activations, weight: FP8Weight) -> bool:
     rows, (n, k) = len(x.values), weight.values.shape
     if is_deterministic() or rows < _MIN_ROWS:  # cuBLASLt chooses an algorithm by the number of rows
         return False
-    if n * k <= _SMALL_WEIGHT and rows <= _SMALL_ROWS:
+    if n * k <= SMALL_WEIGHT and rows <= _SMALL_ROWS:
         return False
     is_block_scaled = not weight.is_per_channel and weight.scales.dtype == torch.float32
     is_aligned = n % SCALE_BLOCK == 0 and k % _COLUMN_MULTIPLE == 0 and weight.scales.is_contiguous()
     # no rows of other activations
     is_whole = bool(x.scales.stride(1) == allocated_rows(rows) and x.scales.storage_offset() == 0)
-    return is_block_scaled and is_aligned and is_whole and _is_supported(weight.values.device)
+    return is_block_scaled and is_aligned and is_whole and is_supported(weight.values.device)
 
 
 @cache
-def _is_supported(device: torch.device) -> bool:
+def is_supported(device: torch.device) -> bool:
     """cuBLASLt supports this scaling mode since CUDA 12.9, on compute capability 9.0 only."""
     if device.type != "cuda" or torch.version.cuda is None:
         return False

@@ -38,6 +38,12 @@ class Mxfp4Weight(Weight):
     def block(self) -> tuple[int, int | None]:
         return 1, MX_BLOCK
 
+    def unpacked(self) -> torch.Tensor:
+        return unpack_four_bits(self.values)[..., : self.shape[-1]]
+
+    def packed(self, values: torch.Tensor) -> torch.Tensor:
+        return pack_four_bits(F.pad(values, (0, -values.shape[-1] % CHUNK)))
+
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return dequantize_mxfp4(self.values, self.scales, dtype)
 

@@ -116,7 +116,7 @@ def _build(
             f"{asked.draft_steps} drafted"
         )
     if asked.is_auto:
-        log(announced(asked.lengths))
+        log(announced(asked.draft_lengths))
     for line in plan.lines(1 if ranks is None else ranks.size):
         log(line)
     if ranks is not None and prepared.device.type == "cpu":
@@ -153,8 +153,8 @@ def _load(
 ) -> EngineParts:
     """Load the models and allocate the caches."""
     config, device, target, sizes, dtype, attention, draft, asked_corpus = prepared
-    num_queries = config.speculation.drafted + 1
-    kv_slots = draft.kv_slots_per_step(num_queries)
+    num_drafts = config.speculation.num_drafts
+    kv_slots = draft.kv_slots_per_step(num_drafts)
     width = reserved_length(plan.max_model_len, kv_slots) + 1
     recorder = Recorder(device) if config.graphs.any else None
     to_fp8 = config.speculation.quantizes_draft
@@ -170,7 +170,7 @@ def _load(
         chunk=config.prefill_chunk,
         page_table=batch.page_table,
         tokens=batch.tokens,
-        num_queries=num_queries,
+        num_drafts=num_drafts,
         trees=config.speculation.drafts_trees,
         state_dtype=config.state_dtype,
         cached_states=plan.cached_states,
@@ -211,7 +211,7 @@ def _load(
         forwards=loader.forwards,
         page_size=config.page_size,
         prefill_chunk=config.prefill_chunk,
-        draft_lengths=config.speculation.lengths,
+        draft_lengths=config.speculation.draft_lengths,
         recorder=recorder if config.graphs.decode == "whole" else None,
         fp8=fp8,
         deterministic=config.deterministic,
@@ -226,7 +226,7 @@ def _load(
         plan=plan,
         scheduler=_scheduler(config, plan, model.config, draft, has_states=bool(states)),
         worker=worker,
-        draft_length=DraftLength(config.speculation.lengths, batch_buckets(config.max_running)),
+        draft_length=DraftLength(config.speculation.draft_lengths, batch_buckets(config.max_running)),
         draft=draft,
         diagnose=use_fp8_activations(fp8)(drafter.diagnose),
         caps=_caps(prepared, plan, cache, batch.tokens.numel(), fp8=fp8),
@@ -237,7 +237,6 @@ def _caps(prepared: Prepared, plan: MemoryPlan, cache: KVCache, running: int, *,
     """What the engine can hold at most and what was chosen for it, for the record. running: tokens that all slots have
     room for; fp8: whether activations are quantized."""
     config, asked, corpus = prepared.config, prepared.config.speculation, prepared.corpus
-    num_queries = asked.drafted + 1
     caps: dict[str, Any] = {
         "device": str(prepared.device),
         "dtype": type_name(prepared.dtype),
@@ -250,9 +249,9 @@ def _caps(prepared: Prepared, plan: MemoryPlan, cache: KVCache, running: int, *,
         "kv_pages": plan.kv_pages,
         "page_size": config.page_size,
         "prefill_chunk": config.prefill_chunk,
-        "verify_rows": num_queries,
-        "verify_slots": prepared.draft.kv_slots_per_step(num_queries),
-        "draft_shape": str(asked.shape) if num_queries > 1 else "none",
+        "verify_rows": asked.num_drafts + 1,
+        "verify_slots": prepared.draft.kv_slots_per_step(asked.num_drafts),
+        "draft_shape": str(asked.shape) if asked.num_drafts else "none",
         "weights_bytes": plan.weights + plan.draft_weights,
         "kv_bytes": plan.kv,
         "state_bytes": plan.states,
@@ -289,7 +288,7 @@ def _scheduler(
         page_size=config.page_size,
         max_running=config.max_running,
         prefill_chunk=config.prefill_chunk,
-        kv_slots_per_step=draft.kv_slots_per_step(config.speculation.drafted + 1),
+        kv_slots_per_step=draft.kv_slots_per_step(config.speculation.num_drafts),
         uncached_tail=draft.uncached_tail,
         window=_largest_window([target, *[draft.config] * bool(draft.kv_layers)]),
         state_cache=state_cache,

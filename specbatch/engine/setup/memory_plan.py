@@ -37,7 +37,7 @@ def memory_plan(
         most=config.max_running,
         chunk=chunk,
         layers=model.num_layers + draft.layers,
-        lengths=len(config.speculation.lengths),
+        draft_lengths=config.speculation.draft_lengths,
     )
     if config.graphs.prefill == "piecewise":
         graphs += static_bytes(model, dtype, chunk, needs_all_hidden=draft.needs_all_hidden, aux=len(draft.aux))
@@ -53,10 +53,10 @@ def memory_plan(
         draft_weights=_draft_bytes(draft, dtype, device, to_fp8=config.speculation.quantizes_draft),
         page_bytes=target_page + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
         target_page_bytes=target_page,
-        state_bytes=_state_bytes(prepared, config.speculation.drafted + 1),
+        state_bytes=_state_bytes(prepared, config.speculation.num_drafts + 1),
         cached_state_bytes=_state_bytes(prepared, 0),
         vocabulary=model.vocab_size,
-        rows=draft.kv_slots_per_step(config.speculation.drafted + 1),
+        rows=draft.kv_slots_per_step(config.speculation.num_drafts),
         token_bytes=_token_bytes(model, draft, dtype),
         temporary=pools * max(dequantized_bytes(part, dtype, device) for part in (model, draft.config)),
         corpus_bytes=(lambda running: 0) if corpus is None else corpus.bytes,

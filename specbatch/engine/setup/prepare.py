@@ -83,7 +83,7 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     if config.load_format == "dummy" and config.speculation.draft is not None:
         check_random(config.speculation.draft)
     draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, log)
-    config = replace(config, speculation=config.speculation.with_most(draft.drafted))
+    config = replace(config, speculation=config.speculation.with_num_drafts(draft.num_drafts))
     to_fp8 = config.speculation.quantizes_draft
     if to_fp8 and draft.config.hidden_size % SCALE_BLOCK:
         works = f"the draft's hidden size is {draft.config.hidden_size}, which must be a multiple of {SCALE_BLOCK}"

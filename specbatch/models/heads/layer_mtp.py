@@ -31,7 +31,7 @@ class _NumberedLayer(ModelConfig):
 
     place: int
 
-    def weight_shapes(self) -> Shapes:
+    def head_shapes(self) -> Shapes:
         return recorded_shapes(self, lambda read, target: Mtp(read, target, 1))
 
 

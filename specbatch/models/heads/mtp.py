@@ -34,7 +34,7 @@ FC = f"{PREFIX}fc.weight"
 class MtpConfig(Qwen3NextConfig):
     """The head as a model without embedding and output matrix."""
 
-    def weight_shapes(self) -> Shapes:
+    def head_shapes(self) -> Shapes:
         return recorded_shapes(self, lambda read, target: Mtp(read, target, 1))
 
 

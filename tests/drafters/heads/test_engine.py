@@ -25,6 +25,7 @@ from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.kernels.attention.queries import AttentionInputs
 from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import tensor_shapes
 
 COUNT, SIZE = 37, 40
 FOLLOWS = [(5 * token + 3) % COUNT for token in range(COUNT)]
@@ -43,7 +44,7 @@ class Table:
     def __init__(self, tokenizer: Any) -> None:
         self.config = ModelConfig.from_dict(sizes(num_hidden_layers=4, max_position_embeddings=512))
         self._tokenizer = tokenizer
-        self.tensors = {name: torch.zeros(shape) for name, shape in self.config.tensor_shapes().items()}
+        self.tensors = {name: torch.zeros(shape) for name, shape in tensor_shapes(self.config).items()}
         for name, tensor in self.tensors.items():
             if tensor.dim() == 1:
                 tensor.fill_(1.0)
@@ -56,7 +57,7 @@ class Table:
         self.tensors |= mtp
 
     def names(self) -> list[str]:
-        return list(self.config.tensor_shapes())
+        return list(tensor_shapes(self.config))
 
     def tensor(self, name: str) -> torch.Tensor:
         return self.tensors[name]

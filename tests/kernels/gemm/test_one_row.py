@@ -162,12 +162,9 @@ def test_deterministic_mode_has_its_own_kernels(device: torch.device, calls: lis
     assert not calls
 
 
-def test_layer(
-    dtype: torch.dtype, device: torch.device, calls: list[int], monkeypatch: pytest.MonkeyPatch, force_kernels: Any
-) -> None:
+def test_layer(dtype: torch.dtype, device: torch.device, calls: list[int], force_kernels: Any) -> None:
     """`Linear` multiplies one row by this kernel."""
     force_kernels(True)
-    monkeypatch.setattr(skinny_gemm_triton, "is_skinny", lambda rows, weight: True)
     kind = {"dtype": dtype, "device": device}
     x, weight, norm = numbers(1, 64, seed=1, **kind), numbers(24, 64, seed=2, **kind) / 8, numbers(64, seed=3, **kind)
     h = normalised(x, norm) @ weight.double().t()

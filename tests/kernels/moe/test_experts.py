@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from assembly import create_inline_asm
 from crossed import crossed, first_quick, slow_but
 from dtypes import HALVES
 from mxfp4_encoding import encoded
 
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.gemm import linear
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.quantized import fp8_quantize_triton
 from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations, use_fp8_activations
@@ -289,11 +287,7 @@ def test_mxfp4_weights(tokens: int, dtype: torch.dtype, device: torch.device) ->
 
 
 @pytest.mark.parametrize(("tokens", "group"), slow_but([(5, 32)], [(1, 128), (5, 32), (19, 64)]))
-def test_int4_weights(
-    tokens: int, group: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if device.type != "cuda":
-        monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_inline_asm", create_inline_asm)
+def test_int4_weights(tokens: int, group: int, dtype: torch.dtype, device: torch.device) -> None:
     case = Case(RULES["plain"], tokens, device, dtype, hidden=256, inner=128)
     packed = []
     for matrices in (case.up, case.down):
@@ -328,16 +322,12 @@ def test_mxfp4_values_are_unpacked_in_order(
 
 
 @pytest.mark.parametrize("stored", ["FP8", "INT4"])
-def test_whole_and_half_blocks(
-    stored: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_and_half_blocks(stored: str, dtype: torch.dtype, device: torch.device) -> None:
     """192 tokens of one expert in blocks of 128."""
     weight: Weight
     if stored == "FP8":
         weight = FP8Weight(torch.randn(1, 128, 128).to(device, torch.float8_e4m3fn), torch.rand(1, 1, 1, device=device))
     else:
-        if device.type != "cuda":
-            monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_inline_asm", create_inline_asm)
         values, zeros = torch.randint(0, 16, (1, 128, 128)), torch.randint(0, 16, (1, 128, 4))
         scales = (torch.rand(1, 128, 4).half() - 0.5) / 20
         weight = int4_tiles(Int4Weight(*(part.to(device) for part in (pack_int4(values.byte()), scales, zeros.byte()))))
@@ -435,12 +425,9 @@ def test_tokens_do_not_depend_on_prefill_chunk(device: torch.device, assert_same
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("kernels", [False, True])
 def test_fp8_activations_apply_within_context_only(
-    kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[[bool], None]
+    kernels: bool, device: torch.device, force_kernels: Callable[[bool], None]
 ) -> None:
     force_kernels(kernels)
-    monkeypatch.setattr(linear, "is_blocked", lambda dtype, device: False)
-    if device.type == "cpu":  # few rows of an unquantized weight use the skinny GEMM
-        monkeypatch.setattr("specbatch.kernels.gemm.dense.skinny_gemm_triton.is_skinny", lambda rows, weight: False)
     case = Case(Routing(3, 2), 5, device, torch.float16, hidden=136, inner=128)
     up, down = scaled(case)
     router = torch.randn(3, 136).to(case.x)
@@ -471,18 +458,12 @@ def test_fp8_activations_apply_within_context_only(
 
 
 @pytest.fixture(params=["reference", "kernels"])
-def twin(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    device: torch.device,
-    force_kernels: Callable[[bool], None],
-) -> None:
+def twin(request: pytest.FixtureRequest, device: torch.device, force_kernels: Callable[[bool], None]) -> None:
     on_cuda = device.type == "cuda"
     if on_cuda and request.param == "reference":
         force_kernels(False)
     if not on_cuda and request.param == "kernels":
         force_kernels(True)
-        monkeypatch.setattr(linear, "is_blocked", lambda dtype, device: False)
 
 
 def randomise(block: torch.nn.Module) -> dict[str, torch.Tensor]:

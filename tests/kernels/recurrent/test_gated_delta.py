@@ -192,25 +192,22 @@ def test_prompts_and_verifies(
     ),
 )
 def test_short_chains(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, twin: str, few: int, held: int, dtype: torch.dtype,
-    stored: torch.dtype,
-) -> None:  # fmt: skip
+    device: torch.device, twin: str, few: int, held: int, dtype: torch.dtype, stored: torch.dtype
+) -> None:
     """Of as many rows as are held at most, and of fewer; by many programs, and by few."""
-    monkeypatch.setattr(gated_delta_triton, "_FEW", few)
     case = Case(device, dtype, twin, (2, 4, 24, 40), held=held, stored=stored)
+    if twin == "kernel":
+        case.verify = partial(case.verify, few=few)
     case.prompt([(3, 0, 5), (5, 0, 2)])
     for rows in dict.fromkeys((held, 1, max(1, held - 1))):
         case.verifies(rows, False, 1 + (rows == held))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_short_chains_of_many_requests(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
+def test_short_chains_of_many_requests(device: torch.device, dtype: torch.dtype) -> None:
     """A program has 64 columns of a state, the last one fewer."""
-    monkeypatch.setattr(gated_delta_triton, "_FEW", 0)
-    monkeypatch.setattr(gated_delta_triton, "_MANY", 0)
     case = Case(device, dtype, "kernel", (1, 2, 128, 80), held=4)
+    case.verify = partial(case.verify, few=0, many=0)
     case.prompt([(3, 0, 5), (5, 0, 2)])
     for rows in (4, 2):
         case.verifies(rows, False, 2)
@@ -220,7 +217,7 @@ def test_columns_of_chains() -> None:
     heads = DeltaHeads(16, 32, 128, 128, *([torch.empty(0)] * 3), 1e-6)
 
     def columns(batch: int, rows: int = 4, precision: str = "tf32", **other: int) -> tuple[int, int | None]:
-        return gated_delta_triton._columns_of_chain(replace(heads, **other), batch, rows, 32, precision)
+        return gated_delta_triton.columns_of_chain(replace(heads, **other), batch, rows, 32, precision)
 
     assert columns(64) == (64, 96)
     assert columns(63) == (32, None)
@@ -238,10 +235,10 @@ def test_chunks(device: torch.device, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("processors", [0, 132])
-def test_chunks_in_flight(device: torch.device, monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
+def test_chunks_in_flight(device: torch.device, processors: int) -> None:
     """Fewer chunks are in flight where two programs share a processor."""
-    monkeypatch.setattr(gated_delta_prefill_triton, "multiprocessors", lambda device: processors)
     case = Case(device, torch.float16, "kernel", (1, 2, 128, 64))
+    case.prefill = partial(case.prefill, processors=processors)
     case.prompt([(4, 0, 140), (2, 0, 70)])
     case.prompt([(2, 70, 75), (4, 140, 141)])
 

@@ -23,7 +23,7 @@ from specbatch.kernels.gemm.quantized.fp8_linear import FP8Linear, FP8Weight
 from specbatch.kernels.gemm.quantized.weight import ConcatLinear
 from specbatch.kernels.moe.experts import Experts
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder
+from specbatch.models.decoder import Decoder, tensor_shapes, weight_shapes
 from specbatch.models.heads.mtp import Mtp, MtpConfig, mtp_config
 from specbatch.models.weight_reader import Reader
 from specbatch.runtime.loader import weight_bytes
@@ -129,7 +129,7 @@ def write(folder: Path, described: dict[str, Any], plain: list[str], fused: bool
     described = described | {"quantization_config": QUANTIZATION | {"modules_to_not_convert": plain}}
     (folder / "config.json").write_text(json.dumps(described))
     config = ModelConfig.from_dict(described)
-    shapes = (config.stacked() if fused else config).tensor_shapes()
+    shapes = tensor_shapes(config.stacked() if fused else config)
     generator = torch.Generator().manual_seed(2)
     stored, meant = {}, {}
     for name, shape in shapes.items():
@@ -193,7 +193,7 @@ def write_head(folder: Path, unquantized: set[str]) -> tuple[MtpConfig, dict[str
     mixture = target.mixture and replace(target.mixture, fused=False)
     config = replace(mtp_config(target), quantization=None, mixture=mixture)
     generator = torch.Generator().manual_seed(5)
-    for name, shape in config.weight_shapes().items():
+    for name, shape in weight_shapes(config).items():
         stored[name] = meant[name] = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
         if len(shape) > 1 and name not in unquantized and not name.endswith("gate.weight"):
             stored[name], stored[f"{name}_scale_inv"], meant[name] = quantized(meant[name])
@@ -356,8 +356,8 @@ def test_file_decides_which_weights_are_fp8(tmp_path: Path) -> None:
     described["quantization_config"]["modules_to_not_convert"] = None
     (tmp_path / "config.json").write_text(json.dumps(described))
     checkpoint = open_checkpoint(str(tmp_path))
-    assert f"{NAME}_scale_inv" not in checkpoint.config.tensor_shapes()
-    assert f"{NAME.replace('1', '0')}_scale_inv" in checkpoint.config.tensor_shapes()
+    assert f"{NAME}_scale_inv" not in tensor_shapes(checkpoint.config)
+    assert f"{NAME.replace('1', '0')}_scale_inv" in tensor_shapes(checkpoint.config)
     assert torch.equal(checkpoint.tensor(NAME), meant[NAME])
 
 

@@ -20,6 +20,7 @@ from uncached import decoder_of, logits_of
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.gemm.quantized.mxfp4 import dequantize_mxfp4, pack_mxfp4
 from specbatch.kernels.gemm.quantized.weight import Weight
+from specbatch.models.decoder import parameter_count
 from specbatch.models.layers.moe import MoeMlp
 from specbatch.runtime.loader import quantization_lines, weight_bytes
 from specbatch.weights import open_checkpoint
@@ -106,7 +107,7 @@ def test_plan_counts_the_memory_of_experts(folder: Path, stay_quantized: Callabl
     shapes = [stack.shape for stack in stacks]
     packed = sum(count * rows * (-(-inputs // 128) * 64 + inputs // 32) for count, rows, inputs in shapes)
     assert held == (packed if keeps else 2 * values)
-    assert weight_bytes(config, torch.bfloat16, CPU) == held + 2 * (config.parameter_count() - values)
+    assert weight_bytes(config, torch.bfloat16, CPU) == held + 2 * (parameter_count(config) - values)
     [line] = quantization_lines(model, config, loads=(True, False), quantizes=False)
     stored = "kept" if keeps else "dequantized to bfloat16, as this device has no MXFP4 GEMM"
     assert line == f"MXFP4 weights: {stored}"

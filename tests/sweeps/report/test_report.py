@@ -45,12 +45,6 @@ def document(folder):
     return parser.fromstring((folder / "report.html").read_text())
 
 
-@pytest.fixture
-def no_plots(monkeypatch):
-    """Drawing takes most of the time of a report."""
-    monkeypatch.setattr("specbatch.sweeps.report.report.draw_all", lambda records: [])
-
-
 def html_of(records):
     return page(records, [], serving_rows(records), "specbatch report x")
 

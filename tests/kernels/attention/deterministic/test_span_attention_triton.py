@@ -13,7 +13,7 @@ from crossed import first_quick
 from trees import ancestor_masks, path_of, random_parents
 
 from specbatch.kernels.attention.deterministic import span_attention, span_attention_triton
-from specbatch.kernels.attention.deterministic.span_attention_triton import SpanPass
+from specbatch.kernels.attention.deterministic.span_attention_triton import KEYS, SpanPass
 from specbatch.kernels.attention.paged_attention import prefill_attention_ref
 from specbatch.kernels.attention.prefill import prefill_backends
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, PrefillInputs, QKVLayout
@@ -31,9 +31,9 @@ class Case:
 
     def __init__(
         self, dtype: torch.dtype, device: torch.device, heads: int = 4, kv: int = 2, dim: int = 16,
-        window: int | None = None, sinks: bool = False, length: int = LENGTH,
+        window: int | None = None, sinks: bool = False, length: int = LENGTH, keys: int = KEYS,
     ) -> None:  # fmt: skip
-        self.window = window
+        self.window, self.keys = window, keys
         generator = torch.Generator().manual_seed(0)
         pages = 2 * -(-length // PAGE)
         self.table = (torch.randperm(pages, generator=generator) + 1).view(2, -1).to(device)
@@ -45,7 +45,7 @@ class Case:
         spans = RaggedBatch([start], [end], [1], self.table, PAGE)
         q, window = self.q[start:end], self.window or 0
         inputs = PrefillInputs(q, None, None, self.k, self.v, spans, window, sinks=self.sinks)
-        return span_attention_triton.prefill_attention(inputs)
+        return span_attention_triton.prefill_attention(inputs, self.keys)
 
     def verify(self, start: int, rows: int, splits: int, tile: int | None = None) -> torch.Tensor:
         """The rows at `start` beside others of the first sequence."""
@@ -53,9 +53,8 @@ class Case:
         lengths, slots = torch.tensor([start // 2, start], device=device), torch.tensor([0, 1], device=device)
         q = torch.cat([self.q[:rows], self.q[start : start + rows]])
         span_pass = SpanPass.decode(DecodeQueries(self.table, slots, lengths, rows, PAGE), None)
-        return span_attention_triton.attend_to_spans(
-            q, self.k, self.v, span_pass, window=self.window, sinks=self.sinks, splits=splits, rows=tile
-        )[rows:]
+        how = {"window": self.window, "splits": splits, "rows": tile, "keys": self.keys}
+        return span_attention_triton.attend_to_spans(q, self.k, self.v, span_pass, sinks=self.sinks, **how)[rows:]
 
 
 @pytest.mark.parametrize(("window", "sinks"), first_quick(2, [(None, False), (5, True), (200, False), (None, True)]))
@@ -181,10 +180,9 @@ def test_logits_do_not_depend_on_company(monkeypatch: pytest.MonkeyPatch, name: 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 def test_bits_depend_on_own_keys_alone(
-    monkeypatch: pytest.MonkeyPatch, heads: int, kv: int, dim: int, keys: int, dtype: torch.dtype, window: int | None
+    heads: int, kv: int, dim: int, keys: int, dtype: torch.dtype, window: int | None
 ) -> None:
-    monkeypatch.setattr(span_attention_triton, "KEYS", keys)
-    case = Case(dtype, torch.device("cuda"), heads, kv, dim, window, window is not None, LONGER)
+    case = Case(dtype, torch.device("cuda"), heads, kv, dim, window, window is not None, LONGER, keys)
     every = case.prompt(0, LONGER)
     most = {FP8: 16, torch.float32: 32}.get(dtype, 64)
     for start, end in ((0, 1), (0, 257), (1, 300), (256, 600), (599, 600), (300, 420)):

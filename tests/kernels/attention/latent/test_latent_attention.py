@@ -10,7 +10,7 @@ import pytest
 import torch
 from crossed import crossed, slow_but
 
-from specbatch.kernels.attention.deterministic import span_latents_triton
+from specbatch.kernels.attention.deterministic.span_latents_triton import span_latent_prefill, span_latent_verify
 from specbatch.kernels.attention.latent.latent_attention import LatentDecodeRef, latent_prefill_ref
 from specbatch.kernels.attention.latent.latent_attention_triton import (
     LatentTile,
@@ -53,18 +53,13 @@ def on_device(device: torch.device) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(span_latents_triton, "SPAN", 16)
-
-
 def default(queries: DecodeQueries, splits: int) -> DecodeAttention:
     return partial(latent_verify, queries, slots_of(queries), splits=splits, tile=LatentTile(16, 16, 1, 1))
 
 
 def spans(queries: DecodeQueries, splits: int) -> DecodeAttention:
     """Of deterministic mode."""
-    return partial(span_latents_triton.span_latent_verify(queries), splits=splits)
+    return partial(span_latent_verify(queries), splits=splits, span=16)
 
 
 Kernel = Callable[[DecodeQueries, int], DecodeAttention]
@@ -130,7 +125,7 @@ def compare(
 
 
 @pytest.mark.parametrize(
-    "prefill", [partial(latent_prefill, tile=LatentTile(16, 16, 1, 1)), span_latents_triton.span_latent_prefill]
+    "prefill", [partial(latent_prefill, tile=LatentTile(16, 16, 1, 1)), partial(span_latent_prefill, span=16)]
 )
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_prefill_matches_reference(name: str, prefill: Callable[..., torch.Tensor]) -> None:

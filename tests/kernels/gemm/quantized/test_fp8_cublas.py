@@ -42,12 +42,12 @@ def scaled_mm(
 
 @pytest.fixture(autouse=True)
 def supported(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_cublas, "_SMALL_WEIGHT", 512 * 512 - 1)
+    monkeypatch.setattr(fp8_cublas, "SMALL_WEIGHT", 512 * 512 - 1)
     if device.type == "cuda":
-        if not fp8_cublas._is_supported(device):
+        if not fp8_cublas.is_supported(device):
             pytest.skip("cuBLASLt has FP8 with block scales on Hopper alone, since CUDA 12.9")
     else:
-        monkeypatch.setattr(fp8_cublas, "_is_supported", lambda device: True)
+        monkeypatch.setattr(fp8_cublas, "is_supported", lambda device: True)
         monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from assembly import create_inline_asm
 from dtypes import HALVES
 from stand_ins import quantized_by_activations
 
@@ -29,12 +28,6 @@ from specbatch.kernels.gemm.split_k_triton import used_splits
 TILES = [FP8FewRowsTile(64, 1, 4, 3, 8), FP8FewRowsTile(128, 3, 4, 3, 0)]
 # A tensor core's error in a sum of 128 FP8 products, about 2^-13 of the largest, is below these FP16/BF16 bounds.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
-
-
-@pytest.fixture(autouse=True)
-def interpreted_assembly(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device.type != "cuda":
-        monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_inline_asm", create_inline_asm)
 
 
 def random_weight(n: int, k: int, device: torch.device, scaled: str = "blocks") -> tuple[FP8Weight, torch.Tensor]:

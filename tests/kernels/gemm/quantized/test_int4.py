@@ -7,7 +7,6 @@ from dataclasses import astuple
 import pytest
 import torch
 import torch.nn.functional as F
-from assembly import create_inline_asm
 from crossed import crossed
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,12 +21,6 @@ from specbatch.kernels.gemm.quantized.weight import quantized_linear_ref
 TILES = [Int4FewRowsTile(64, 1, 1, 4), Int4FewRowsTile(128, 3, 2, 3), Int4FewRowsTile(128, 2, 1, 4)]
 SCALES = {torch.float32: torch.float16, torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
-
-
-@pytest.fixture(autouse=True)
-def interpreted_assembly(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device.type != "cuda":
-        monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_inline_asm", create_inline_asm)
 
 
 def random_scales(*shape: int) -> torch.Tensor:
