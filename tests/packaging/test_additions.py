@@ -1,4 +1,4 @@
-"""An addition touches few files: no other part of the product names an algorithm or a family in its code.
+"""An addition touches few files: no other part of the product names an algorithm, a family or a format in its code.
 
 Each exception has its reason. Without one, a fact about the addition belongs into its modules or its registry entry.
 """
@@ -10,7 +10,10 @@ from named_in import files_naming
 
 from specbatch.algorithms import ALGORITHMS, NO_SPECULATION
 from specbatch.models.config import family_modules
+from specbatch.models.formats.fp8 import FP8Weights
+from specbatch.models.formats.registry import FORMATS
 
+QUANTIZED = "kernels/gemm/quantized"
 COMMANDS = ("specbatch/cli/options.py", "specbatch/config/engine_config.py", "specbatch/jobs/configurations.py")
 MICROBENCHMARKS = ("sweeps/microbench/acceptance.py", "sweeps/microbench/accept.py", "sweeps/microbench/equal_rows.py")
 # Algorithm -> why files name it -> these files.
@@ -87,6 +90,23 @@ FAMILY_IN: dict[str, dict[str, tuple[str, ...]]] = {
     "glm4_moe": {"its MTP layer": ("specbatch/models/heads/layer_mtp.py",)},
     "lfm2": {"the name of its tokenizer": ("specbatch/weights/gguf_tokenizer.py",)},
 }  # fmt: skip
+# Quantization format -> the same. FP8 is also a type of activations, of KV caches and of drafts, and is not counted.
+GEMMS_OF_EXPERTS = ("kernels/moe/expert_weights.py", "kernels/moe/experts_triton.py")
+FORMAT_IN: dict[str, dict[str, tuple[str, ...]]] = {
+    "int4": {
+        "GEMMs of experts, and what they share": (*GEMMS_OF_EXPERTS, f"{QUANTIZED}/four_bits_mainloop_triton.py"),
+        "a benchmark": ("sweeps/microbench/gemm.py", "sweeps/microbench/gemm_tiles.py"),
+    },
+    "mxfp4": {
+        "GEMMs of experts, and what they share": (*GEMMS_OF_EXPERTS, f"{QUANTIZED}/four_bits_mainloop_triton.py"),
+        "the experts of gpt-oss, also in GGUF files": (
+            "specbatch/models/families/gpt_oss.py",
+            "specbatch/models/gguf_layout.py",
+            "specbatch/weights/gguf_mixtures.py",
+        ),
+        "a benchmark": ("sweeps/microbench/moe.py",),
+    },
+}
 
 
 def unexplained(name: str, own: set[str], reasons: dict[str, tuple[str, ...]]) -> set[str]:
@@ -109,3 +129,11 @@ def test_files_that_name_a_family(module: str) -> None:
     name = module.rpartition(".")[2]
     found = unexplained(name, {"specbatch/models/config.py"}, FAMILY_IN.get(name, {}))
     assert {path for path in found if not path.startswith("specbatch/models/families/")} == set()  # some extend others
+
+
+@pytest.mark.parametrize("module", [form.__module__ for form in FORMATS if form is not FP8Weights])
+def test_files_that_name_a_format(module: str) -> None:
+    name = module.rpartition(".")[2]
+    own = {f"{module.replace('.', '/')}.py", "specbatch/models/formats/registry.py"}
+    own |= {path for path in files_naming(name) if path.startswith(f"{QUANTIZED}/{name}")}
+    assert unexplained(name, own, FORMAT_IN.get(name, {})) == set()
