@@ -91,14 +91,14 @@ FAMILY_IN: dict[str, dict[str, tuple[str, ...]]] = {
     "lfm2": {"the name of its tokenizer": ("specbatch/weights/gguf_tokenizer.py",)},
 }  # fmt: skip
 # Quantization format -> the same. FP8 is also a type of activations, of KV caches and of drafts, and is not counted.
-GEMMS_OF_EXPERTS = ("kernels/moe/expert_weights.py", "kernels/moe/experts_triton.py")
+GEMMS = ("kernels/moe/experts_triton.py", f"{QUANTIZED}/four_bits_mainloop_triton.py")
 FORMAT_IN: dict[str, dict[str, tuple[str, ...]]] = {
     "int4": {
-        "GEMMs of experts, and what they share": (*GEMMS_OF_EXPERTS, f"{QUANTIZED}/four_bits_mainloop_triton.py"),
+        "GEMMs of experts, and what they share": GEMMS,
         "a benchmark": ("sweeps/microbench/gemm.py", "sweeps/microbench/gemm_tiles.py"),
     },
     "mxfp4": {
-        "GEMMs of experts, and what they share": (*GEMMS_OF_EXPERTS, f"{QUANTIZED}/four_bits_mainloop_triton.py"),
+        "GEMMs of experts, and what they share": GEMMS,
         "the experts of gpt-oss, also in GGUF files": (
             "specbatch/models/families/gpt_oss.py",
             "specbatch/models/gguf_layout.py",
