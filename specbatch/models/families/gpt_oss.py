@@ -149,12 +149,15 @@ final_norm = llama.final_norm
 
 
 def _gguf_settings(file: GgufMetadata, usual: dict[str, Any]) -> dict[str, Any]:
-    own = {"sliding_window": file.count(".attention.sliding_window"), "num_local_experts": file.count(".expert_count")}
+    own: dict[str, Any] = mixture_settings(file) | {
+        "model_type": "gpt_oss",
+        "sliding_window": file.count(".attention.sliding_window"),
+        "num_local_experts": file.count(".expert_count"),
+        "rope_parameters": usual["rope_parameters"] | {"truncate": False},  # which no file states
+    }
     if has_mxfp4(file):
         own |= {"quantization_config": {"quant_method": METHOD}}
-    rope = usual["rope_parameters"] | {"truncate": False}  # which no file states
-    own |= {"model_type": "gpt_oss", "rope_parameters": rope}
-    return mixture_settings(file) | own | layer_types(file, unstated=2)
+    return own | layer_types(file, unstated=2)
 
 
 GGUF = {

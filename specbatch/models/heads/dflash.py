@@ -90,7 +90,7 @@ class DFlashConfig(ModelConfig):
         if found not in BLOCKS:
             known = (f"{list(entry.published.architectures[:2])} ({name})" for name, entry in BLOCKS.items())
             raise refuse("architectures", names, f"drafts of blocks have {', '.join(known)}")
-        of_deepspec = names[0] in DEEPSPEC
+        of_deepspec = config["architectures"][0] in DEEPSPEC
         cls._check_algorithm(own, found, may_have_markov=of_deepspec)
         if config.get("model_type") != "qwen3":
             raise refuse("model_type", config.get("model_type"), "the layers of a block draft are 'qwen3'")
